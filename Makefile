@@ -1,0 +1,36 @@
+# Two commands on a fresh machine with git, make, a C++ compiler and Python 3.11 or 3.12: `make quickstart` and `make test`.
+
+SEED ?= 0
+ARGS ?=
+DEVICE ?= auto
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo $$python; break; }; done)
+
+ENV := .venv/.ready
+SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test clean
+
+help:
+	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
+	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
+	@echo 'make clean                              remove the environment and everything that was built; runs/ stays'
+	@echo ''
+	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'
+	@echo 'PYTHON=path names the interpreter (3.11 or 3.12), MEGARL_CUDA=AUTO|ON|OFF whether the extension is built for CUDA.'
+
+quickstart: $(ENV)
+	.venv/bin/python tools/quickstart.py --seed $(SEED) $(ARGS)
+
+test: $(ENV)
+	.venv/bin/python -m pytest $(or $(ARGS),tests) --import-mode=importlib
+
+# The stamp is touched by setup_env.py, and only after everything is in place.
+$(ENV): tools/setup_env.py $(SOURCES)
+	@test -n "$(PYTHON)" || { echo 'megarl needs Python 3.11 or 3.12 and found neither. Install one, or name it: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@$(PYTHON) tools/setup_env.py --device $(DEVICE)
+
+clean:
+	rm -rf .venv build dist *.egg-info megarl/_C.*.so .pytest_cache .ruff_cache
+	find megarl triton_kernels tests tools -name __pycache__ -prune -exec rm -rf {} +

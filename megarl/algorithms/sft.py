@@ -1,0 +1,23 @@
+"""Supervised fine-tuning: cross-entropy on the responses of the data set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.algorithms.base import Algorithm, LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFT(Algorithm):
+    """supervised fine-tuning"""
+
+    needs_rollout: ClassVar[bool] = False
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean negative log-prob over the response tokens of the whole mini-batch. Metric: policy/loss, the same number."""
+        loss = -inputs.log_probs.sum() / inputs.num_tokens
+        return loss, {"policy/loss": loss.detach()}

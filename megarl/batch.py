@@ -1,0 +1,139 @@
+"""One packed batch from rollout to loss: no padding, typed columns.
+
+The one alignment rule: column[i] belongs to token i, so log_probs[i] is the log-probability *of* token i. The shift to the
+position that predicts it happens in `MicroBatch.predict_positions`, nowhere else.
+
+Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9, 1):
+    tokens          5 6 7 1 8 9 9 1
+    cu_seqlens      0 4 8
+    response_mask   0 0 1 1 0 1 1 1"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+
+TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
+
+
+@dataclass
+class Batch:
+    """B samples, T tokens. All tensors are on the CPU of the rank that holds them; columns not computed yet are None."""
+
+    sample_ids: torch.Tensor
+    """[B] int64, unique in the step; what the driver plans with."""
+    tokens: torch.Tensor
+    """[T] int64, prompt and response of each sample, one sample after another."""
+    cu_seqlens: torch.Tensor
+    """[B + 1] int64, where each sample begins in tokens."""
+    response_mask: torch.Tensor
+    """[T] bool, true on tokens that the policy produced (SFT: that it should produce)."""
+    rollout_log_probs: torch.Tensor | None = None
+    """[T] fp32, under the sampler; 0 where masked."""
+    old_log_probs: torch.Tensor | None = None
+    """[T] fp32, under the policy before this step's updates; 0 where masked."""
+    ref_log_probs: torch.Tensor | None = None
+    """[T] fp32, under the reference policy; 0 where masked."""
+    advantages: torch.Tensor | None = None
+    """[T] fp32; 0 where masked."""
+
+    @staticmethod
+    def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],
+                     rollout_log_probs: list[list[float]] | None = None) -> Batch:
+        """Pack prompts and responses (lists of token ids); log-probs are of the response tokens."""
+        prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
+        response_lengths = torch.tensor([len(r) for r in responses], dtype=torch.int64)
+        tokens = torch.tensor([t for p, r in zip(prompts, responses, strict=True) for ids in (p, r) for t in ids], dtype=torch.int64)
+        segments = torch.stack([prompt_lengths, response_lengths], dim=1).flatten()
+        mask = torch.tensor([False, True]).repeat(len(prompts)).repeat_interleave(segments)
+        batch = Batch(torch.tensor(sample_ids, dtype=torch.int64), tokens, _cumulative(prompt_lengths + response_lengths), mask)
+        if rollout_log_probs is not None:
+            batch.rollout_log_probs = batch.scatter([x for row in rollout_log_probs for x in row])
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[B] int64, tokens of each sample."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def response_lengths(self) -> torch.Tensor:
+        """[B] int64."""
+        return torch.segment_reduce(self.response_mask.float(), "sum", lengths=self.lengths).long()
+
+    def scatter(self, response_values: Iterable[float] | torch.Tensor) -> torch.Tensor:
+        """[N] values of the response tokens, in order -> a [T] fp32 column."""
+        column = torch.zeros(len(self.tokens))
+        column[self.response_mask] = torch.as_tensor(response_values, dtype=torch.float32)
+        return column
+
+    def spread(self, sample_values: torch.Tensor) -> torch.Tensor:
+        """[B] values -> a [T] fp32 column holding each sample's value on its response tokens."""
+        return sample_values.float().repeat_interleave(self.lengths) * self.response_mask
+
+    def select(self, rows: list[int]) -> Batch:
+        """The samples at these positions, in this order."""
+        starts, lengths = self.cu_seqlens[:-1][rows], self.lengths[rows]
+        # token index = position inside the selection, moved from the sample's new start to its old one
+        new_cu = _cumulative(lengths)
+        index = torch.arange(int(new_cu[-1])) + (starts - new_cu[:-1]).repeat_interleave(lengths)
+        columns = {name: None if getattr(self, name) is None else getattr(self, name)[index] for name in TOKEN_COLUMNS}
+        return Batch(self.sample_ids[rows], self.tokens[index], new_cu, self.response_mask[index], **columns)
+
+    def select_samples(self, sample_ids: Iterable[int]) -> Batch:
+        """The samples with these ids, in this order."""
+        where = {sample: row for row, sample in enumerate(self.sample_ids.tolist())}
+        return self.select([where[sample] for sample in sample_ids])
+
+    @staticmethod
+    def cat(batches: list[Batch]) -> Batch:
+        """One batch of all samples, in order. Columns must be present in all or in none."""
+        columns = {}
+        for f in fields(Batch):
+            parts = [getattr(b, f.name) for b in batches]
+            if f.name != "cu_seqlens":
+                columns[f.name] = None if parts[0] is None else torch.cat(parts)
+        return Batch(cu_seqlens=_cumulative(torch.cat([b.lengths for b in batches])), **columns)
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+@dataclass
+class MicroBatch:
+    """What one forward pass takes: a batch plus where its N response tokens are."""
+
+    batch: Batch
+    response_positions: torch.Tensor
+    """[N] int64, indices into batch.tokens."""
+
+    @staticmethod
+    def of(batch: Batch) -> MicroBatch:
+        return MicroBatch(batch, batch.response_mask.nonzero()[:, 0])
+
+    @property
+    def predict_positions(self) -> torch.Tensor:
+        """[N] int64: the position whose hidden state predicts each response token. A response never starts a sample."""
+        return self.response_positions - 1
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """[N] int64."""
+        return self.batch.tokens[self.response_positions]
+
+    def column(self, name: str) -> torch.Tensor | None:
+        """[N] values of a token column on the response tokens, None if the batch has no such column."""
+        column = getattr(self.batch, name)
+        return None if column is None else column[self.response_positions]
+
+    @property
+    def response_length_of_token(self) -> torch.Tensor:
+        """[N] int64: for each response token the response length of its sample."""
+        lengths = self.batch.response_lengths
+        return lengths.repeat_interleave(lengths)

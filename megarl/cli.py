@@ -1,0 +1,126 @@
+"""The console script `megarl`. Every subcommand reads the configuration first and reports all that is wrong with it; torch is
+imported only by what trains or evaluates."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import megarl
+from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+
+if TYPE_CHECKING:
+    from megarl.config.schema import TrainConfig
+
+USAGE = """\
+usage: megarl <command> [@file.args ...] [--flag value ...]
+
+  train      Train; starts as many ranks as --nproc-per-node says.
+  eval       Evaluate a model on --eval-data.
+  convert    Convert models: `megarl convert --help`.
+  check      Report everything that is wrong with a configuration, without touching a device.
+
+  megarl train --help     every flag
+  megarl --version        the version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("--help", "-h", "--version"):
+        sys.stdout.write(f"megarl {megarl.__version__}\n" if command == "--version" else USAGE)
+        return 0
+    if command not in COMMANDS:
+        sys.stderr.write(f"megarl {command}: no such command.{did_you_mean(command, COMMANDS, prefix='')}\n{USAGE}")
+        return 2
+    try:
+        return COMMANDS[command](rest)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def train(argv: list[str]) -> int:
+    """Check the job, then run it: here if the executor is inline, else on ranks that this process starts."""
+    from megarl.config.loader import load_config
+
+    config = load_config(argv, _registry(), "megarl train")
+    if "RANK" in os.environ:
+        sys.stderr.write("megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n")
+        return 2
+    check_everything(config, config.placement.nproc_per_node)
+    if config.placement.executor == "inline":
+        from megarl.train import run_inline
+
+        return run_inline(config)
+    from megarl.driver.launch import launch
+
+    return launch(config.placement.nproc_per_node, argv, "megarl.train")
+
+
+def evaluate(argv: list[str]) -> int:
+    """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
+    from megarl.config.loader import load_config
+
+    config = load_config(argv, _registry(), "megarl eval")
+    if config.placement.executor == "inline":
+        from megarl.evaluate import main as evaluate_here
+
+        return evaluate_here(argv)
+    from megarl.driver.launch import launch
+
+    return launch(config.placement.nproc_per_node, argv, "megarl.evaluate")
+
+
+def convert(argv: list[str]) -> int:
+    from megarl.convert import main as convert_here
+
+    return convert_here(argv)
+
+
+def check(argv: list[str]) -> int:
+    """Load and check; print 'ok' with what the job amounts to, or all findings."""
+    from megarl.config.check import data_parallel_size
+    from megarl.config.loader import load_config
+
+    config = load_config(argv, _registry(), "megarl check")
+    world_size, batch = config.placement.nproc_per_node, config.batch
+    check_everything(config, world_size)
+    samples = batch.num_prompts * batch.num_samples_per_prompt if config.algorithm.needs_rollout else batch.global_batch_size
+    updates = samples // batch.global_batch_size * (batch.num_epochs if config.algorithm.needs_rollout else 1)
+    dp = data_parallel_size(config, world_size)
+    sys.stdout.write(
+        f"ok: world size {world_size}, data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and "
+        f"{updates} updates\n"
+    )
+    return 0
+
+
+def check_everything(config: TrainConfig, world_size: int) -> None:
+    """The rules across fields and the model's config.json, reported together. Raises: ConfigError."""
+    from megarl.config.check import check as findings_of
+    from megarl.config.hf_config import ModelShape
+
+    shape, findings = None, []
+    try:
+        shape = ModelShape.load(config.model.model)
+    except ConfigError as error:
+        findings = list(error.findings)
+    raise_findings(findings + findings_of(config, shape, world_size))
+
+
+def _registry() -> dict[str, type]:
+    from megarl.algorithms import REGISTRY
+
+    return REGISTRY
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "eval": evaluate, "convert": convert, "check": check}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Args files: flags in a text file, as one would type them. `#` starts a comment, shell quotes group a value (also over several
+lines), `@other.args` includes another file, relative to the one that names it.
+
+A file's own flags override those of the files that it includes, and the command line overrides all files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.config.values import Word
+
+_SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
+_WORD = re.compile(r"""(?:\\[^\n]|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
+COMMAND_LINE = "command line"
+
+
+@dataclass(slots=True)
+class Occurrence:
+    """A flag as it was written.
+
+    Args:
+        name: without the dashes.
+        place: file:line, or command line.
+        level: a higher level overrides a lower one; each reading of a file is one level, the command line is the highest.
+        words: the words between this flag and the next.
+    """
+
+    name: str
+    place: str
+    level: int
+    words: list[Word] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """As the head of an error: --lr (abc)."""
+        value = " ".join(word.text for word in self.words)
+        return f"--{self.name} ({value})" if self.words else f"--{self.name}"
+
+
+class Reader:
+    """Collects the flags of a command line and of the args files in it.
+
+    After `read`, `occurrences` holds them with their levels and `errors` what could not be read."""
+
+    def __init__(self) -> None:
+        self.occurrences: list[Occurrence] = []
+        self.errors: list[str] = []
+        self._level = 0
+
+    def read(self, argv: Iterable[str]) -> None:
+        self._read_words(((Word(text), COMMAND_LINE) for text in argv), Path(), ())
+
+    def _read_words(self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]) -> None:
+        """Group words into flags. Included files are read on the way, so they end up on lower levels than this one."""
+        own: list[Occurrence] = []
+        current: Occurrence | None = None
+        for word, place in words:
+            if not word.quoted and word.text.startswith("@"):
+                self._include(word.text[1:], folder, place, including)
+                current = None
+            elif not word.quoted and _is_flag(word.text):
+                name, equals, value = word.text.removeprefix("--").partition("=")
+                current = Occurrence(name, place, 0, [Word(value)] if equals else [])
+                if word.text.startswith("--"):
+                    own.append(current)
+                else:
+                    self.errors.append(f"{word.text}: flags start with two dashes. A value that starts with one: --flag=value [{place}]")
+            elif current is not None:
+                current.words.append(word)
+            else:
+                self.errors.append(f"{word.text!r} follows no flag. Flags start with --, args files with @ [{place}]")
+        self._level += 1
+        for occurrence in own:
+            occurrence.level = self._level
+        self.occurrences += own
+
+    def _include(self, name: str, folder: Path, place: str, including: tuple[Path, ...]) -> None:
+        path = folder / name
+        resolved = path.resolve()
+        if resolved in including:
+            chain = " -> ".join(file.name for file in (*including, resolved))
+            self.errors.append(f"@{name}: the file includes itself: {chain} [{place}]")
+            return
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
+            self.errors.append(f"@{name}: cannot read {path}: {reason} [{place}]")
+            return
+        self._read_words(self._split(text, str(path)), path.parent, (*including, resolved))
+
+    def _split(self, text: str, path: str) -> Iterator[tuple[Word, str]]:
+        """The words of an args file with their places. An unclosed quote ends the file with an error."""
+        position = _SKIP.match(text).end()
+        while position < len(text):
+            place = f"{path}:{text.count(chr(10), 0, position) + 1}"
+            match = _WORD.match(text, position)
+            if match is None:
+                self.errors.append(f"{text[position:].splitlines()[0]!r}: a quote that is opened here is never closed [{place}]")
+                return
+            yield Word(shlex.split(match.group(), comments=False)[0], match.group()[0] in "'\""), place
+            position = _SKIP.match(text, match.end()).end()
+            if position == match.end() < len(text):
+                self.errors.append(f"{match.group()!r}: a quote that is opened after this is never closed [{place}]")
+                return
+
+
+def _is_flag(text: str) -> bool:
+    """Negative numbers and a single dash are values."""
+    if not text.startswith("-") or text == "-":
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,56 @@
+"""Rules about files and folders that flags name. Only looks whether they are there; nothing is opened or created."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.schema import TrainConfig
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+RUN_FILES = ("resolved.args", "metrics.jsonl")
+
+
+def path_findings(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
+    """One line per missing or unfit file, and for a new run one if --save holds a run."""
+    yield from _model(config)
+    for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
+        yield from _data(flag, files)
+    yield from _reward_function(config.data.reward_function)
+    if new_run:
+        yield from _save(Path(config.run.save))
+
+
+def _model(config: TrainConfig) -> Iterator[str]:
+    folder, tokenizer = Path(config.model.model), config.model.tokenizer_model
+    if (folder / "config.json").is_file() and not config.model.random_init and not any(folder.glob("*.safetensors")):
+        yield f"--model ({folder}): holds no *.safetensors. Give a folder with weights, or --random-init."
+    if tokenizer is not None and not Path(tokenizer).exists():
+        yield f"--tokenizer-model ({tokenizer}): does not exist. Give a Hugging Face tokenizer's folder, or a SentencePiece *.model file."
+
+
+def _data(flag: str, files: tuple[str, ...]) -> Iterator[str]:
+    for name in files:
+        if not Path(name).is_file():
+            yield f"{flag} ({name}): there is no such file."
+        elif Path(name).suffix.lower() not in DATA_SUFFIXES:
+            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}."
+
+
+def _reward_function(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    path, _, function = name.rpartition(":")
+    if not path or not function.isidentifier():
+        yield f"--reward-function ({name}): must be path/to/file.py:function."
+    elif not Path(path).is_file():
+        yield f"--reward-function ({name}): there is no file {path}."
+
+
+def _save(folder: Path) -> Iterator[str]:
+    taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
+    if taken is not None:
+        free = next(path for number in range(2, 1_000_000) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
+        yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. Try --save {free}."
+    elif folder.exists() and not folder.is_dir():
+        yield f"--save ({folder}): is a file. Name a folder; it is created."

@@ -1,0 +1,202 @@
+"""The shape of a model, read from the config.json of a Hugging Face folder. Torch-free.
+
+What the training model would silently ignore is refused here by name: a key that changes the numbers must be understood or stop
+the job. Missing keys have the defaults of transformers' own config classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model_type means where config.json does not say it."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_layernorm: bool = False
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_key_value_heads: int | None = 32  # None: num_attention_heads
+    max_position_embeddings: int = 32768
+    eos_token_id: int | None = None
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
+    "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2),
+}
+# Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
+ONLY = {
+    "hidden_act": (("silu",), "only SwiGLU (silu) is supported"),
+    "attention_bias": ((False,), "it adds a bias to o_proj as well, which is not supported"),
+    "mlp_bias": ((False,), "biases in the MLP are not supported"),
+    "qkv_bias": ((False,), "biases that transformers would not load are not supported"),
+    "bias": ((False,), "biases that transformers would not load are not supported"),
+    "qk_norm": ((False,), "vLLM would normalize q and k and transformers would not"),
+    "partial_rotary_factor": ((1, 1.0), "rotary embeddings of a part of each head are not supported"),
+    "is_causal": ((True,), "only causal language models are supported"),
+    "dual_chunk_attention_config": ((), "dual chunk attention is not supported"),
+    "quantization_config": ((), "quantized weights cannot be trained; use the unquantized model"),
+}
+ROPE_TYPES = ("default", "llama3")
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Megatron-Core 0.16.1 takes the factor only and has the rest built in (RotaryEmbedding._apply_scaling).
+LLAMA3_BUILT_IN = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """All that model building needs to know. Names are Megatron's where it has one.
+
+    Args:
+        head_dim: Megatron's kv_channels.
+        vocab_size: rows of the embedding in the folder, unpadded.
+        qkv_bias: biases on q, k, v (never on o).
+        qk_layernorm: RMSNorm over the head dimension of q and k.
+        rope_scaling: None, or llama3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+        eos_token_ids: of config.json, then those that only generation_config.json has.
+        torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_layernorm: bool
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, float] | None
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: str
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ModelShape:
+        """Read config.json and, if there, generation_config.json.
+
+        Raises: ConfigError listing every key that is missing, wrong or not supported, with the file's name.
+        """
+        path = Path(folder) / "config.json"
+        config = _read_json(path)
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            name = str(config.get("model_type", "missing"))
+            raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
+        findings = [*_missing(config, family), *_unsupported(config, family), *_unsupported_rope(config)]
+        raise_findings([f"{finding} [{path}]" for finding in findings])
+        return _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
+
+    def padded_vocab_size(self, multiple: int = 64) -> int:
+        """Rows of the padded embedding. 64 is vLLM's padding, so that both sides' shards coincide."""
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def architecture(self) -> str:
+        """The transformers class, for the config.json of an export."""
+        return FAMILIES[self.model_type].architecture
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}."
+        raise ConfigError([f"--model ({path.parent}): {reason}"]) from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ConfigError([f"--model ({path.parent}): {path.name} is not JSON: {error}."]) from error
+    if not isinstance(value, dict):
+        raise ConfigError([f"--model ({path.parent}): {path.name} must hold a JSON object."])
+    return value
+
+
+def _value(config: dict[str, object], key: str, default: object) -> object:
+    """null is the same as absent."""
+    return default if config.get(key) is None else config[key]
+
+
+def _missing(config: dict[str, object], family: Family) -> Iterator[str]:
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            yield f"{key} ({config.get(key, 'missing')}): must be a positive whole number."
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads", family.num_key_value_heads)
+    if isinstance(heads, int) and groups is not None and (not isinstance(groups, int) or groups < 1 or heads % groups):
+        yield f"num_key_value_heads ({groups}): must divide num_attention_heads ({heads})."
+
+
+def _unsupported(config: dict[str, object], family: Family) -> Iterator[str]:
+    for key, (accepted, reason) in ONLY.items():
+        if config.get(key) is not None and config[key] not in accepted:
+            yield f"{key} ({config[key]}): {reason}."
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        yield f"architectures ({', '.join(map(str, architectures))}): must be {family.architecture}, a causal language model."
+    sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if sliding:
+        yield f"layer_types ({sliding[0]}): only full_attention is supported."
+    window, full_layers = config.get("sliding_window"), _value(config, "max_window_layers", 28)
+    if config.get("use_sliding_window") and window is not None and full_layers < _value(config, "num_hidden_layers", 0):
+        yield f"use_sliding_window (true, sliding_window {window}): sliding-window attention is not supported."
+    if window is not None and config["model_type"] == "llama":
+        yield f"sliding_window ({window}): sliding-window attention is not supported."
+
+
+def _rope(config: dict[str, object]) -> dict[str, object]:
+    """The rope parameters in the form of transformers 5: older folders have rope_theta and rope_scaling beside each other."""
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", _value(config, "rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] == "llama3":
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    return rope
+
+
+def _unsupported_rope(config: dict[str, object]) -> Iterator[str]:
+    rope = _rope(config)
+    nested = [key for key, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        yield f"rope_parameters ({', '.join(nested)}): different rotary embeddings per kind of layer are not supported."
+    elif rope["rope_type"] not in ROPE_TYPES:
+        yield f"rope_type ({rope['rope_type']}): must be one of {', '.join(ROPE_TYPES)}."
+    elif rope["rope_type"] == "llama3" and (missing := [key for key in LLAMA3_KEYS if not isinstance(rope.get(key), (int, float))]):
+        yield f"rope_type (llama3): needs {' and '.join(missing)}."
+    elif rope["rope_type"] == "llama3":
+        for key, value in LLAMA3_BUILT_IN.items():
+            if rope[key] != value:
+                yield f"{key} ({rope[key]}): Megatron-Core has {value} built in."
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        yield f"partial_rotary_factor ({rope['partial_rotary_factor']}): {ONLY['partial_rotary_factor'][1]}."
+
+
+def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
+    rope, heads = _rope(config), config["num_attention_heads"]
+    return ModelShape(
+        model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
+        num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
+        head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
+        ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
+        rms_norm_eps=float(_value(config, "rms_norm_eps", 1e-6)), rope_theta=float(rope["rope_theta"]),
+        rope_scaling={key: rope[key] for key in LLAMA3_KEYS} if rope["rope_type"] == "llama3" else None,
+        max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
+        torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+    )  # fmt: skip
+
+
+def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:
+    sources = [config.get("eos_token_id", family.eos_token_id)]
+    if generation_config.is_file():
+        sources.append(_read_json(generation_config).get("eos_token_id"))
+    ids = [token for source in sources if source is not None for token in (source if isinstance(source, list) else [source])]
+    return tuple(dict.fromkeys(ids))

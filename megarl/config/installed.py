@@ -1,0 +1,165 @@
+"""The fields of vLLM's EngineArgs and Megatron's TransformerConfig, read from the installed source without importing either:
+an import costs seconds and must not happen before the configuration is known to be right."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megarl.config.values import SCALARS, Kind
+
+_CONTAINERS = {"list": list, "List": list, "tuple": tuple, "Tuple": tuple, "set": set, "Set": set, "Sequence": list}
+_UNPARSABLE = {"Callable", "type", "Type", "ContextManager", "torch.dtype", "PipelineParallelLayerLayout", "RecipeConfig", "AttnBackend"}
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledClass:
+    """A dataclass of an installed library.
+
+    Args:
+        annotations: of its public fields.
+        aliases: names that its source imports -> the file that defines them.
+    """
+
+    annotations: Mapping[str, ast.expr]
+    aliases: Mapping[str, Path] = field(default_factory=dict)
+
+    def kind(self, name: str) -> Kind | None:
+        """What a field accepts; None if no flag can carry it."""
+        return kind_of_annotation(self.annotations[name], self.aliases)
+
+
+@functools.cache
+def engine_args() -> InstalledClass | None:
+    """vLLM's EngineArgs; None if vLLM is not installed."""
+    return _installed("vllm", ("engine/arg_utils.py", "EngineArgs"))
+
+
+@functools.cache
+def transformer_config() -> InstalledClass | None:
+    """Megatron-Core's TransformerConfig with its base class; None if Megatron-Core is not installed."""
+    return _installed(
+        "megatron",
+        ("core/model_parallel_config.py", "ModelParallelConfig"),
+        ("core/transformer/transformer_config.py", "TransformerConfig"),
+    )
+
+
+def _installed(package: str, *classes: tuple[str, str]) -> InstalledClass | None:
+    spec = importlib.util.find_spec(package)  # a top-level name: nothing is imported, and `megatron` may be a namespace
+    annotations: dict[str, ast.expr] = {}
+    aliases: dict[str, Path] = {}
+    for file, name in classes:
+        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+        folder = next((folder for folder in folders if (folder / file).is_file()), None)
+        if folder is None:
+            return None
+        annotations |= class_annotations(folder / file, name)
+        aliases |= _imported_names(folder / file, folder)
+    return InstalledClass(annotations, aliases)
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def class_annotations(path: Path, name: str) -> dict[str, ast.expr]:
+    """The public annotated fields of one class. Raises: LookupError if the file has no such class."""
+    for node in _tree(path).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return {
+                item.target.id: item.annotation
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_")
+            }
+    raise LookupError(f"{path} has no class {name}: megarl was not written for this version")
+
+
+def _imported_names(path: Path, folder: Path) -> dict[str, Path]:
+    """Names that a file imports from its own package -> the file of the module."""
+    names = {}
+    for node in _tree(path).body:
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.split(".")[0] == folder.name:
+            module = folder.joinpath(*node.module.split(".")[1:])
+            file = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
+            names |= {alias.name: file for alias in node.names if file.is_file()}
+    return names
+
+
+def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
+    """The choices of `name = Literal[...]` in a file."""
+    for node in _tree(path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and isinstance(node.value, ast.Subscript):
+            return _choices(node.value, path) if ast.unparse(node.value.value) == "Literal" else None
+    return None
+
+
+def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | None:
+    """The values of Literal[...], which may name further aliases of the same file. None if one of them is unknown."""
+    choices: tuple[object, ...] = ()
+    for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+        if isinstance(element, ast.Constant):
+            choices += (element.value,)
+        elif isinstance(element, ast.Name) and path is not None and (nested := _literal_alias(element.id, path)) is not None:
+            choices += nested
+        else:
+            return None
+    return choices
+
+
+def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
+    """The kind of an annotation. A name that is neither builtin nor typing nor a Literal alias is an enumeration (text) or, if it
+    ends in Config, a dataclass (JSON). None: no flag can carry it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        node = ast.parse(node.value, mode="eval").body
+    members = _members(node)
+    kinds = [kind for member in members if not _is_none(member) and (kind := _kind_of_member(member, aliases)) is not None]
+    if not kinds:
+        return None
+    return replace(functools.reduce(_either, kinds), optional=any(map(_is_none, members)))
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _members(node: ast.expr) -> list[ast.expr]:
+    """The alternatives of X | Y, Union[X, Y] and Optional[X]."""
+    if isinstance(node, ast.BinOp):
+        return _members(node.left) + _members(node.right)
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Union":
+        return [member for element in node.slice.elts for member in _members(element)]
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Optional":
+        return [*_members(node.slice), ast.Constant(None)]
+    return [node]
+
+
+def _kind_of_member(node: ast.expr, aliases: Mapping[str, Path]) -> Kind | None:
+    head = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
+    if head == "Literal":
+        return Kind(choices=_choices(node, None) or ())
+    if head in aliases and (choices := _literal_alias(head, aliases[head])) is not None:
+        return Kind(choices=choices)
+    if head in _CONTAINERS:
+        element = node.slice if isinstance(node, ast.Subscript) else ast.Name("str")
+        inner = kind_of_annotation(element.elts[0] if isinstance(element, ast.Tuple) else element, aliases)
+        return None if inner is None else replace(inner, many=_CONTAINERS[head])
+    if head in _UNPARSABLE:
+        return None
+    if head in SCALARS or head == "bool":
+        return Kind(bases=(head,))
+    return Kind(bases=("json",)) if head in ("dict", "Dict") or head.endswith(("Config", "Overrides", "Args")) else Kind()
+
+
+def _either(left: Kind, right: Kind) -> Kind:
+    """A value of either kind. Text comes last: it accepts everything."""
+    bases = tuple(sorted({*left.bases, *right.bases}, key=("bool", "int", "float", "json", "str").index))
+    choices = left.choices + right.choices if left.choices and right.choices else ()
+    many = left.many or right.many
+    return Kind(bases=bases, choices=choices, many=many, one_or_many=many is not None and (left.many is None or right.many is None))

@@ -1,0 +1,110 @@
+"""Flags that the schema does not know: vLLM engine arguments behind --rollout-, and fields of Megatron's TransformerConfig. Both
+are checked against the installed class. What megarl itself decides is refused, with the flag that decides it."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from megarl.config.flags import Flag, flag_name
+from megarl.config.installed import InstalledClass, engine_args, transformer_config
+
+# Why an engine argument cannot be set -> the arguments, * for anything. The first match counts.
+ENGINE_REFUSED = {
+    "the engine runs the actor's model. Set --model.": """
+        model model_weights hf_config_path hf_overrides config_format model_class_overrides revision code_revision hf_token
+        download_dir""",
+    "the engine takes its weights from the actor, not from files.": """
+        load_format model_loader_extra_config ignore_patterns safetensors_* use_tqdm_on_load pt_load_map_location
+        weight_transfer_config""",
+    "megarl tokenizes. Set --tokenizer-model.": "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
+    "every sample gets a seed of its own from --seed.": "seed",
+    "it is --max-prompt-length + --max-response-length.": "max_model_len",
+    "the trainer needs processed_logprobs: after the temperature, over the sampled distribution.": "logprobs_mode",
+    "sampling is set by --temperature, --top-p, --top-k and --stop.": "generation_config override_generation_config",
+    "the engine runs inside megarl's workers.": "distributed_executor_backend worker_cls worker_extension_cls",
+    "--rollout-ranks places the engines.": "master_addr master_port nnodes node_rank device_ids data_parallel_*",
+    "the engine generates text.": "runner convert enable_prompt_embeds pooler_config",
+    "quantized rollout weights are not supported yet.": "quantization quantization_config allow_deprecated_quantization",
+    "LoRA is not supported yet.": "enable_lora lora_* max_loras max_lora_rank",
+    "putting the engine to sleep is not supported yet.": "enable_sleep_mode sleep_*",
+    "an engine can split over tensor-parallel ranks only, in this version.": """
+        pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",
+}
+
+# The same for TransformerConfig. Names of Megatron's own training arguments are among them, for those who know these.
+TRANSFORMER_REFUSED = {
+    "the shape comes from --model's config.json. Change it there, or use another --model.": """
+        num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size max_position_embeddings
+        normalization layernorm_epsilon norm_epsilon layernorm_zero_centered_gamma apply_layernorm_1p add_bias_linear
+        disable_bias_linear add_qkv_bias gated_linear_unit swiglu activation_func* glu_linear_offset qk_layernorm qk_l2_norm
+        rotary_* rope_* use_rotary_position_embeddings position_embedding_type no_rope_freq mrope_section window_size
+        window_attn_skip_freq softmax_scale softmax_type attention_output_gate apply_residual_connection_post_layernorm
+        group_query_attention untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
+    "mixture of experts is not supported yet.": """
+        num_moe_experts num_experts moe_* overlap_moe_* expert_tensor_parallel_size delay_wgrad_compute ep_overlap_*""",
+    "this kind of layer is not supported yet.": """
+        mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",
+    "context parallelism is not supported yet.": """
+        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
+    "an uneven or interleaved pipeline is not supported yet.": """
+        microbatch_group_size_per_vp_stage pipeline_model_parallel_layout num_layers_in_*_pipeline_stage
+        account_for_*_in_pipeline_split""",
+    "float16 training is not supported. Use --bf16, or fp32.": "fp16",
+    "fp8 and fp4 training are not supported yet.": """
+        fp8* fp4* tp_only_amax_red first_last_layers_bf16 num_layers_at_*_in_bf16 use_kitchen* kitchen_*""",
+    "activation offload is not supported yet.": """
+        cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
+    "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
+    "--bf16 decides the precision.": "params_dtype pipeline_dtype enable_autocast autocast_dtype",
+    "weights come from --model; --random-init has its own recipe.": "init_method* output_layer_init_method embedding_init_method*",
+    "megarl decides it, by the device and because sequences are packed.": """
+        perform_initialization use_cpu_initialization init_model_with_meta_device calculate_per_token_loss variable_seq_lengths
+        test_mode transformer_impl config_logger_dir flash_decode inference_* use_inference_optimized_layers symmetric_ar_type""",
+    "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": "micro_batch_size seq_length decoder_seq_length",
+    "set --train-data.": "data_path train_data_path",
+    "set --model, a Hugging Face folder.": "load",
+    "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
+}
+
+# Parallel sizes that other versions of the field can raise: 1 is fine, more is not supported yet.
+ONLY_ONE = ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size")
+
+
+def find_engine_flag(name: str) -> Flag | str | None:
+    """The flag --rollout-<name>, why it is refused, or None if vLLM has no such engine argument."""
+    return _find(name.removeprefix("rollout-"), "rollout-", "engine_args", engine_args(), ENGINE_REFUSED, "vLLM")
+
+
+def find_transformer_flag(name: str) -> Flag | str | None:
+    """The flag of a TransformerConfig field, why it is refused, or None if Megatron has no such field."""
+    return _find(name, "", "transformer", transformer_config(), TRANSFORMER_REFUSED, "Megatron-Core")
+
+
+def _find(
+    name: str, prefix: str, section: str, installed: InstalledClass | None, refused: dict[str, str], library: str
+) -> Flag | str | None:
+    field = name.replace("-", "_")
+    if "_" in name:  # --num_layers is an unknown flag; the nearest name is suggested
+        return None
+    for reason, patterns in refused.items():
+        if any(fnmatchcase(field, pattern) for pattern in patterns.split()):
+            return reason
+    if installed is None:
+        return f"cannot be checked, as {library} is not installed." if prefix else None
+    if field not in installed.annotations:
+        return None
+    kind = installed.kind(field)
+    if kind is None:
+        return f"takes a Python object of {library}, which no flag can carry."
+    return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
+
+
+def unsupported_value(field: str, value: object) -> str | None:
+    """The rule that a TransformerConfig value breaks in this version of megarl."""
+    return "more than 1 is not supported yet. Leave it out." if field in ONLY_ONE and value not in (None, 1) else None
+
+
+def passthrough_names() -> list[str]:
+    """All flags beyond the schema's, for suggestions."""
+    names = [flag_name(field, "rollout-") for field in (engine_args() or InstalledClass({})).annotations]
+    return names + [flag_name(field) for field in (transformer_config() or InstalledClass({})).annotations]

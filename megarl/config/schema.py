@@ -1,0 +1,313 @@
+"""The configuration tree. Each field is one Megatron-style flag, its default is written here and nowhere else, and the
+string under it is its `--help`. `loader.py` turns the tree into flags and back; `check.py` holds the rules across fields.
+
+Names are Megatron's for training, vLLM's for the engine (`--rollout-...`) and the papers' for algorithms. The shape of
+the model is never a flag: it is read from the Hugging Face config in `--model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.config.errors import require
+
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """model"""
+
+    model: str
+    """Folder of the Hugging Face model to start from: config.json, *.safetensors, tokenizer files."""
+    tokenizer_model: str | None = None
+    """Folder with a Hugging Face tokenizer, or a SentencePiece *.model file. Default: the --model folder."""
+    random_init: bool = False
+    """Start from random weights with the shape in --model's config.json instead of loading *.safetensors."""
+    bf16: bool = False
+    """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
+
+    def __post_init__(self) -> None:
+        require(self, rules=[(self.model != "", "model", "must name a folder.")])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """parallelism (of every Megatron role; prefix with a role, e.g. --actor-tensor-model-parallel-size, for one)"""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that split each layer's matrices."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that split the stack of layers."""
+    sequence_parallel: bool = False
+    """Split the activations of norms and residuals along the sequence over the tensor-parallel ranks."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers (full), or --recompute-modules (selective)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full recompute: recompute every --recompute-num-layers block of layers, or only the first that many."""
+    recompute_num_layers: int | None = None
+    """With full recompute: layers per recomputed block."""
+    recompute_modules: tuple[str, ...] | None = None
+    """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "recompute_num_layers": 1},
+            rules=[
+                (
+                    self.recompute_modules is None or 0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
+                    "recompute_modules",
+                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}.",
+                )
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementConfig:
+    """placement"""
+
+    nproc_per_node: int = 1
+    """Ranks that `megarl train` starts on this machine. Under torchrun, torchrun's own count holds."""
+    executor: Literal["torchrun", "inline"] = "torchrun"
+    """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
+    actor_ranks: str | None = None
+    """Ranks of the actor, e.g. 0-3 or 0,2. Default: all."""
+    rollout_ranks: str | None = None
+    """Ranks of the rollout engines. Default: all."""
+    call_timeout_s: float = 1800.0
+    """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
+
+    def __post_init__(self) -> None:
+        require(self, at_least={"nproc_per_node": 1}, above={"call_timeout_s": 0})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """batch"""
+
+    train_iters: int
+    """Steps. One step is one rollout of --num-prompts prompts and all updates on it (SFT: one optimizer update)."""
+    num_prompts: int = 16
+    """Prompts per step."""
+    num_samples_per_prompt: int = 8
+    """Responses sampled per prompt; they form a group."""
+    global_batch_size: int = 64
+    """Samples per optimizer update, over all ranks. A step makes num_prompts * num_samples_per_prompt / global_batch_size updates
+    per epoch."""
+    num_epochs: int = 1
+    """Passes over the samples of a step."""
+    max_tokens_per_micro_batch: int = 16384
+    """Tokens that one rank packs into one forward pass, at most (a longer single sequence still gets its own)."""
+    seed: int = 0
+    """Seed of everything random: initial weights, data order, sampling, mini-batches."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={
+                "train_iters": 1,
+                "num_prompts": 1,
+                "num_samples_per_prompt": 1,
+                "global_batch_size": 1,
+                "num_epochs": 1,
+                "max_tokens_per_micro_batch": 1,
+                "seed": 0,
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """optimizer"""
+
+    lr: float = 1e-6
+    """Peak learning rate of Adam."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    lr_warmup_iters: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_decay_iters: int | None = None
+    """Steps until the learning rate reaches --min-lr. Default: --train-iters."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices (not of norms and biases)."""
+    adam_beta1: float = 0.9
+    """Adam's beta1."""
+    adam_beta2: float = 0.95
+    """Adam's beta2."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    use_distributed_optimizer: bool = True
+    """Shard Adam's states and the master weights over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={
+                "lr": 0,
+                "min_lr": 0,
+                "lr_warmup_iters": 0,
+                "lr_decay_iters": 1,
+                "weight_decay": 0,
+                "adam_beta1": 0,
+                "adam_beta2": 0,
+                "clip_grad": 0,
+            },
+            above={"adam_eps": 0},
+            below={"adam_beta1": 1, "adam_beta2": 1},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """sampling"""
+
+    max_prompt_length: int = 1024
+    """Tokens of a prompt; a longer one is an error before training starts."""
+    max_response_length: int = 1024
+    """Tokens of a response; a longer one is cut there (counted in response/truncated)."""
+    temperature: float = 1.0
+    """Sampling temperature. The trainer's log-probs use the same."""
+    top_p: float = 1.0
+    """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
+    top_k: int = 0
+    """Top-k sampling; 0 is off. Training needs 0, for the same reason."""
+    stop: tuple[str, ...] = ()
+    """Strings after which generation stops (kept in the response)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids after which generation stops, besides the model's end-of-sequence ids."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={"max_prompt_length": 1, "max_response_length": 1, "temperature": 0, "top_k": 0},
+            above={"top_p": 0},
+            at_most={"top_p": 1},
+            rules=[
+                ("" not in (self.stop or ()), "stop", "must hold no empty string."),
+                (min(self.stop_token_ids or (0,)) >= 0, "stop_token_ids", "must not be negative."),
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the same way)"""
+
+    tensor_parallel_size: int = 1
+    """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and activations of the engine. auto: as the actor trains."""
+    max_num_seqs: int = 256
+    """Sequences that an engine decodes at once."""
+    max_num_batched_tokens: int | None = None
+    """Tokens per engine step. Default: vLLM's."""
+    gpu_memory_utilization: float = 0.5
+    """Share of GPU memory for weights and KV cache of the engine. Not used on CPU."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of KV cache. Default: on CPU enough for max_num_seqs sequences of full length, on GPU by gpu_memory_utilization."""
+    block_size: int | None = None
+    """Tokens per KV-cache block. Default: vLLM's (128 on CPU)."""
+    enforce_eager: bool | None = None
+    """No torch.compile and no CUDA graphs in the engine. Default: true on CPU, false on GPU."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of equal prompt prefixes; it is reset whenever the weights change."""
+    engine_args: dict[str, object] = field(default_factory=dict)
+    """Every other --rollout-<name>: vLLM engine arguments by their own names."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={
+                "tensor_parallel_size": 1,
+                "max_num_seqs": 1,
+                "max_num_batched_tokens": 1,
+                "kv_cache_memory_bytes": 1,
+                "block_size": 1,
+            },
+            above={"gpu_memory_utilization": 0},
+            at_most={"gpu_memory_utilization": 1},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """data and rewards"""
+
+    train_data: tuple[str, ...]
+    """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth (SFT: prompt and
+    response, or messages)."""
+    eval_data: tuple[str, ...] = ()
+    """Held-out files in the same columns."""
+    shuffle: bool = True
+    """Shuffle the training rows anew in every pass over them."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a list of {role, content} messages, or a string."""
+    reward_function: str | None = None
+    """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=, ground_truth=, extra_info=) -> float."""
+    reward: Literal["auto", "gsm8k", "math"] = "auto"
+    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            rules=[
+                (self.train_data != (), "train_data", "must name at least one file."),
+                (self.prompt_key != "", "prompt_key", "must name a column."),
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """run folder, evaluation and checks"""
+
+    save: str
+    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, hf/. Refused if it already holds a run."""
+    eval_interval: int = 0
+    """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
+    eval_num_prompts: int | None = None
+    """Rows of --eval-data to use. Default: all."""
+    save_interval: int = 0
+    """Export hf/ every so many steps; 0 is at the end only."""
+    num_rollouts_to_log: int = 8
+    """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
+    exit_loss: float | None = None
+    """SFT: stop as soon as the loss of a step falls below this."""
+    gate_max_abs: float = 1e-4
+    """Step-0 gate, fp32: largest |trainer log-prob - engine log-prob| of a sampled token that is accepted."""
+    gate_mean_abs: float = 1e-2
+    """Step-0 gate, bf16: largest mean of the same difference that is accepted (a maximum says nothing in bf16)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1},
+            above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
+            rules=[(self.save != "", "save", "must name a folder.")],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything one job needs. `algorithm` is the dataclass of the chosen algorithm (megarl/algorithms)."""
+
+    algorithm: object
+    model: ModelConfig
+    actor: ParallelConfig = field(default_factory=ParallelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    batch: BatchConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig
+    run: RunConfig
+    transformer: dict[str, object] = field(default_factory=dict)
+    """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""

@@ -1,0 +1,130 @@
+"""One row in verl's columns -> its prompt, ground truth and response, or the list of what is wrong with it.
+
+    {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
+     "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
+
+Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last. A row of GSM8K as
+published, {"question": ..., "answer": "... #### 1,234"}, is converted as verl's own script does it: the instruction below
+is added to the question, and the ground truth is what follows "####", without thousands separators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+_WANTED_MESSAGES = 'a non-empty list of {"role": str, "content": str}, or a string'
+_WANTED_TEXT = "a string that is not empty"
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass(slots=True)
+class ParsedRow:
+    """What a row holds, as far as it holds it."""
+
+    data_source: str = ""
+    messages: tuple[dict[str, Any], ...] | str = ()
+    ground_truth: str | None = None
+    response: str | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[ParsedRow, list[str]]:
+    """Returns the row's content and its problems, each naming the column, what is there and what is wanted.
+
+    Args:
+        needs: "ground_truth", "response" or None: the part that must be there besides the prompt. The other one is taken if it is.
+    """
+    problems = _Problems(row)
+    parsed = ParsedRow()
+    parsed.data_source = problems.check("data_source", row.get("data_source"), str, "a string") or ""
+    parsed.extra_info = problems.check("extra_info", row.get("extra_info"), dict, "an object") or {}
+    _read_prompt(row, prompt_key, parsed, problems)
+    _read_ground_truth(row, parsed, problems)
+    if row.get("response") is not None:
+        parsed.response = problems.check("response", row["response"], str, _WANTED_TEXT)
+    if needs == "ground_truth" and parsed.ground_truth is None and not problems.about("reward_model", "answer"):
+        problems.missing("reward_model.ground_truth", "the right answer as a string")
+    if needs == "response" and parsed.response is None and not problems.about("response", "messages"):
+        problems.missing("response", 'a string (or "messages" with the assistant\'s turn last)')
+    return parsed, problems.texts
+
+
+class _Problems:
+    """What is wrong with one row; remembers the columns so that nothing is reported twice."""
+
+    def __init__(self, row: dict[str, Any]):
+        self.row = row
+        self.texts: list[str] = []
+        self._columns: set[str] = set()
+
+    def about(self, *columns: str) -> bool:
+        return not self._columns.isdisjoint(columns)
+
+    def check(self, column: str, value: Any, kind: type, wanted: str) -> Any:
+        """The value if it is None or a `kind` (a wanted text: not empty); otherwise None, and a problem."""
+        if value is None or isinstance(value, kind) and (value or wanted != _WANTED_TEXT):
+            return value
+        self.wrong(column, value, wanted)
+        return None
+
+    def wrong(self, column: str, value: object, wanted: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
+        self.texts.append(f"column {column!r} is {shown} ({type(value).__name__}), wanted {wanted}")
+        self._columns.add(column.partition(".")[0])
+
+    def missing(self, column: str, wanted: str) -> None:
+        there = ", ".join(name for name in self.row if self.row[name] is not None) or "nothing"
+        self.texts.append(f"no column {column!r} (there: {there}), wanted {wanted}")
+
+
+def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: ParsedRow, problems: _Problems) -> None:
+    if row.get(prompt_key) is not None:
+        parsed.messages = _messages(row[prompt_key], prompt_key, problems)
+    elif row.get("messages") is not None:
+        parsed.messages = _messages(row["messages"], "messages", problems)
+        if isinstance(parsed.messages, tuple) and parsed.messages and parsed.messages[-1]["role"] == "assistant":
+            *before, answer = parsed.messages
+            parsed.messages, parsed.response = tuple(before), answer["content"] or None
+            if not before:
+                problems.wrong("messages", row["messages"], "a prompt before the assistant's turn")
+    elif isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
+        _read_published_gsm8k(row, parsed)
+    else:
+        problems.missing(prompt_key, f"{_WANTED_MESSAGES} (or GSM8K's own question and answer)")
+
+
+def _read_published_gsm8k(row: dict[str, Any], parsed: ParsedRow) -> None:
+    parsed.data_source = parsed.data_source or "openai/gsm8k"
+    parsed.messages = ({"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"},)
+    parsed.response = row["answer"] or None
+    parsed.extra_info = {"question": row["question"], "answer": row["answer"], **parsed.extra_info}
+    _, marker, final = row["answer"].rpartition("####")
+    parsed.ground_truth = final.replace(",", "").strip() or None if marker else None
+
+
+def _read_ground_truth(row: dict[str, Any], parsed: ParsedRow, problems: _Problems) -> None:
+    wanted = 'an object, e.g. {"style": "rule", "ground_truth": "17"}'
+    reward_model = problems.check("reward_model", row.get("reward_model"), dict, wanted)
+    if reward_model and reward_model.get("ground_truth") is not None:
+        parsed.ground_truth = problems.check("reward_model.ground_truth", reward_model["ground_truth"], str, _WANTED_TEXT)
+
+
+def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str, Any], ...] | str:
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        problems.wrong(column, value, _WANTED_MESSAGES)
+        return ()
+    for position, message in enumerate(value):
+        if not isinstance(message, dict):
+            problems.wrong(f"{column}.{position}", message, '{"role": str, "content": str}')
+            return ()
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                problems.wrong(f"{column}.{position}.{name}", message.get(name), "a string")
+                return ()
+    # Parquet gives every message the union of all messages' fields; the absent ones come back as None.
+    return tuple({name: part for name, part in message.items() if part is not None} for message in value)

@@ -1,0 +1,50 @@
+"""Token ids of a dataset's rows, each row encoded once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import Tokenizer
+
+_NUM_LONG_ROWS_SHOWN = 5
+
+
+class PromptEncoder:
+    """A dataset seen through a tokenizer: row indices (a cursor's) in, token ids out."""
+
+    def __init__(self, tokenizer: Tokenizer, dataset: PromptDataset):
+        self._tokenizer, self._dataset = tokenizer, dataset
+        # 4 bytes per token: lists of Python ints would take ten times that.
+        self._prompts: dict[int, array[int]] = {}
+        self._responses: dict[int, array[int]] = {}
+
+    def prompts(self, rows: Sequence[int]) -> list[list[int]]:
+        """The prompts' ids, up to and including the assistant's header."""
+        new = [row for row in dict.fromkeys(rows) if row not in self._prompts]
+        for row, ids in zip(new, self._tokenizer.encode_prompts([self._dataset[row].messages for row in new]), strict=True):
+            self._prompts[row] = array("i", ids)
+        return [self._prompts[row].tolist() for row in rows]
+
+    def responses(self, rows: Sequence[int]) -> list[list[int]]:
+        """The responses' ids, without end-of-sequence. The dataset must have been loaded with needs="response"."""
+        new = [row for row in dict.fromkeys(rows) if row not in self._responses]
+        for row, ids in zip(new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True):
+            self._responses[row] = array("i", ids)
+        return [self._responses[row].tolist() for row in rows]
+
+    def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
+        """Encodes every row, so that a prompt that is too long is found before training starts and not in the middle of it.
+
+        Raises: ValueError with the number of long prompts, the first few rows, and the length that would take them all.
+        """
+        lengths = [len(ids) for ids in self.prompts(range(len(self._dataset)))]
+        long = [row for row, length in enumerate(lengths) if length > max_prompt_length]
+        if long:
+            shown = ", ".join(f"row {row} ({lengths[row]} tokens)" for row in long[:_NUM_LONG_ROWS_SHOWN])
+            raise ValueError(
+                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {len(lengths)} prompts of {flag} are longer: {shown}"
+                f"{', ...' if len(long) > _NUM_LONG_ROWS_SHOWN else ''} (rows counted from 0 over all files). "
+                f"Try {max(lengths)}, or take these rows out."
+            )

@@ -1,0 +1,118 @@
+"""Training and evaluation data: files in verl's GSM8K columns -> a checked, in-memory list of prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+from megarl.data.columns import ParsedRow, parse_row
+from megarl.data.readers import UnreadableFile, UnreadableRow, read_rows
+
+Needs = Literal["ground_truth", "response"] | None
+Path = str | os.PathLike[str]
+_NUM_BAD_ROWS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a dataset, e.g. `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
+
+    index: int
+    """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
+    data_source: str
+    """Selects the reward under --reward auto; "" if the row does not say."""
+    messages: tuple[dict[str, Any], ...] | str
+    """The conversation so far, for the chat template; a string is encoded without one."""
+    ground_truth: str | None = None
+    response: str | None = None
+    """What supervised fine-tuning learns to answer; without end-of-sequence."""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+class PromptDataset(Sequence[Prompt]):
+    """Rows in file order. Shuffling is the cursor's job (megarl/data/cursor.py), token ids the encoder's."""
+
+    def __init__(self, prompts: Sequence[Prompt]):
+        self._prompts = list(prompts)
+
+    @classmethod
+    def load(
+        cls, paths: Path | Sequence[Path], prompt_key: str = "prompt", needs: Needs = None, flag: str = "--train-data"
+    ) -> PromptDataset:
+        """Reads *.jsonl and *.parquet files, one after another.
+
+        Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`, `extra_info`, and
+        for fine-tuning `response`, or `messages` whose last turn is the assistant's. GSM8K as published (`question`,
+        `answer` ending in "#### n") is converted on the way; see megarl/data/columns.py.
+
+        Args:
+            paths: one file or several.
+            prompt_key: column of the prompt.
+            needs: what every row must have besides a prompt: "ground_truth" for rewards, "response" for fine-tuning.
+            flag: the flag that named the files, for errors.
+        Raises: ValueError that lists every unusable file, the number of bad rows, and the first five of those.
+        """
+        files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not files:
+            raise ValueError(f"{flag} names no file. Give one or more *.jsonl or *.parquet files.")
+        prompts: list[Prompt] = []
+        errors = _Errors(flag)
+        for path in files:
+            try:
+                for where, row in read_rows(os.fspath(path)):
+                    errors.num_rows += 1
+                    parsed, problems = parse_row(row, prompt_key, needs) if isinstance(row, dict) else (None, [_text(row)])
+                    if problems:
+                        errors.add_row(where, problems)
+                    else:
+                        prompts.append(_prompt(len(prompts), parsed))
+            except UnreadableFile as problem:
+                errors.files.append(str(problem))
+        errors.raise_if_any()
+        return cls(prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index):
+        return self._prompts[index]
+
+
+class _Errors:
+    """Everything wrong with a set of files, told at once."""
+
+    def __init__(self, flag: str):
+        self.flag = flag
+        self.files: list[str] = []
+        self.num_rows = 0
+        self.num_bad_rows = 0
+        self.shown: list[str] = []
+
+    def add_row(self, where: str, problems: list[str]) -> None:
+        self.num_bad_rows += 1
+        if self.num_bad_rows <= _NUM_BAD_ROWS_SHOWN:
+            self.shown.append(f"{where}: {'; '.join(problems)}")
+
+    def raise_if_any(self) -> None:
+        lines = [f"{self.flag}: {problem}" for problem in self.files]
+        if self.num_bad_rows:
+            hidden = self.num_bad_rows - len(self.shown)
+            which = f"The first {len(self.shown)}:" if hidden else "They are:"
+            lines.append(f"{self.flag}: {self.num_bad_rows} of {self.num_rows} rows cannot be used. {which}")
+            lines += [f"  {line}" for line in self.shown]
+        if lines:
+            raise ValueError("\n".join(lines))
+
+
+def _prompt(index: int, row: ParsedRow) -> Prompt:
+    return Prompt(index, row.data_source, row.messages, row.ground_truth, row.response, row.extra_info)
+
+
+def _text(row: object) -> str:
+    return row.reason if isinstance(row, UnreadableRow) else f"the row is a {type(row).__name__}, wanted an object with columns"

@@ -1,0 +1,67 @@
+"""Rows of *.jsonl and *.parquet files as dictionaries, each with the words that say where it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class UnreadableFile(ValueError):
+    """The file as a whole cannot be used; the message names it and what is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableRow:
+    """Stands in the place of a row that could not be parsed."""
+
+    reason: str
+
+
+def read_rows(path: str) -> Iterator[tuple[str, object]]:
+    """Yields (where, row): where is "file:line" or "file row n"; row is what was parsed, or an `UnreadableRow`.
+
+    Raises: UnreadableFile if there is no such file, its ending is unknown, it is no parquet file, or it has no rows.
+    """
+    if not os.path.exists(path):
+        raise UnreadableFile(f"{path} does not exist. Give the path of a *.jsonl or *.parquet file.")
+    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(os.path.splitext(path)[1].lower())
+    if reader is None or not os.path.isfile(path):
+        raise UnreadableFile(f"{path} is not a *.jsonl or *.parquet file.")
+    num_rows = 0
+    try:
+        for num_rows, item in enumerate(reader(path), start=1):
+            yield item
+    except OSError as error:
+        raise UnreadableFile(f"{path} cannot be read: {error}.") from error
+    if num_rows == 0:
+        raise UnreadableFile(f"{path} is empty: wanted at least one row.")
+
+
+def _read_jsonl(path: str) -> Iterator[tuple[str, object]]:
+    # Bytes, because text mode would end a line at characters that JSON strings may hold and lose the number of a line that is not UTF-8.
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
+                row = UnreadableRow(f"not a line of JSON ({error}); it begins {line[:60]!r}")
+            yield f"{path}:{number}", row
+
+
+def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path} row {number} (from 0)", row
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise UnreadableFile(f"{path} is not a parquet file that pyarrow can read: {error}.") from error

@@ -1,0 +1,91 @@
+"""Text <-> token ids: one small interface over Hugging Face folders and SentencePiece files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Messages = Sequence[dict[str, Any]] | str
+
+
+class Tokenizer(Protocol):
+    """What training needs of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS rule below."""
+
+    name: str
+    """The path it was loaded from."""
+    vocab_size: int
+    """Largest id + 1, added tokens included."""
+    eos_token_id: int
+    pad_token_id: int
+    """The end-of-sequence id if the tokenizer has no padding token."""
+
+    def encode_prompt(self, prompt: Messages) -> list[int]:
+        """Messages go through the chat template, up to and including the assistant's header. A string is encoded as it
+        is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
+        ...
+
+    def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        """The same for many at once, faster."""
+        ...
+
+    def encode_response(self, text: str) -> list[int]:
+        """Nothing is added; the caller appends `eos_token_id`."""
+        ...
+
+    def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for many at once, faster."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are left out, and ids >= vocab_size, which a model with a padded vocabulary can sample."""
+        ...
+
+    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """The same for many at once, faster."""
+        ...
+
+
+def load_tokenizer(path: str | os.PathLike[str], flag: str = "--tokenizer-model") -> Tokenizer:
+    """Loads a folder with a Hugging Face tokenizer, or a SentencePiece *.model file (also alone in a folder).
+
+    Raises: ValueError if there is no tokenizer at `path`, or it has no end-of-sequence token.
+    """
+    path = os.fspath(path)
+    wanted = "Give a folder with a Hugging Face tokenizer (tokenizer.json, ...) or a SentencePiece *.model file."
+    if not os.path.exists(path):
+        raise ValueError(f"{flag} ({path}) does not exist. {wanted}")
+    if os.path.isfile(path):
+        if not path.endswith(".model"):
+            raise ValueError(f"{flag} ({path}) is a file, but not a *.model file. {wanted}")
+        return _load_sentencepiece(path, flag)
+    files = set(os.listdir(path))
+    # transformers answers a folder that has a config.json only with an empty tokenizer instead of an error.
+    if not any(name.startswith(("tokenizer", "vocab", "spiece")) or name.endswith((".model", ".tiktoken")) for name in files):
+        raise ValueError(f"{flag} ({path}) holds no tokenizer files. {wanted}")
+    if "tokenizer.model" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
+        return _load_sentencepiece(os.path.join(path, "tokenizer.model"), flag)
+    from megarl.data.hf_tokenizer import HFTokenizer
+
+    return HFTokenizer(path, flag)
+
+
+def _load_sentencepiece(path: str, flag: str) -> Tokenizer:
+    from megarl.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(path, flag)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) -> None:
+    """Every id of the tokenizer needs a row in the model's embedding. More rows than ids are normal (padding).
+
+    Args:
+        model: the model's folder, for the error.
+    Raises: ValueError naming both sizes.
+    """
+    if tokenizer.vocab_size > model_vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1} ({tokenizer.name}), but the model's vocab_size is "
+            f"{model_vocab_size} ({os.path.join(model, 'config.json')}), so it has no embedding for "
+            f"{tokenizer.vocab_size - model_vocab_size} of them. Give --tokenizer-model the tokenizer the model was trained with."
+        )

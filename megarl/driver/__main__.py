@@ -1,0 +1,38 @@
+"""The driver process: started beside rank 0, checks the job, runs its loop."""
+
+from __future__ import annotations
+
+import sys
+
+from megarl.algorithms import REGISTRY
+from megarl.config.loader import load_config, write_args
+from megarl.config.mesh import role_meshes
+from megarl.config.schema import TrainConfig
+from megarl.driver.executor import Executor
+from megarl.driver.job import Job
+from megarl.driver.loop import train_rl, train_sft
+from megarl.driver.preflight import Inputs, read_inputs
+from megarl.driver.run import Run
+
+
+def train_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
+    """Create the run folder and train."""
+    with Run(config, write_args(config)) as run:
+        job = Job(config, inputs.shape, executor, run, inputs.train, inputs.evaluation, world_size)
+        (train_rl if config.algorithm.needs_rollout else train_sft)(job)
+        if rollout := job.role("rollout"):
+            rollout.shut_down().result()
+
+
+def main(argv: list[str]) -> int:
+    """Exit code of the driver: 0, 2 for a job that cannot start as it is, 1 for one that failed."""
+    from megarl.driver.torchrun import run_driver, world_size_from_env
+
+    config = load_config(argv, REGISTRY)
+    world_size = world_size_from_env()
+    ranks = {name: list(mesh.ranks) for name, mesh in role_meshes(config, world_size).items()}
+    return run_driver(lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size), ranks, config.placement.call_timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""Held-out accuracy: during training, and as the driver of `megarl eval`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megarl.algorithms import REGISTRY
+from megarl.config.loader import load_config
+from megarl.config.mesh import role_meshes
+from megarl.config.schema import TrainConfig
+from megarl.driver.executor import Executor, RoleHandle
+from megarl.driver.preflight import Inputs, read_inputs
+
+MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
+"""Metric -> whether it decodes greedily (else samples at --temperature)."""
+
+
+def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], step: int) -> tuple[dict[str, float], dict[str, dict]]:
+    """Mean reward of one response per row, sampled and greedy, and the first row's answer for each."""
+    scores, answers = {}, {}
+    for name, greedy in MODES.items():
+        rollout.generate("eval", rows, step, greedy=greedy)
+        records = [r for rank in reward.score("eval", num_logged=1).result() for r in rank]
+        scores[name] = sum(r["reward"] or 0.0 for r in records) / len(records)
+        answers[name] = next(r for r in records if r["sample_id"] == 0)
+    return scores, answers
+
+
+def evaluate_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
+    """Load --model into the engines, answer --eval-data, write one JSON line to stdout."""
+    if inputs.evaluation is None:
+        raise ValueError("--eval-data: megarl eval needs held-out rows. Give one or more *.jsonl or *.parquet files.")
+    if not config.algorithm.needs_rollout:
+        raise ValueError("--algorithm (sft): megarl eval samples answers and scores them. Try --algorithm grpo.")
+    for future in [executor.call(name, "setup") for name in role_meshes(config, world_size)]:
+        future.result()
+    rollout = executor.role("rollout")
+    rollout.sync(version=0).result()
+    rows = list(range(len(inputs.evaluation)))[: config.run.eval_num_prompts]
+    scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows, step=0)
+    sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
+    rollout.shut_down().result()
+
+
+def main(argv: list[str]) -> int:
+    from megarl.driver.torchrun import run_driver, world_size_from_env
+
+    config = load_config(argv, REGISTRY, "megarl eval")
+    world_size = world_size_from_env()
+    ranks = {name: list(mesh.ranks) for name, mesh in role_meshes(config, world_size).items()}
+    return run_driver(lambda executor: evaluate_job(executor, config, read_inputs(config, world_size, new_run=False), world_size), ranks,
+                      config.placement.call_timeout_s)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

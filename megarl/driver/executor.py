@@ -1,0 +1,91 @@
+"""The seam between what the driver says and how it gets to the ranks. Nothing above it knows which executor runs.
+
+    updated = actor.update(step)         a future, at once
+    metrics = updated.result()           one value per rank of the role, in the order of its ranks
+
+Calls on disjoint ranks overlap; calls on one rank run in the order issued. Arguments and results travel by pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class RemoteError(RuntimeError):
+    """A method of a role raised on one rank. The message is complete: role, rank, method, step, error and remote traceback."""
+
+    def __init__(self, role: str, rank: int, method: str, step: int | None, error: str, remote_traceback: str):
+        super().__init__(f"[{role} rank {rank}] {method} failed{at_step(step)}: {error}\n{remote_traceback}")
+        self.role, self.rank, self.method, self.step, self.error, self.remote_traceback = role, rank, method, step, error, remote_traceback
+
+
+class CallTimeout(RuntimeError):
+    """A call took longer than the deadline. `ranks` are those that did not answer."""
+
+    def __init__(self, role: str, method: str, step: int | None, ranks: list[int], answered: list[int], timeout_s: float):
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
+        super().__init__(
+            f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within call_timeout_s ({timeout_s:g} s). "
+            "Raise --call-timeout-s if the call is merely slow."
+        )
+        self.role, self.method, self.step, self.ranks = role, method, step, ranks
+
+
+class Future(Protocol):
+    """What a call will return."""
+
+    seconds: float
+    """That the call took on the rank where it took longest, not counting calls before it. 0 until done."""
+
+    def result(self) -> list:
+        """Values per rank, in the order of the role's ranks. Blocks. Raises the first error of the job, whichever call it came from."""
+
+    def first(self) -> object:
+        """The value of the role's first rank. Waits for all of them."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once. Raises like `result`."""
+
+
+class Executor(Protocol):
+    """Runs methods of roles on their ranks."""
+
+    ranks: dict[str, list[int]]
+    step: int | None
+    """Set by the loop: calls carry it, errors name it."""
+
+    def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future: ...
+
+    def role(self, name: str) -> RoleHandle: ...
+
+    def take_seconds(self) -> dict[tuple[str, str], float]:
+        """(role, method) -> seconds of all its calls that ended since this was last asked, each as in `Future.seconds`."""
+
+    def shutdown(self) -> None:
+        """End the workers after everything that was called. The executor cannot be used afterwards."""
+
+
+class RoleHandle:
+    """A role that reads like a local object: `actor.update(x)` is `executor.call("actor", "update", x)`."""
+
+    def __init__(self, executor: Executor, role: str):
+        self._executor, self._role = executor, role
+
+    def __getattr__(self, method: str):
+        if method.startswith("_"):
+            raise AttributeError(f"{method} cannot be called on role {self._role}: it is private.")
+        return lambda *args, **kwargs: self._executor.call(self._role, method, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"RoleHandle({self._role}, ranks={self._executor.ranks[self._role]})"
+
+
+def check_role(ranks: dict[str, list[int]], role: str) -> None:
+    """Raise ValueError if there is no such role."""
+    if role not in ranks:
+        raise ValueError(f"role ({role!r}) is not placed on any rank. Placed roles: {', '.join(sorted(ranks))}.")
+
+
+def at_step(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"

@@ -1,0 +1,68 @@
+"""Everything in one process: for unit tests, and for pdb, which then stands where the error is."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+from megarl.driver.executor import RemoteError, RoleHandle, check_role
+from megarl.workers.mailbox import Failure
+
+
+class InlineFuture:
+    """A call that was made already."""
+
+    def __init__(self, value: object, seconds: float):
+        self._value, self.seconds = value, seconds
+
+    def result(self) -> list:
+        return [self._value]
+
+    def first(self) -> object:
+        return self._value
+
+    def done(self) -> bool:
+        return True
+
+
+class InlineExecutor:
+    """An Executor whose roles are objects of this process, all of them on rank 0.
+
+    A call runs at once and raises at once, with the original exception as cause. Arguments and results still go through pickle, so
+    that a loop that works here does not lean on shared objects.
+    """
+
+    def __init__(self, roles: dict[str, object]):
+        self._roles = roles
+        self._failure: RemoteError | None = None
+        self._seconds: dict[tuple[str, str], float] = {}
+        self.ranks = {role: [0] for role in roles}
+        self.step: int | None = None
+
+    def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
+        check_role(self.ranks, role)
+        if self._failure is not None:
+            raise self._failure
+        args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
+        start = time.perf_counter()
+        try:
+            value = pickle.loads(pickle.dumps(getattr(self._roles[role], method)(*args, **kwargs)))
+        except Exception as error:  # the boundary that a process would be
+            f = Failure.of(error, role, method, self.step)
+            self._failure = RemoteError(role, 0, method, self.step, f.error, f.traceback)
+            raise self._failure from error
+        seconds = time.perf_counter() - start
+        self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
+        return InlineFuture(value, seconds)
+
+    def take_seconds(self) -> dict[tuple[str, str], float]:
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def role(self, name: str) -> RoleHandle:
+        check_role(self.ranks, name)
+        return RoleHandle(self, name)
+
+    def shutdown(self) -> None:
+        self._roles = {}
+        self.ranks = {}

@@ -1,0 +1,46 @@
+"""Everything that can be wrong with a job, found before a device is touched or a file is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.check import check, raise_findings
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import check_vocabulary, load_tokenizer
+from megarl.rewards import load_reward, probe_reward
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the driver has read and checked."""
+
+    shape: ModelShape
+    train: PromptDataset
+    evaluation: PromptDataset | None
+
+
+def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> Inputs:
+    """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is wrong.
+
+    new_run: --save must not hold a run yet (training), or is not written to (evaluation)."""
+    shape = ModelShape.load(config.model.model)
+    raise_findings(check(config, shape, world_size, new_run))
+    needs = "response" if not config.algorithm.needs_rollout else None if config.data.reward_function else "ground_truth"
+    train = PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
+    evaluation = None
+    if config.data.eval_data:
+        evaluation = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data")
+    tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+    check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
+    for dataset, flag in ((train, "--train-data"), (evaluation, "--eval-data")):
+        if dataset is not None:
+            PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
+    if config.algorithm.needs_rollout:
+        function = load_reward(config.data.reward, config.data.reward_function)
+        for dataset in (train, evaluation):
+            if dataset is not None:
+                probe_reward(function, dataset)
+    return Inputs(shape, train, evaluation)

@@ -1,0 +1,112 @@
+"""What a person watching the run sees: a live display on a terminal, else one line per step, `name=value`, easy to grep.
+
+    step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+COLUMNS = {
+    "reward": ("reward/mean", "{:.3f}"),
+    "loss": ("policy/loss", "{:.4f}"),
+    "eval": ("eval/accuracy", "{:.3f}"),
+    "length": ("response/length_mean", "{:.1f}"),
+    "tokens/s": ("throughput/tokens_per_s", "{:.0f}"),
+    "s/step": ("time/step_s", "{:.2f}"),
+}
+_RECENT_STEPS = 20
+
+
+class Progress:
+    """Steps of one run, shown on `stream` (default: stdout). `terminal`: live display or lines; default: as the stream is one."""
+
+    def __init__(self, num_steps: int, stream: TextIO | None = None, terminal: bool | None = None):
+        self._num_steps, self._stream = num_steps, sys.stdout if stream is None else stream
+        self._latest: dict[str, str] = {}
+        self._ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        self._step = 0
+        is_terminal = self._stream.isatty() if terminal is None else terminal
+        self._live = _LiveDisplay(num_steps, self._stream) if is_terminal else None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` is done."""
+        self._step = step
+        self._ends.append(time.perf_counter())
+        self._latest |= _columns(metrics)
+        values = self._latest | {"left": self.time_left()}
+        if self._live is not None:
+            self._live.update(step, values)
+        else:
+            self._line(f"step={step}/{self._num_steps} " + " ".join(f"{name}={value}" for name, value in values.items()))
+
+    def show_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        self._latest |= _columns(scores)
+        if self._live is not None:
+            self._live.update(self._step, dict(self._latest))
+        else:
+            self._line(f"eval step={step}/{self._num_steps} " + " ".join(f"{name}={value:.3f}" for name, value in scores.items()))
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._live is not None:
+            self._live.note(text)
+        else:
+            self._line(text)
+
+    def time_left(self) -> str:
+        """h:mm:ss from the mean of the recent steps, all that lies between them (evaluation, export) included; "?" before there are two."""
+        if len(self._ends) < 2:
+            return "?"
+        per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return clock(per_step * (self._num_steps - self._step))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def _line(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:34, 1:02:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
+    return {name: form.format(metrics[key]) for name, (key, form) in COLUMNS.items() if key in metrics}
+
+
+class _LiveDisplay:
+    """A bar and, below it, the latest values, redrawn in place by rich."""
+
+    def __init__(self, num_steps: int, stream: TextIO):
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+        from rich.text import Text
+
+        self._bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), expand=True)
+        self._task = self._bar.add_task("step", total=num_steps)
+        self._values = Text("starting", overflow="fold")
+        self._live = Live(Group(self._bar, self._values), console=Console(file=stream, force_terminal=True), refresh_per_second=2)
+        self._live.start()
+
+    def update(self, step: int, values: Mapping[str, str]) -> None:
+        self._bar.update(self._task, completed=step)
+        self._values.plain = "   ".join(f"{name} {value}" for name, value in values.items())
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()

@@ -1,0 +1,143 @@
+"""The run folder: everything a run leaves behind.
+
+    resolved.args                the whole configuration; `megarl train @resolved.args --save elsewhere` runs it again
+    metrics.jsonl                one JSON object per step, written as the step ends
+    tensorboard/                 the same as event files
+    rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
+    rollouts/eval.jsonl          one held-out answer per evaluation
+    hf/                          exported weights (written by the actor)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megarl.config.schema import TrainConfig
+from megarl.driver.events import EventFile
+from megarl.driver.metrics import to_json_line
+from megarl.driver.progress import Progress
+
+_MARKS = ("resolved.args", "metrics.jsonl")
+
+
+def check_folder_is_free(save: str) -> None:
+    """Raise ValueError if `save` holds a run, naming a folder that is free. Creates nothing."""
+    folder = Path(save)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--save ({save}) is a file; it must be a folder that can be created. Try --save {_free_name(folder)}.")
+    if any((folder / mark).exists() for mark in _MARKS):
+        raise ValueError(f"--save ({save}) already holds a run, and no run overwrites another. Try --save {_free_name(folder)}.")
+
+
+def _free_name(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 1 << 31))
+    return next(name for name in names if not name.exists())
+
+
+class Run:
+    """Records one run. Metrics are written at once, the rest by one background thread, whose errors surface at the next call.
+
+    Creates the folder, so make one only when everything else was checked. Use as a context manager, or call `close`.
+
+    Args:
+        config: of the job.
+        resolved_args: text of resolved.args.
+        progress: where to show steps; default: on stdout.
+    Raises: ValueError if the folder holds a run already.
+    """
+
+    def __init__(self, config: TrainConfig, resolved_args: str, progress: Progress | None = None):
+        check_folder_is_free(config.run.save)
+        self.folder = Path(config.run.save)
+        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "resolved.args", "x") as file:  # "x": of two jobs that start at once, one gets the folder
+            file.write(resolved_args)
+        self._metrics_file = open(self.folder / "metrics.jsonl", "x", buffering=1)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
+        self._events: EventFile | None = None
+        self._writes: list[Future] = []
+        self._write(self._open_events)
+        self._row: dict[str, float | int] | None = None  # of the step whose evaluation may still come
+        self._step, self._step_start = 0, time.perf_counter()
+        self.progress = Progress(config.batch.train_iters) if progress is None else progress
+
+    def begin_step(self, step: int) -> None:
+        """Starts the clock of time/step_s; writes the row of the step before."""
+        self._write_row()
+        self._step, self._step_start = step, time.perf_counter()
+
+    def finish_step(self, step: int, metrics: Mapping[str, float | int], num_tokens: int) -> None:
+        """Record the step's metrics, its wall time and tokens per second. `num_tokens`: prompt and response tokens trained on."""
+        seconds = time.perf_counter() - self._step_start
+        self._row = {"step": step, **metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
+        self.progress.update(step, self._row)
+
+    def record_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Add the scores to the row of `step` (step 0 has a row of its own)."""
+        self._row = {**(self._row or {"step": step}), **scores}
+        self.progress.show_evaluation(step, scores)
+        self._write_row()
+
+    def write_rollouts(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """rollouts/step_<step>.jsonl: samples of the current step. No file if there are none."""
+        if rows := list(rows):
+            self._write(_append_lines, self.folder / "rollouts" / f"step_{self._step:06d}.jsonl", rows)
+
+    def keep_answer(self, step: int, name: str, record: Mapping[str, object]) -> None:
+        """Append one evaluation sample to rollouts/eval.jsonl; `name` is the metric it belongs to."""
+        self._write(_append_lines, self.folder / "rollouts" / "eval.jsonl", [{"step": step, "name": name, **record}])
+
+    def close(self) -> None:
+        """Write everything that was recorded. Raises the first error of the background thread."""
+        try:
+            self._write_row()
+            self._write(self._close_events)
+        finally:
+            self._background.shutdown(wait=True)
+            self._metrics_file.close()
+            self.progress.close()
+        self._raise_errors()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _write_row(self) -> None:
+        if self._row is not None:
+            row, self._row = self._row, None
+            self._metrics_file.write(to_json_line(row) + "\n")
+            self._write(self._add_events, row, time.time())
+
+    def _write(self, write: Callable[..., None], *args: object) -> None:
+        self._raise_errors()
+        self._writes.append(self._background.submit(write, *args))
+
+    def _raise_errors(self) -> None:
+        finished = [w for w in self._writes if w.done()]
+        self._writes = [w for w in self._writes if not w.done()]
+        for write in finished:
+            write.result()
+
+    # On the background thread.
+
+    def _open_events(self) -> None:
+        self._events = EventFile(self.folder / "tensorboard")
+
+    def _add_events(self, row: dict[str, float | int], wall_time: float) -> None:
+        step = int(row["step"])
+        self._events.add_scalars(step, {name: value for name, value in row.items() if name != "step"}, wall_time)
+
+    def _close_events(self) -> None:
+        self._events.close()
+
+
+def _append_lines(path: os.PathLike, rows: list[Mapping[str, object]]) -> None:
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

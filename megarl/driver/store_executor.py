@@ -1,0 +1,205 @@
+"""The executor over the job's c10d store: commands out, results in, deadlines."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections import deque
+
+import torch.distributed as dist
+
+from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role
+from megarl.driver.torchrun import world_size_from_env
+from megarl.workers.mailbox import SHUTDOWN, Command, Mailbox, Result, connect
+
+
+class _Future:
+    """A call in flight. The executor's reader thread fills it in."""
+
+    def __init__(self, executor: StoreExecutor, index: int, command: Command):
+        self.index, self.command, self.issued = index, command, time.monotonic()
+        self.values: dict[int, object] = {}
+        self.seconds = 0.0
+        self._executor = executor
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self.command.ranks if rank not in self.values]
+
+    def result(self) -> list:
+        self._executor._wait(self)
+        return [self.values[rank] for rank in self.command.ranks]
+
+    def first(self) -> object:
+        return self.result()[0]
+
+    def done(self) -> bool:
+        return self._executor._is_done(self)
+
+
+class StoreExecutor:
+    """An Executor over the job's store. A reader thread takes results from the inbox as they come, so an error of any rank is known
+    at once, whatever the driver is waiting for or doing.
+
+    Args:
+        ranks: role -> its ranks. Every rank of the world needs a role.
+        world_size: ranks of the job.
+        call_timeout_s: seconds that a rank may take for one call, from when it is free to start it.
+        writer, reader: two connections to the store; see `mailbox.connect`.
+    """
+
+    def __init__(self, ranks: dict[str, list[int]], world_size: int, call_timeout_s: float, writer: dist.Store, reader: dist.Store):
+        _check_ranks(ranks, world_size)
+        self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
+        self.step: int | None = None
+        self.failure: RuntimeError | None = None
+        self._timeout_s = call_timeout_s
+        self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
+        self._changed = threading.Condition()
+        self._futures: dict[int, _Future] = {}  # calls in flight, by index
+        self._queues: dict[int, deque[int]] = {rank: deque() for rank in range(world_size)}  # their indices on each rank, oldest first
+        self._free_since = dict.fromkeys(range(world_size), 0.0)
+        self._ended = False
+        self._next, self._log = 0, deque()  # next index; (index, keys) of the commands that are still in the store
+        self._answered = dict.fromkeys(range(world_size), -1)  # newest index that each rank answered, and so the newest it surely read
+        self._seconds: dict[tuple[str, str], float] = {}
+        self._reader = threading.Thread(target=self._read, name="read_inbox", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def from_env(cls, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
+        """In the driver process: connect to the job that `start_driver` described."""
+        writer, reader = (connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2))
+        return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
+
+    def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> _Future:
+        check_role(self.ranks, role)
+        return self._issue(Command(role, tuple(self.ranks[role]), method, self.step, pickle.dumps((args, kwargs))))
+
+    def role(self, name: str) -> RoleHandle:
+        check_role(self.ranks, name)
+        return RoleHandle(self, name)
+
+    def take_seconds(self) -> dict[tuple[str, str], float]:
+        with self._changed:
+            taken, self._seconds = self._seconds, {}
+        return taken
+
+    def shutdown(self) -> None:
+        if not self._ended:
+            self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
+            self._end()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls issued so far."""
+        return self._next
+
+    def abort(self, exit_code: int) -> None:
+        """Tell the workers that the job is over; they need not wait for the driver's exit."""
+        self._outbox.abort(self._next, exit_code)
+        self._end()
+
+    def where(self) -> str:
+        """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
+        with self._changed:
+            calls = [f"{f.command.role}.{f.command.method} on rank {', '.join(map(str, f.missing()))}" for f in self._futures.values()]
+        return f"{at_step(self.step).strip() or 'before the first step'}, " + (f"waiting for {' and '.join(calls)}" if calls else "no call in flight")
+
+    def _end(self) -> None:
+        """End the reader thread: a process that exits while a thread is in the store's C++ code may be terminated by it."""
+        self._ended = True
+        self._outbox.close()
+        self._reader.join(timeout=1.0)
+
+    def _issue(self, command: Command) -> _Future:
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            future = _Future(self, self._next, command)
+            self._futures[future.index] = future
+            for rank in command.ranks:
+                self._queues[rank].append(future.index)
+            self._next += 1
+            self._log.append((future.index, self._outbox.post(future.index, command)))
+        return future
+
+    def _wait(self, future: _Future) -> None:
+        with self._changed:
+            while self.failure is None and future.index in self._futures:
+                self._changed.wait(self._seconds_left())
+            if self.failure is not None:
+                raise self.failure
+
+    def _is_done(self, future: _Future) -> bool:
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            return future.index not in self._futures
+
+    def _seconds_left(self) -> float:
+        """Until the next deadline. Past one: set the failure. A rank's clock starts when its oldest call could start there."""
+        now = time.monotonic()
+        waited = {rank: now - max(self._futures[queue[0]].issued, self._free_since[rank]) for rank, queue in self._queues.items() if queue}
+        slowest = max(waited, key=waited.__getitem__)
+        if waited[slowest] >= self._timeout_s:
+            late = self._futures[self._queues[slowest][0]]
+            c = late.command
+            self.failure = CallTimeout(c.role or "driver", c.method, c.step, late.missing(), sorted(late.values), self._timeout_s)
+            return 0.0
+        return self._timeout_s - waited[slowest]
+
+    # The reader thread.
+
+    def _read(self) -> None:
+        try:
+            while (result := self._inbox.receive()) is not None:
+                if result.failure is not None:
+                    f = result.failure
+                    self._fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
+                elif self.failure is None:
+                    self._accept(result)
+                    self._inbox.delete(self._read_by_all())
+        except dist.DistError as error:
+            self._fail(RuntimeError(f"[driver] lost the connection to the job's store {self.where()}: {str(error).splitlines()[0]}"))
+
+    def _accept(self, result: Result) -> None:
+        """Store one value; tell the main thread if it was the call's last."""
+        with self._changed:
+            future = self._futures[result.index]
+            c = future.command
+            try:
+                future.values[result.rank] = pickle.loads(result.value)
+            except Exception as error:  # a class that only exists on the worker, say
+                return self._fail(RemoteError(c.role, result.rank, c.method, c.step, f"its result cannot be read by the driver: {error!r}", ""))
+            self._queues[result.rank].popleft()
+            self._free_since[result.rank] = time.monotonic()
+            self._answered[result.rank] = result.index
+            future.seconds = max(future.seconds, result.seconds)
+            if not future.missing():
+                del self._futures[result.index]
+                self._seconds[c.role, c.method] = self._seconds.get((c.role, c.method), 0.0) + future.seconds
+                self._changed.notify_all()
+
+    def _fail(self, error: RuntimeError) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _read_by_all(self) -> list[str]:
+        """Keys of the commands that every rank has read."""
+        keys: list[str] = []
+        with self._changed:
+            oldest = min(self._answered.values())
+            while self._log and self._log[0][0] <= oldest:
+                keys += self._log.popleft()[1]
+        return keys
+
+
+def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
+    placed = {rank for of_role in ranks.values() for rank in of_role}
+    if outside := sorted(placed - set(range(world_size))):
+        raise ValueError(f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to {world_size - 1}). Start more ranks.")
+    if idle := sorted(set(range(world_size)) - placed):
+        raise ValueError(f"no role is placed on ranks {idle} of the {world_size} that were started. Start fewer, or place a role there.")

@@ -1,0 +1,17 @@
+"""`python -m megarl.evaluate @recipe.args --model FOLDER` under torchrun: held-out accuracy, sampled and greedy. See `megarl eval`."""
+
+from __future__ import annotations
+
+import sys
+
+from megarl.train import main as run
+
+
+def main(argv: list[str]) -> int:
+    from megarl.driver.evaluate import evaluate_job
+
+    return run(argv, driver="megarl.driver.evaluate", inline_job=evaluate_job, new_run=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

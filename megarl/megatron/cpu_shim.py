@@ -1,0 +1,143 @@
+"""Let Megatron-Core run without CUDA. `with cpu_megatron():` around every call into Megatron; on a CUDA machine it does nothing.
+
+Megatron-Core 0.16.1 names CUDA in tensor factories (device="cuda"), type checks (`p.type() == "torch.cuda.FloatTensor"`),
+streams and the RNG tracker. Inside the context those names mean the CPU; outside, torch is untouched, so vLLM in the same
+process never sees them. Entering costs a few microseconds and nothing per operation.
+
+What Megatron itself gets wrong without Transformer Engine is corrected once, when this file is imported, by two fixes
+that name the line they are for. Another Megatron version is refused: every entry was checked against this one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+SUPPORTED_MEGATRON = "0.16.1"
+
+
+def _to_cpu(device: object) -> object:
+    """'cuda', 'cuda:0', torch.device('cuda') and 0 all mean the CPU here."""
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    if isinstance(device, str):
+        return "cpu" if device.startswith("cuda") else device
+    return "cpu" if isinstance(device, int) and not isinstance(device, bool) else device
+
+
+def _factory(function):
+    def on_cpu(*args, **kwargs):
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+_original_type = torch.Tensor.type
+
+
+def _cuda_type(self, *args, **kwargs):
+    """DistributedOptimizer and clip_grads compare p.type() with 'torch.cuda.FloatTensor'."""
+    name = _original_type(self, *args, **kwargs)
+    return name.replace("torch.", "torch.cuda.") if isinstance(name, str) and "cuda" not in name else name
+
+
+class _Stream:
+    """Everything is already in order on a CPU."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def _nothing(self, *args, **kwargs) -> None:
+        pass
+
+    synchronize = wait_stream = wait_event = record = wait = _nothing
+
+    def record_event(self, *args) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args) -> bool:
+        return False
+
+
+def _nothing(*args, **kwargs) -> None:
+    pass
+
+
+def _swaps() -> list[tuple[object, str, object]]:
+    factories = ("zeros", "empty", "ones", "full", "tensor", "arange", "rand", "randn", "zeros_like", "empty_like", "ones_like", "full_like")
+    swaps = [(torch, name, _factory(getattr(torch, name))) for name in factories]
+    swaps += [
+        (torch.Tensor, "type", _cuda_type),
+        (torch.Tensor, "cuda", lambda self, *a, **k: self),
+        (torch.Tensor, "pin_memory", lambda self, *a, **k: self),
+        (torch.Tensor, "record_stream", _nothing),
+        (torch.cuda, "current_device", lambda: "cpu"),
+        (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", _Stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "current_stream", lambda *a: _Stream()),
+        (torch.cuda, "default_stream", lambda *a: _Stream()),
+        (torch.cuda, "get_rng_state", lambda *a, **k: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", lambda state, *a, **k: torch.set_rng_state(state)),
+        (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
+    ]
+    return swaps
+
+
+_SWAPS = [] if torch.cuda.is_available() else [(owner, name, getattr(owner, name), new) for owner, name, new in _swaps()]
+_depth = 0
+
+
+@contextlib.contextmanager
+def cpu_megatron() -> Iterator[None]:
+    """CUDA's names mean the CPU inside. Re-entrant; not for several threads at once."""
+    global _depth
+    _depth += 1
+    try:
+        if _depth == 1:
+            for owner, name, _, new in _SWAPS:
+                setattr(owner, name, new)
+        yield
+    finally:
+        _depth -= 1
+        if _depth == 0:
+            for owner, name, old, _ in _SWAPS:
+                setattr(owner, name, old)
+
+
+def _fix_megatron() -> None:
+    import megatron.core
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    if megatron.core.__version__ != SUPPORTED_MEGATRON:
+        raise RuntimeError(f"megatron-core {megatron.core.__version__} is installed, megarl on CPU was written for {SUPPORTED_MEGATRON}: "
+                           f"pip install megatron-core=={SUPPORTED_MEGATRON}")
+    mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    # random.py:636 says `self.fp8 = fp8 is not None` with default False, so selective recompute of anything but core_attn
+    # takes the Transformer Engine branch and dies with a NameError where that is not installed.
+    original_init = mcore_random.CheckpointWithoutOutput.__init__
+
+    def init(self, fp8=False):
+        original_init(self, fp8)
+        self.fp8 = bool(fp8)
+
+    mcore_random.CheckpointWithoutOutput.__init__ = init
+
+
+if _SWAPS:
+    with cpu_megatron():
+        _fix_megatron()

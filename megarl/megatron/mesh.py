@@ -1,0 +1,54 @@
+"""A role's mesh as a Megatron ProcessGroupCollection, without the global parallel_state.
+
+HyperCommGrid takes a contiguous block of ranks only; roles may sit on any. torch names a group by how many groups the
+process has, so every rank of the world makes every group of every mesh, in the same order (`create_groups`); groups with
+equal members are made once and shared."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megarl.config.mesh import MeshSpec
+from megarl.megatron.cpu_shim import cpu_megatron
+
+with cpu_megatron():
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+# Megatron's names -> the coordinates that vary inside the group. Context and expert parallelism are of size 1 here, so
+# every group over them collapses to the one without.
+_GROUPS = {
+    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": (), "ep": (), "mp": ("tp", "pp"),
+    "tp_cp": ("tp",), "dp_cp": ("dp",), "intra_dp_cp": ("dp",), "tp_dp_cp": ("tp", "dp"),
+    "expt_tp": ("tp",), "expt_dp": ("dp",), "intra_expt_dp": ("dp",), "tp_ep": ("tp",), "tp_ep_pp": ("tp", "pp"),
+    "intra_dist_opt": ("tp", "dp", "pp"),
+}  # fmt: skip
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def create_groups(mesh: MeshSpec) -> None:
+    """Make the mesh's process groups. Collective over the world, members or not; later calls with the same mesh do nothing."""
+    wanted = [mesh.peers(rank, *varied) for varied in _GROUPS.values() for rank in mesh.ranks]
+    for rank in mesh.ranks:
+        pipeline = mesh.peers(rank, "pp")
+        wanted += [_ends(pipeline), pipeline[:1]]
+    for ranks in dict.fromkeys(wanted):
+        if ranks not in _groups:
+            _groups[ranks] = dist.new_group(list(ranks))
+
+
+def groups_of(mesh: MeshSpec) -> ProcessGroupCollection:
+    """All groups that Megatron asks a role for, as seen by this rank, a member. After `create_groups`."""
+    rank, groups = dist.get_rank(), ProcessGroupCollection()
+    for name, varied in _GROUPS.items():
+        setattr(groups, name, _groups[mesh.peers(rank, *varied)])
+    pipeline = mesh.peers(rank, "pp")
+    ends = _ends(pipeline)
+    groups.embd = _groups[ends] if rank in ends else None  # tied word embeddings live on the first and the last stage
+    groups.pos_embd = _groups[pipeline[:1]] if rank == pipeline[0] else None
+    groups.hcp = groups.inter_dist_opt = None
+    return groups
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((pipeline[0], pipeline[-1])))

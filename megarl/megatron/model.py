@@ -1,0 +1,137 @@
+"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, not logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.kernels.log_probs import vocab_parallel_log_probs
+from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.modules import PackedAttention, RMSNorm
+
+with cpu_megatron():
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+
+@dataclass(frozen=True)
+class ResponseTokens:
+    """Which log-probs a forward pass is asked for; travels as GPTModel's `labels`."""
+
+    predict_positions: torch.Tensor
+    """[N] int64 into the packed tokens."""
+    targets: torch.Tensor
+    """[N] int64 token ids."""
+    temperature: float
+    with_entropy: bool
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens.
+
+    Only the hidden states that predict a response token reach the output layer: prompts cost no logits."""
+
+    def __init__(self, *args, real_vocab_size: int, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.real_vocab_size = real_vocab_size
+        if self.post_process and self.config.sequence_parallel:
+            # The positions are selected from the whole sequence, which is therefore gathered before the output layer.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
+
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels: ResponseTokens, *args, **kwargs):
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # The output layer all-reduces its input gradient, so each rank takes its slice of it instead of summing again.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_states[labels.predict_positions], weight=weight)  # [N, 1, V_tp]
+        return vocab_parallel_log_probs(
+            logits.squeeze(1), labels.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp,
+            temperature=labels.temperature, with_entropy=labels.with_entropy)
+
+
+def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:
+    """The Megatron configuration of a Hugging Face shape. `extra` are TransformerConfig fields by their own names."""
+    on_cpu = not torch.cuda.is_available()
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    fields = dict(
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
+        # marks, and then the gradient norm counts sharded parameters on rank 0 only.
+        init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute_granularity=parallel.recompute_granularity, recompute_method=parallel.recompute_method,
+        recompute_num_layers=parallel.recompute_num_layers,
+        recompute_modules=list(parallel.recompute_modules) if parallel.recompute_modules else None,
+        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, even for dense models
+        calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
+    )  # fmt: skip
+    return TransformerConfig(**(fields | extra))
+
+
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def uses_transformer_engine() -> bool:
+    """On CUDA the Transformer Engine layers, on CPU Megatron's local ones with our norm and attention."""
+    return torch.cuda.is_available()
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    if uses_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection) -> PolicyModel:
+    """This rank's stage and shard of the model, weights uninitialised. Collective over the mesh (tied embeddings)."""
+    with cpu_megatron():
+        spec = _layer_spec(config)
+        if not uses_transformer_engine():
+            num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
+            spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)
+        model = PolicyModel(
+            config, spec, vocab_size=shape.padded_vocab_size(), real_vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_position_embeddings, pre_process=groups.pp.rank() == 0,
+            post_process=groups.pp.rank() == groups.pp.size() - 1, position_embedding_type="rope", rotary_base=shape.rope_theta,
+            rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
+            share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups)
+        if not config.use_cpu_initialization:
+            model.cuda()
+    _check_tensor_parallel_marks(model, config)
+    return model
+
+
+def _check_tensor_parallel_marks(model: PolicyModel, config: TransformerConfig) -> None:
+    """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
+    sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer")
+    for name, parameter in model.named_parameters():
+        if config.tensor_model_parallel_size > 1 and any(s in name for s in sharded) and "layer_norm" not in name:
+            assert getattr(parameter, "tensor_model_parallel", False), f"{name} is split but not marked tensor_model_parallel"

@@ -1,0 +1,50 @@
+"""Megatron's Adam (distributed or not) and its learning-rate schedule, from our configuration."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.schema import OptimizerConfig
+from megarl.megatron.cpu_shim import cpu_megatron
+
+with cpu_megatron():
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def build_optimizer(config: OptimizerConfig, ddp: DistributedDataParallel, groups: ProcessGroupCollection, bf16: bool) -> MegatronOptimizer:
+    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm."""
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2, adam_eps=config.adam_eps, clip_grad=config.clip_grad, bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=config.use_distributed_optimizer)
+    with _world_is(groups.intra_dist_opt):
+        return get_megatron_optimizer(megatron, [ddp], pg_collection=groups, use_gloo_process_groups=False)
+
+
+@contextlib.contextmanager
+def _world_is(group: dist.ProcessGroup) -> Iterator[None]:
+    """Megatron 0.16.1 agrees on the order of parameter groups over the whole world (optimizer/__init__.py:179), which would
+    wait for ranks that are not on this mesh. Inside, the world is the mesh."""
+    gather, world_size = dist.all_gather_object, dist.get_world_size
+    dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)
+    dist.get_world_size = lambda group=group: world_size(group)
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.get_world_size = gather, world_size
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int) -> OptimizerParamScheduler:
+    """One tick per training step (which may hold several updates)."""
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr, lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=max(config.lr_decay_iters or train_iters, config.lr_warmup_iters + 1), lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay, end_wd=config.weight_decay, wd_incr_steps=1, wd_incr_style="constant")

@@ -1,0 +1,202 @@
+"""An atlas says which rectangles of which canonical matrices a rank holds, and where in its own parameters.
+
+The canonical matrices are the tensors of the Hugging Face checkpoint. Every matrix is [rows, cols]; a vector of n elements
+is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to the other (`plan.py`).
+
+    Example: rank 1 of 2 holds the second half of o_proj's columns, so its atlas has
+        "decoder.layers.0.self_attention.linear_proj.weight":
+            LocalParam(rows=128, cols=64, pieces=(Piece("model.layers.0.self_attn.o_proj.weight", 0, 128, 64, 128, 0, 0),))
+
+Model families differ in data only: the tables of this folder list every tensor, and each row says when it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megarl.config.hf_config import ModelShape
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The rectangle [row_start:row_end, col_start:col_end] of `hf_name`, stored from (local_row, local_col) on."""
+
+    hf_name: str
+    row_start: int
+    row_end: int
+    col_start: int
+    col_end: int
+    local_row: int
+    local_col: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParam:
+    """A local parameter as a [rows, cols] matrix. Its last `padding_rows` rows belong to no canonical matrix and stay 0."""
+
+    rows: int
+    cols: int
+    pieces: tuple[Piece, ...]
+    padding_rows: int = 0
+
+
+Atlas = dict[str, LocalParam]
+"""Local parameter name -> what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFTensor:
+    """One canonical tensor: sizes by the names of `dimensions`, and the ModelShape flag without which it is absent."""
+
+    name: str
+    rows: str
+    cols: str
+    needs: str | None = None
+
+
+LAYER_TENSORS = (
+    HFTensor("input_layernorm.weight", "hidden", "one"),
+    HFTensor("self_attn.q_proj.weight", "query", "hidden"),
+    HFTensor("self_attn.q_proj.bias", "query", "one", needs="qkv_bias"),
+    HFTensor("self_attn.k_proj.weight", "key", "hidden"),
+    HFTensor("self_attn.k_proj.bias", "key", "one", needs="qkv_bias"),
+    HFTensor("self_attn.v_proj.weight", "key", "hidden"),
+    HFTensor("self_attn.v_proj.bias", "key", "one", needs="qkv_bias"),
+    HFTensor("self_attn.q_norm.weight", "head", "one", needs="qk_layernorm"),
+    HFTensor("self_attn.k_norm.weight", "head", "one", needs="qk_layernorm"),
+    HFTensor("self_attn.o_proj.weight", "hidden", "query"),
+    HFTensor("post_attention_layernorm.weight", "hidden", "one"),
+    HFTensor("mlp.gate_proj.weight", "ffn", "hidden"),
+    HFTensor("mlp.up_proj.weight", "ffn", "hidden"),
+    HFTensor("mlp.down_proj.weight", "hidden", "ffn"),
+)
+"""Qwen2 (qkv_bias), Qwen3 (qk_layernorm) and Llama (neither); names are relative to `model.layers.<i>.`."""
+
+EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def dimensions(shape: ModelShape) -> dict[str, int]:
+    """Sizes by the names that the tables use."""
+    return {"one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "head": shape.head_dim, "vocab": shape.vocab_size,
+            "query": shape.num_attention_heads * shape.head_dim, "key": shape.num_query_groups * shape.head_dim}  # fmt: skip
+
+
+def has(shape: ModelShape, needs: str | None) -> bool:
+    return needs is None or getattr(shape, needs)
+
+
+def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no lm_head.weight."""
+    size = dimensions(shape)
+    sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
+    for layer in range(shape.num_layers):
+        for tensor in LAYER_TENSORS:
+            if has(shape, tensor.needs):
+                sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
+    sizes[FINAL_NORM] = (size["hidden"], 1)
+    if not shape.tie_word_embeddings:
+        sizes[OUTPUT] = (size["vocab"], size["hidden"])
+    return sizes
+
+
+def hf_atlas(shape: ModelShape) -> Atlas:
+    """The canonical tensors themselves, whole: what a Hugging Face folder holds."""
+    return {name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),)) for name, (rows, cols) in hf_sizes(shape).items()}
+
+
+# ------------------------------------------------------------------ how a local parameter is cut out of canonical tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a layout needs to know: the model and this rank's place in its tensor-parallel group."""
+
+    shape: ModelShape
+    tp_size: int
+    tp_rank: int
+
+    def share(self, length: int) -> tuple[int, int]:
+        """[start, end) of this rank's equal share."""
+        each = length // self.tp_size
+        return self.tp_rank * each, (self.tp_rank + 1) * each
+
+
+Layout = Callable[[Cut, dict[str, tuple[int, int]], tuple[str, ...]], LocalParam]
+"""(cut, sizes of the canonical tensors, names of those that this parameter is made of) -> the local parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a side's table: local parameter, how it is cut, out of which canonical tensors, and when it exists."""
+
+    name: str
+    layout: Layout
+    hf_names: tuple[str, ...]
+    needs: str | None = None
+
+    def build(self, cut: Cut, sizes: dict[str, tuple[int, int]], hf_prefix: str = "") -> LocalParam:
+        return self.layout(cut, sizes, tuple(hf_prefix + name for name in self.hf_names))
+
+
+def replicated(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+    """The whole tensor on every rank."""
+    (name,) = hf_names
+    rows, cols = sizes[name]
+    return LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
+
+
+def column_shard(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+    """An equal share of the columns (row-parallel layers: o_proj, down_proj)."""
+    (name,) = hf_names
+    rows, cols = sizes[name]
+    start, end = cut.share(cols)
+    return LocalParam(rows, end - start, (Piece(name, 0, rows, start, end, 0, 0),))
+
+
+def stacked_row_shards(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+    """An equal share of the rows of each tensor, one below the other (gate above up)."""
+    pieces: list[Piece] = []
+    at = 0
+    for name in hf_names:
+        rows, cols = sizes[name]
+        start, end = cut.share(rows)
+        pieces.append(Piece(name, start, end, 0, cols, at, 0))
+        at += end - start
+    return LocalParam(at, sizes[hf_names[0]][1], tuple(pieces))
+
+
+def vocab_shard(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+    """An equal share of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that shards of both sides coincide."""
+    (name,) = hf_names
+    vocab, hidden = sizes[name]
+    start, end = cut.share(cut.shape.padded_vocab_size())
+    held = max(0, min(end, vocab) - start)
+    pieces = (Piece(name, start, start + held, 0, hidden, 0, 0),) if held else ()
+    return LocalParam(end - start, hidden, pieces, padding_rows=end - start - held)
+
+
+def layer_params(rows: tuple[Row, ...], cut: Cut, sizes: dict[str, tuple[int, int]], layer: int) -> Iterator[tuple[str, LocalParam]]:
+    """(name within the layer, parameter) of every row that this model has, cut out of canonical layer `layer`."""
+    for row in rows:
+        if has(cut.shape, row.needs):
+            yield row.name, row.build(cut, sizes, layer_prefix(layer))
+
+
+def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
+    """Raises: ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot divide, and sizes that can."""
+    quantities = {"num_attention_heads": shape.num_attention_heads, "ffn_hidden_size": shape.ffn_hidden_size,
+                  "the padded vocabulary": shape.padded_vocab_size(), **also}  # fmt: skip
+
+    def problems(size: int) -> list[str]:
+        found = [f"{name} ({value}) must be a multiple of it" for name, value in quantities.items() if value % size]
+        if shape.num_query_groups % size and size % shape.num_query_groups:
+            found.append(f"num_query_groups ({shape.num_query_groups}) must be a multiple or a divisor of it")
+        return found
+
+    if tp_size < 1 or (found := problems(tp_size)):
+        works = [str(size) for size in range(1, min(shape.num_attention_heads, 64) + 1) if not problems(size)]
+        why = "; ".join(found) if tp_size >= 1 else "it must be at least 1"
+        raise ValueError(f"{flag} ({tp_size}): {why}. Sizes that work: {', '.join(works)}.")

@@ -1,0 +1,176 @@
+"""Which rectangle of which rank's parameter goes where: the intersection of two sets of atlases.
+
+The plan is computed once and is proven when it is made: every element that a destination holds is written exactly once,
+by exactly one source, and every element that no source writes is declared padding. Pure arithmetic: no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megarl.reshard.atlas import Atlas, LocalParam, Piece
+
+
+class PlanError(ValueError):
+    """The atlases do not determine every destination element exactly once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RectCopy:
+    """dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows, src_col:src_col+cols]."""
+
+    src_name: str
+    src_row: int
+    src_col: int
+    dst_name: str
+    dst_row: int
+    dst_col: int
+    rows: int
+    cols: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """`copies[source rank, destination rank]`, in the order in which both ends pack and unpack them."""
+
+    copies: dict[tuple[int, int], tuple[RectCopy, ...]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that sends or receives."""
+        return tuple(sorted({rank for pair in self.copies for rank in pair}))
+
+    def num_bytes(self, itemsize: int) -> dict[tuple[int, int], int]:
+        """(source rank, destination rank) -> bytes written, for elements of `itemsize` bytes."""
+        return {pair: itemsize * sum(copy.num_elements for copy in copies) for pair, copies in self.copies.items()}
+
+
+Rect = tuple[int, int, int, int]
+"""row_start, row_end, col_start, col_end."""
+
+
+def make_plan(sources: dict[int, Atlas], destinations: dict[int, Atlas]) -> ReshardPlan:
+    """Plan the copies that fill every destination from the sources.
+
+    Where several sources hold the same elements, the destination's own rank wins; otherwise the rank that has sent least so
+    far, so replicas share the work. Every rank that calls this with the same atlases gets the same plan.
+
+    Raises: PlanError naming the parameter and the rectangle that is missing, written twice or out of bounds."""
+    _check_atlases(sources, "source")
+    _check_atlases(destinations, "destination")
+    replicas = _replicas(sources)
+    sent: Counter[int] = Counter()
+    copies: dict[tuple[int, int], list[RectCopy]] = {}
+    for rank, atlas in sorted(destinations.items()):
+        for name, param in atlas.items():
+            for piece in param.pieces:
+                for source, copy in _fill(rank, name, piece, replicas.get(piece.hf_name, {}), sent):
+                    copies.setdefault((source, rank), []).append(copy)
+    return ReshardPlan({pair: tuple(rects) for pair, rects in sorted(copies.items())})
+
+
+_Replicas = dict[str, dict[Rect, list[tuple[int, str, Piece]]]]
+"""Canonical tensor -> rectangle of it -> every (rank, parameter, piece) that holds it."""
+
+
+def _replicas(sources: dict[int, Atlas]) -> _Replicas:
+    found: _Replicas = {}
+    for rank, atlas in sorted(sources.items()):
+        for name, param in atlas.items():
+            for piece in param.pieces:
+                found.setdefault(piece.hf_name, {}).setdefault(_canonical(piece), []).append((rank, name, piece))
+    return found
+
+
+def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]],
+          sent: Counter[int]) -> Iterable[tuple[int, RectCopy]]:  # fmt: skip
+    """(source rank, copy) of each part of one destination piece. What is written leaves `missing`, so nothing is written twice."""
+    missing = [_canonical(piece)]
+    holders = [(min(held, key=lambda h: (h[0] != rank, sent[h[0]])), rect) for rect, held in replicas.items() if _overlap(rect, missing[0])]
+    for (source, src_name, src), rect in sorted(holders, key=lambda h: h[0][0] != rank):
+        left: list[Rect] = []
+        for wanted in missing:
+            part = _overlap(rect, wanted)
+            if part is None:
+                left.append(wanted)
+                continue
+            left.extend(_difference(wanted, part))
+            row, end_row, col, end_col = part
+            if source != rank:
+                sent[source] += (end_row - row) * (end_col - col)
+            yield source, RectCopy(
+                src_name, src.local_row + row - src.row_start, src.local_col + col - src.col_start,
+                name, piece.local_row + row - piece.row_start, piece.local_col + col - piece.col_start, end_row - row, end_col - col)
+        missing = left
+    if missing:
+        raise PlanError(f"[rank {rank}] {name}: no source holds {_show(piece.hf_name, missing[0])}.")
+
+
+def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
+    """Within each local parameter: pieces inside the bounds, not overlapping, and covering all but the padding rows."""
+    for rank, atlas in atlases.items():
+        for name, param in atlas.items():
+            _check_param(f"[rank {rank}] {side} {name}", param)
+
+
+def _check_param(where: str, param: LocalParam) -> None:
+    written: list[tuple[Rect, Piece]] = []
+    filled_rows = param.rows - param.padding_rows
+    for piece in param.pieces:
+        local = _local(piece)
+        if piece.row_end <= piece.row_start or piece.col_end <= piece.col_start:
+            raise PlanError(f"{where}: the piece {_show(piece.hf_name, _canonical(piece))} is empty.")
+        if local[0] < 0 or local[2] < 0 or local[1] > filled_rows or local[3] > param.cols:
+            raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} lands on {_bounds(local)}, outside of "
+                            f"[0:{filled_rows}, 0:{param.cols}].")
+        for other, other_piece in written:
+            if _overlap(local, other):
+                raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
+                                f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on {_bounds(_overlap(local, other))}.")
+        written.append((local, piece))
+    missing = [(0, filled_rows, 0, param.cols)] if filled_rows and param.cols else []
+    for local, _ in written:
+        missing = [rest for hole in missing for rest in _remainder(hole, local)]
+    if missing:
+        raise PlanError(f"{where}: no piece fills {_bounds(missing[0])} of its {param.rows} x {param.cols} elements.")
+
+
+def _canonical(piece: Piece) -> Rect:
+    return piece.row_start, piece.row_end, piece.col_start, piece.col_end
+
+
+def _local(piece: Piece) -> Rect:
+    rows, cols = piece.row_end - piece.row_start, piece.col_end - piece.col_start
+    return piece.local_row, piece.local_row + rows, piece.local_col, piece.local_col + cols
+
+
+def _overlap(a: Rect, b: Rect) -> Rect | None:
+    rows, cols = (max(a[0], b[0]), min(a[1], b[1])), (max(a[2], b[2]), min(a[3], b[3]))
+    return (*rows, *cols) if rows[0] < rows[1] and cols[0] < cols[1] else None
+
+
+def _remainder(hole: Rect, filled: Rect) -> list[Rect]:
+    """What of `hole` is still empty."""
+    part = _overlap(filled, hole)
+    return _difference(hole, part) if part else [hole]
+
+
+def _difference(whole: Rect, part: Rect) -> list[Rect]:
+    """`whole` without `part`, which lies inside it, as up to four rectangles: above, below, left, right."""
+    r0, r1, c0, c1 = whole
+    a, b, e, f = part
+    parts = [(r0, a, c0, c1), (b, r1, c0, c1), (a, b, c0, e), (a, b, f, c1)]
+    return [rect for rect in parts if rect[0] < rect[1] and rect[2] < rect[3]]
+
+
+def _bounds(rect: Rect) -> str:
+    return f"[{rect[0]}:{rect[1]}, {rect[2]}:{rect[3]}]"
+
+
+def _show(name: str, rect: Rect) -> str:
+    return f"{name}{_bounds(rect)}"

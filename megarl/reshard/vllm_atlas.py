@@ -1,0 +1,76 @@
+"""What a rank of a vLLM 0.32 dense decoder (Qwen2, Qwen3, Llama) holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config.hf_config import ModelShape
+from megarl.reshard.atlas import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    Atlas,
+    Cut,
+    LocalParam,
+    Piece,
+    Row,
+    check_tensor_parallel,
+    column_shard,
+    hf_sizes,
+    layer_params,
+    layer_prefix,
+    replicated,
+    stacked_row_shards,
+    vocab_shard,
+)
+
+
+def fused_qkv(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+    """[this rank's query heads; its key heads; its value heads]. With more ranks than key heads, t/G ranks share each."""
+    query, key, value = hf_names
+    groups, head = cut.shape.num_query_groups, cut.shape.head_dim
+    start, end = cut.share(sizes[query][0])
+    cols, num_heads = sizes[query][1], max(1, groups // cut.tp_size)
+    first = cut.tp_rank * num_heads if groups >= cut.tp_size else cut.tp_rank // (cut.tp_size // groups)
+    key_start, key_rows = first * head, num_heads * head
+    pieces = [Piece(query, start, end, 0, cols, 0, 0)]
+    for index, name in enumerate((key, value)):
+        pieces.append(Piece(name, key_start, key_start + key_rows, 0, cols, end - start + index * key_rows, 0))
+    return LocalParam(end - start + 2 * key_rows, cols, tuple(pieces))
+
+
+def _attention(kind: str) -> tuple[str, str, str]:
+    return (f"self_attn.q_proj.{kind}", f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
+
+
+LAYER = (
+    Row("input_layernorm.weight", replicated, ("input_layernorm.weight",)),
+    Row("self_attn.qkv_proj.weight", fused_qkv, _attention("weight")),
+    Row("self_attn.qkv_proj.bias", fused_qkv, _attention("bias"), needs="qkv_bias"),
+    Row("self_attn.q_norm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
+    Row("self_attn.k_norm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
+    Row("self_attn.o_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
+    Row("post_attention_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
+    Row("mlp.gate_up_proj.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",)),
+)
+
+
+def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
+    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model."""
+    check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size")
+    cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)
+    atlas: Atlas = {EMBEDDING: vocab_shard(cut, sizes, (EMBEDDING,))}
+    for layer in range(shape.num_layers):
+        for name, param in layer_params(LAYER, cut, sizes, layer):
+            atlas[layer_prefix(layer) + name] = param
+    atlas[FINAL_NORM] = replicated(cut, sizes, (FINAL_NORM,))
+    if not shape.tie_word_embeddings:
+        atlas[OUTPUT] = vocab_shard(cut, sizes, (OUTPUT,))
+    return atlas
+
+
+def vllm_atlases(shape: ModelShape, ranks: Sequence[int], tp_size: int) -> dict[int, Atlas]:
+    """Atlas of every rollout rank: engines are consecutive blocks of tp_size ranks."""
+    of_tp_rank = [vllm_atlas(shape, tp_size, tp_rank) for tp_rank in range(tp_size)]
+    return {rank: of_tp_rank[index % tp_size] for index, rank in enumerate(ranks)}

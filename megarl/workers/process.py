@@ -1,0 +1,56 @@
+"""One process of the job (Linux): its attempt, its end (no orphans, no walls of text on a signal), its peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def store_prefix(env: Mapping[str, str] = os.environ) -> str:
+    """Prefix of this attempt's keys. `env` is that of a worker."""
+    return f"megarl/{env.get('TORCHELASTIC_RUN_ID', 'none')}/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
+    """Get `death_signal` when process `parent`, ours now, ends; where that is not enough within `grace_s`, leave without asking.
+
+    The kernel sends it when the *thread* that started us ends, so start children from the main thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_watch_parent, args=(parent, grace_s), name="watch_parent", daemon=True).start()
+
+
+def _watch_parent(parent: int, grace_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(grace_s)
+    os._exit(1)
+
+
+def end_on_signals() -> None:
+    """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python handler would run.
+
+    torchrun sends them to every worker when the job is interrupted or a peer died; the driver says what happened.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far. Pages shared between processes count in each of them.
+
+    VmHWM and not getrusage: ru_maxrss of a child starts at the size its parent had at the fork.
+    """
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM line: peak memory is measured on Linux only.")

@@ -1,0 +1,38 @@
+"""The reward role on one rank: scores what this rank's engine has sampled."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import TrainConfig
+from megarl.rewards import load_reward, score
+from megarl.workers.data_plane import DataPlane
+from megarl.workers.rollout import RolloutRole
+
+
+class RewardRole:
+    def __init__(self, config: TrainConfig, mesh: MeshSpec, plane: DataPlane, rollout: RolloutRole) -> None:
+        self.config, self.mesh, self.plane, self.rollout = config, mesh, plane, rollout
+
+    def setup(self) -> None:
+        self.function = load_reward(self.config.data.reward, self.config.data.reward_function)
+
+    def score(self, purpose: str, num_logged: int = 0) -> list[dict[str, object]]:
+        """Rewards of this engine's samples, from its first rank only: sample_id, reward (None: the reward failed).
+
+        The samples with ids below num_logged also carry their texts, for the rollouts/ files."""
+        if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
+            return []
+        made, tokenizer, dataset = self.plane.rollouts[purpose], self.rollout.tokenizer, self.rollout.datasets[purpose]
+        texts = tokenizer.decode_batch(made.responses)
+        rewards = score(self.function, [(dataset[row], text) for row, text in zip(made.rows, texts, strict=True)])
+        out = []
+        for i, (sample_id, reward) in enumerate(zip(made.sample_ids, rewards, strict=True)):
+            record: dict[str, object] = {"sample_id": sample_id, "reward": reward}
+            if sample_id < num_logged:
+                prompt = dataset[made.rows[i]]
+                record |= {"row": made.rows[i], "prompt": prompt.messages, "response": texts[i], "ground_truth": prompt.ground_truth,
+                           "response_length": len(made.responses[i]), "rollout_log_prob": sum(made.log_probs[i])}  # fmt: skip
+            out.append(record)
+        return out

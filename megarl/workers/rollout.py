@@ -1,0 +1,82 @@
+"""The rollout role on one rank: a vLLM engine that samples, and whose weights follow the actor's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import TrainConfig
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.packing import Sample
+from megarl.workers.actor import ActorRole
+from megarl.workers.data_plane import DataPlane, Rollouts
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import RolloutEngine
+
+
+class RolloutRole:
+    def __init__(self, config: TrainConfig, shape: ModelShape, mesh: MeshSpec, plane: DataPlane, actor: ActorRole) -> None:
+        self.config, self.shape, self.mesh, self.plane, self.actor = config, shape, mesh, plane, actor
+        self.rank = dist.get_rank()
+        self.engine: RolloutEngine | None = None
+
+    def setup(self) -> None:
+        """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
+        from megarl.rollout.engine import RolloutEngine
+
+        config = self.config
+        self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        needs = None if config.data.reward_function else "ground_truth"
+        self.datasets = {"train": PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)}
+        if config.data.eval_data:
+            self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
+        self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
+        self.engine = RolloutEngine(config, self.shape, self.mesh.ranks)
+        self.engine.connect(self.actor.atlases, self.actor.policy.parameters)
+
+    @property
+    def replica(self) -> int:
+        return self.mesh.coordinates(self.rank)["dp"]
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Bring the actor's current weights into the engine as `version`. Collective over actor and rollout ranks."""
+        return {"sync/bytes": float(self.engine.sync(version))}
+
+    def generate(self, purpose: str, rows: Sequence[int], step: int, greedy: bool = False) -> list[Sample]:
+        """Sample responses to these dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
+
+        Prompts are spread over the engines in contiguous blocks. Sample ids count over all rows, and every sample draws from
+        a seed of its own (run seed, step, purpose, sample id): neither layout nor batch composition changes what it draws.
+
+        Returns: the samples of this engine, from its first rank only."""
+        sampling, n = self.config.sampling, 1 if purpose == "eval" else self.config.batch.num_samples_per_prompt
+        mine = range(self.replica * len(rows) // self.mesh.dp, (self.replica + 1) * len(rows) // self.mesh.dp)
+        sample_ids = [p * n + j for p in mine for j in range(n)]
+        sample_rows = [rows[p] for p in mine for _ in range(n)]
+        prompts = self.encoders[purpose].prompts(sample_rows)
+        seeds = [sample_seed(self.config.batch.seed, step, purpose, s) for s in sample_ids]
+        outputs = self.engine.generate(prompts, seeds, temperature=0.0 if greedy else sampling.temperature)
+        self.plane.rollouts[purpose] = Rollouts(
+            sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs])
+        holders = self.mesh.peers(self.rank, "tp")
+        if self.rank != holders[0]:
+            return []
+        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), holders, truncated=o.finish_reason == "length")
+                for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
+
+    def shut_down(self) -> None:
+        self.engine.shutdown()
+
+
+def sample_seed(run_seed: int, step: int, purpose: str, sample_id: int) -> int:
+    """63 bits; distinct for distinct arguments."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{purpose}/{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

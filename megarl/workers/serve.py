@@ -1,0 +1,99 @@
+"""The worker loop: take the next command of the log, run it if it is for a role of this rank, report, again.
+
+    command          -> run, report the value
+    command, raises  -> report the failure; wait until the driver has shown it (5 s at most); exit 1
+    shutdown         -> report, return
+    abort            -> exit with the driver's code
+
+A failed worker waits because its exit makes the collectives of its peers fail, and torchrun kill everything: first the cause
+must be told, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would only print the consequences.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result
+from megarl.workers.process import end_on_signals, end_with_parent
+
+logger = logging.getLogger(__name__)
+_ABORT_WAIT_S = 5.0
+
+
+def serve(roles: dict[str, object] | Callable[[], dict[str, object]], rank: int, store: dist.Store, driver: subprocess.Popen | None = None) -> int:
+    """Serve the driver until it shuts the job down.
+
+    Args:
+        roles: role name -> object whose methods the driver calls; only the roles on this rank. Or a function that builds them: an
+            error in it is then reported as any other.
+        rank: of this process in the world.
+        store: a connection of its own, see `mailbox.connect`.
+        driver: on rank 0, the process from `start_driver`.
+    Returns: exit code of this worker: the driver's on rank 0, else 0. Does not return when the job fails.
+    """
+    end_on_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
+        end_with_parent(os.getppid())
+    mailbox = Mailbox(store)
+    try:
+        _serve(roles, rank, mailbox)
+    except dist.DistNetworkError as error:
+        logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
+        _exit(1)
+    return driver.wait() if driver is not None else 0
+
+
+def _serve(roles: dict[str, object] | Callable[[], dict[str, object]], rank: int, mailbox: Mailbox) -> None:
+    hosted = roles if isinstance(roles, dict) else _build(roles, rank, mailbox)
+    index = 0
+    while isinstance(command := mailbox.next_command(index), Command):
+        if rank in command.ranks:
+            if command.method == SHUTDOWN and not command.role:
+                mailbox.report(Result(index, rank, pickle.dumps(None)))
+                return
+            mailbox.report(_run(command, index, rank, hosted, mailbox))
+        index += 1
+    _exit(command.exit_code)
+
+
+def _build(build_roles: Callable[[], dict[str, object]], rank: int, mailbox: Mailbox) -> dict[str, object]:
+    try:
+        return build_roles()
+    except BaseException as error:  # process boundary
+        _fail(Failure.of(error, "worker", "start-up", None), STARTUP, rank, mailbox)
+
+
+def _run(command: Command, index: int, rank: int, roles: dict[str, object], mailbox: Mailbox) -> Result:
+    start = time.perf_counter()
+    try:
+        if command.role not in roles:
+            raise ValueError(f"role {command.role!r} is not on rank {rank}, which hosts {sorted(roles)}.")
+        args, kwargs = pickle.loads(command.arguments)
+        value = pickle.dumps(getattr(roles[command.role], command.method)(*args, **kwargs))
+        return Result(index, rank, value, time.perf_counter() - start)
+    except BaseException as error:  # process boundary
+        _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
+
+
+def _fail(failure: Failure, index: int, rank: int, mailbox: Mailbox) -> NoReturn:
+    mailbox.report(Result(index, rank, b"", failure=failure))
+    deadline = time.monotonic() + _ABORT_WAIT_S
+    while not mailbox.aborted() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,30 @@
+"""The actor of supervised fine-tuning: the same updates, on responses that come from the dataset instead of an engine."""
+
+from __future__ import annotations
+
+from megarl.batch import Batch
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.packing import MiniBatch
+from megarl.workers.actor import ActorRole
+
+
+class SFTActorRole(ActorRole):
+    def load_dataset(self) -> list[tuple[int, int]] | None:
+        """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first rank only."""
+        config = self.config
+        tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        dataset = PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs="response")
+        encoder, rows = PromptEncoder(tokenizer, dataset), range(len(dataset))
+        self.prompts = encoder.prompts(rows)
+        self.responses = [[*ids, tokenizer.eos_token_id] for ids in encoder.responses(rows)]
+        if self.mesh.ranks[0] != self.rank:
+            return None
+        return [(len(p) + len(r), len(r)) for p, r in zip(self.prompts, self.responses, strict=True)]
+
+    def receive_rows(self, mini_batches: list[MiniBatch]) -> None:
+        """Pack this rank's rows; sample ids are dataset rows."""
+        rows = [row for mini_batch in mini_batches for row in mini_batch.samples_of(self.dp_rank)]
+        self.plane.batch = Batch.from_samples(rows, [self.prompts[r] for r in rows], [self.responses[r] for r in rows])
+        self.plane.mini_batches = mini_batches

@@ -1,0 +1,49 @@
+"""Small jobs to parse and check: a model folder without weights' contents, a data file, and the flags that name them."""
+
+import json
+
+import pytest
+
+# The quickstart's model: 4 attention heads, 2 key-value heads, 2 layers, 283 -> 320 words.
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 283,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture
+def write_model(tmp_path):
+    """write_model({...}) -> a folder whose config.json holds these keys."""
+
+    def write(config, generation_config=None, name="model"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").touch()
+        if generation_config is not None:
+            (folder / "generation_config.json").write_text(json.dumps(generation_config))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def job(tmp_path, write_model):
+    """@args-file of a GRPO job that passes every check on two ranks; flags after it override."""
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n")
+    (tmp_path / "job.args").write_text(f"""
+        --algorithm grpo --model '{write_model(QWEN3)}' --train-data '{data}' --save '{tmp_path / "run"}'
+        --train-iters 3 --nproc-per-node 2 --max-prompt-length 64 --max-response-length 64""")
+    return f"@{tmp_path / 'job.args'}"

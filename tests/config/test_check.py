@@ -1,0 +1,332 @@
+"""Every rule across fields: a job that breaks it, with the words of the finding, and the same job put right as the finding says.
+
+pytest tests/config/test_check.py"""
+
+import dataclasses
+
+import pytest
+
+from megarl.algorithms import REGISTRY
+from megarl.config.check import check, data_parallel_size, raise_findings
+from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape
+from megarl.config.loader import load_config
+from megarl.config.mesh import role_meshes
+from megarl.config.placement import parse_ranks
+
+
+@pytest.fixture
+def findings(job, tmp_path):
+    """findings("--flag value ...", world_size, shape fields to change...) of the job with these flags on top."""
+
+    def find(flags="", world_size=2, **shape):
+        config = load_config([job, *flags.split()], REGISTRY)
+        return check(config, dataclasses.replace(ModelShape.load(tmp_path / "model"), **shape), world_size)
+
+    return find
+
+
+def test_the_job_is_right(findings):
+    assert findings() == [] and findings("--algorithm sft") == []
+
+
+# flags, world size -> the finding; flags of the job put right.
+RULES = {
+    "heads": (
+        "--tensor-model-parallel-size 8",
+        8,
+        {},
+        "--tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 1 or 2.",
+        "--tensor-model-parallel-size 2",
+    ),
+    "key-value heads": (
+        "--tensor-model-parallel-size 4",
+        4,
+        {},
+        "--tensor-model-parallel-size (4): must divide the model's key-value heads (2). Try 1 or 2.",
+        "--tensor-model-parallel-size 2",
+    ),
+    "ffn": (
+        "--tensor-model-parallel-size 2",
+        2,
+        {"ffn_hidden_size": 255},
+        "--tensor-model-parallel-size (2): must divide the model's intermediate_size (255). Try 1.",
+        "--tensor-model-parallel-size 1",
+    ),
+    "vocabulary": (
+        "--tensor-model-parallel-size 3 --global-batch-size 32",
+        3,
+        {"num_attention_heads": 3, "num_query_groups": 3, "ffn_hidden_size": 255},
+        "--tensor-model-parallel-size (3): must divide the model's vocabulary, padded to a multiple of 64 (320). Try 1.",
+        "--num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "rollout heads": (
+        "--rollout-tensor-parallel-size 8",
+        8,
+        {},
+        "--rollout-tensor-parallel-size (8): must divide the model's attention heads (4). Try 2 or 4.",
+        "--rollout-tensor-parallel-size 4",
+    ),
+    "rollout key-value heads": (
+        "--rollout-tensor-parallel-size 3",
+        3,
+        {"num_attention_heads": 6, "ffn_hidden_size": 384, "vocab_size": 192},
+        "--rollout-tensor-parallel-size (3): must divide the model's key-value heads (2), or be a multiple. Try 1 or 2.",
+        "--num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "rollout ranks": (
+        "--rollout-tensor-parallel-size 4",
+        2,
+        {},
+        "--rollout-tensor-parallel-size (4): must divide the ranks of the rollout engines (2). Try 1 or 2.",
+        "--rollout-tensor-parallel-size 2",
+    ),
+    "layers": (
+        "--pipeline-model-parallel-size 2",
+        2,
+        {"num_layers": 3},
+        "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1 or 3.",
+        "--pipeline-model-parallel-size 1",
+    ),
+    "too few ranks": (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        2,
+        {},
+        "needs as many ranks, and the actor has 2. Try --nproc-per-node 4.",
+        "--tensor-model-parallel-size 2",
+    ),
+    "ranks that do not fit": (
+        "--tensor-model-parallel-size 2",
+        3,
+        {},
+        "must divide the actor's ranks (3). Try --nproc-per-node 2.",
+        "--num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "sequence parallel": (
+        "--sequence-parallel",
+        2,
+        {},
+        "--sequence-parallel: needs --tensor-model-parallel-size above 1.",
+        "--sequence-parallel --tensor-model-parallel-size 2",
+    ),
+    "batch": (
+        "--global-batch-size 48",
+        2,
+        {},
+        "--global-batch-size (48): must divide num_prompts (16) x num_samples_per_prompt (8) = 128. Try 32 or 64.",
+        "--global-batch-size 32",
+    ),
+    "batch over ranks": (
+        "--global-batch-size 1",
+        2,
+        {},
+        "--global-batch-size (1): must be a multiple of the actor's data-parallel size (2). Try 2 or 4.",
+        "--global-batch-size 2",
+    ),
+    "batch that no size fits": (
+        "",
+        3,
+        {},
+        "must be a multiple of the actor's data-parallel size (3). Try --num-prompts 18 --global-batch-size 144.",
+        "--num-prompts 18 --global-batch-size 144",
+    ),
+    "sft batch": (
+        "--algorithm sft --global-batch-size 7",
+        2,
+        {},
+        "--global-batch-size (7): must be a multiple of the actor's data-parallel size (2). Try 4 or 8.",
+        "--algorithm sft --global-batch-size 6",
+    ),
+    "full recompute": (
+        "--recompute-granularity full --recompute-num-layers 1",
+        2,
+        {},
+        "--recompute-granularity (full): needs --recompute-method.",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "no recompute": (
+        "--recompute-num-layers 1",
+        2,
+        {},
+        "--recompute-num-layers (1): has no effect without --recompute-granularity full.",
+        "",
+    ),
+    "selective layers": (
+        "--recompute-granularity selective --recompute-method block",
+        2,
+        {},
+        "--recompute-method (block): has no effect without",
+        "--recompute-granularity selective",
+    ),
+    "modules": (
+        "--recompute-modules mlp layernorm",
+        2,
+        {},
+        "--recompute-modules (mlp layernorm): has no effect without --recompute-granularity selective.",
+        "--recompute-modules mlp --recompute-granularity selective",
+    ),
+    "recompute layers": (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --pipeline-model-parallel-size 2",
+        2,
+        {},
+        "--recompute-num-layers (2): must be at most the actor's layers per pipeline stage (1). Try 1.",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ),
+    "top-p": (
+        "--top-p 0.9",
+        2,
+        {},
+        "--top-p (0.9): must be 1 in training: the engine would draw from a truncated distribution",
+        "--top-p 1.0",
+    ),
+    "top-k": ("--top-k 50", 2, {}, "--top-k (50): must be 0 (off) in training", "--top-k 0"),
+    "temperature": ("--temperature 0", 2, {}, "--temperature (0): must be above 0", "--temperature 0.1"),
+    "length": (
+        "--max-response-length 449",
+        2,
+        {},
+        "= 513: must be at most the model's max_position_embeddings (512). Try --max-response-length 448.",
+        "--max-response-length 448",
+    ),
+    "min lr": ("--lr 1e-5 --min-lr 1e-4", 2, {}, "--min-lr (0.0001): must be at most --lr (1e-05).", "--lr 1e-5 --min-lr 1e-6"),
+    "warm-up": (
+        "--lr-warmup-iters 10 --lr-decay-iters 10",
+        2,
+        {},
+        "--lr-decay-iters (10): must be above --lr-warmup-iters (10). Try 11.",
+        "--lr-warmup-iters 10 --lr-decay-iters 11",
+    ),
+    "evaluation data": ("--eval-interval 5", 2, {}, "--eval-interval (5): needs --eval-data.", "--eval-interval 0"),
+    "inline": ("--executor inline", 2, {}, "--executor (inline): has one rank, not 2. Try --nproc-per-node 1.", None),
+    "rank outside": (
+        "--actor-ranks 0-2",
+        2,
+        {},
+        "--actor-ranks (0-2): must be below the number of ranks (2), so at most 1.",
+        "--actor-ranks 0-1",
+    ),
+    "rollout rank outside": ("--rollout-ranks 1,2", 2, {}, "--rollout-ranks (1,2): must be below", "--rollout-ranks 0,1"),
+    "actor beyond rollout": (
+        "--rollout-ranks 0",
+        2,
+        {},
+        "--rollout-ranks (0): must hold all ranks of the actor in this version, and misses 1.",
+        "--actor-ranks 0 --rollout-ranks 0-1",
+    ),
+    "idle rank": (
+        "--actor-ranks 0 --rollout-ranks 0",
+        2,
+        {},
+        "--actor-ranks and --rollout-ranks: leave rank 1 of 2 ranks without work.",
+        "--actor-ranks 0",
+    ),
+    "idle rank of sft": (
+        "--algorithm sft --actor-ranks 0",
+        2,
+        {},
+        "--actor-ranks: leave rank 1 of 2 ranks without work.",
+        "--algorithm sft",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name, findings):
+    flags, world_size, shape, words, right = RULES[name]
+    found = findings(flags, world_size, **shape)
+    assert any(words in finding for finding in found), found
+    assert len(found) <= 3, "nothing that does not follow from the same mistake"
+    if right is not None:
+        assert findings(right, world_size, **shape) == []
+
+
+def test_inline_with_one_rank(findings):
+    assert findings("--executor inline --nproc-per-node 1", world_size=1) == []
+
+
+def test_sft_needs_no_rollout(findings):
+    """What only sampling cares about is not checked: engines' splits, sampling, prompts per step."""
+    flags = "--rollout-tensor-parallel-size 3 --top-p 0.5 --top-k 5 --temperature 0 --num-prompts 7 --rollout-ranks 0"
+    assert len(findings(flags)) >= 5 and findings(f"--algorithm sft {flags}") == []
+
+
+def test_files(findings, tmp_path):
+    text, run, eval_data = tmp_path / "rows.txt", tmp_path / "old", tmp_path / "eval.PARQUET"
+    text.touch(), eval_data.touch(), run.mkdir()
+    (run / "metrics.jsonl").touch()
+    (tmp_path / "old-2").mkdir()
+    reward = tmp_path / "reward.py"
+    reward.touch()
+    assert findings(f"--train-data {tmp_path}/none.jsonl {text}") == [
+        f"--train-data ({tmp_path}/none.jsonl): there is no such file.",
+        f"--train-data ({text}): must end in .jsonl or .parquet.",
+    ]
+    assert findings(f"--eval-data {eval_data}") == [] and "--eval-data" in findings(f"--eval-data {tmp_path}")[0]
+    assert findings(f"--save {run}") == [
+        f"--save ({run}): holds another run (metrics.jsonl), which would be overwritten. Try --save {run}-3."
+    ]
+    (run / "metrics.jsonl").rename(run / "resolved.args")
+    assert "holds another run (resolved.args)" in findings(f"--save {run}")[0]
+    assert "is a file" in findings(f"--save {text}")[0] and findings(f"--save {tmp_path}/old-2") == []
+    assert findings(f"--reward-function {reward}:score") == [] and "there is no file" in findings("--reward-function no.py:score")[0]
+    for name in (reward, f"{reward}:", ":score", f"{reward}:a-b"):
+        assert "must be path/to/file.py:function" in findings(f"--reward-function {name}")[0]
+    assert "does not exist" in findings(f"--tokenizer-model {tmp_path}/none.model")[0] and findings(f"--tokenizer-model {text}") == []
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in findings()[0] and findings("--random-init") == []
+
+
+def test_all_findings_at_once_and_without_a_shape(job):
+    config = load_config([job, "--sequence-parallel", "--top-p", "0.5", "--global-batch-size", "3", "--train-data", "none.jsonl"], REGISTRY)
+    found = check(config, None, 2)
+    flags = sorted(line.split()[0].rstrip(":") for line in found)
+    assert flags == ["--global-batch-size", "--global-batch-size", "--sequence-parallel", "--top-p", "--train-data"]
+    with pytest.raises(ConfigError) as caught:
+        raise_findings(found)
+    assert isinstance(caught.value, ValueError) and all(line in str(caught.value) for line in found)
+    raise_findings([])
+
+
+def test_what_is_accepted_makes_meshes(job):
+    """The sizes that check accepts are those that the workers build, and no others."""
+    for world_size in range(1, 5):
+        for tp in range(1, 5):
+            for pp in (1, 2):
+                config = load_config(
+                    [
+                        job,
+                        "--tensor-model-parallel-size",
+                        str(tp),
+                        "--pipeline-model-parallel-size",
+                        str(pp),
+                        "--num-prompts",
+                        "12",
+                        "--num-samples-per-prompt",
+                        "1",
+                        "--global-batch-size",
+                        "12",
+                        "--recompute-modules",
+                        "none",
+                    ],
+                    REGISTRY,
+                )
+                accepted = not any("rank" in line for line in check(config, None, world_size))
+                if accepted:
+                    assert role_meshes(config, world_size)["actor"].dp == data_parallel_size(config, world_size) == world_size // (tp * pp)
+                else:
+                    assert world_size % (tp * pp)
+
+
+@pytest.mark.parametrize(
+    "text, ranks", [("0-3", (0, 1, 2, 3)), ("0-2,6", (0, 1, 2, 6)), ("5", (5,)), ("1,3,5-7", (1, 3, 5, 6, 7)), (" 0 - 1 , 3", (0, 1, 3))]
+)
+def test_ranks(text, ranks):
+    assert parse_ranks(text, 8) == ranks
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "0-", "-1", "0,,1", "1-0", "0,0", "0-2,1", "3,1", "8", "0-8", "0;1", "1.0", "0-99999999999999999999"]
+)
+def test_what_is_no_list_of_ranks(text):
+    with pytest.raises(ValueError, match="ranks"):
+        parse_ranks(text, 8)

@@ -1,0 +1,121 @@
+"""The console script: exit codes, what is printed where, no traceback, and no torch before a device is needed. Real processes, but
+for the two that only look at which function a command ends in.
+
+    pytest tests/config/test_cli.py"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+import megarl
+from megarl import cli
+
+WITH_MODULES = """
+import json, sys
+from megarl.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as exited:  # --help of a subcommand
+    code = exited.code
+sys.stderr.write("\\n" + json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+sys.exit(code)
+"""
+HEAVY = {"torch", "numpy", "megatron", "vllm", "transformers", "triton"}
+
+
+def run(*argv, script=None):
+    command = [sys.executable, *(["-c", script] if script else ["-m", "megarl.cli"]), *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONSAFEPATH": "1"})
+
+
+def test_version_and_usage():
+    assert (run("--version").stdout, run("--version").returncode) == (f"megarl {megarl.__version__}\n", 0)
+    usage = run("--help")
+    assert usage.returncode == 0 and all(f"\n  {command} " in usage.stdout for command in cli.COMMANDS) and run().stdout == usage.stdout
+    unknown = run("trian")
+    assert unknown.returncode == 2 and "megarl trian: no such command. Did you mean train?" in unknown.stderr and unknown.stdout == ""
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["check"]])
+def test_nothing_heavy_is_imported(argv, job):
+    result = run(*argv, *([job] if argv == ["check"] else []), script=WITH_MODULES)
+    assert result.returncode == 0, result.stderr
+    assert not HEAVY & set(json.loads(result.stderr.splitlines()[-1]))
+
+
+def test_check_says_ok_with_the_main_numbers(job):
+    result = run("check", job, "--nproc-per-node", "4", "--tensor-model-parallel-size", "2", "--num-epochs", "3")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "ok: world size 4, data-parallel size 2, 3 steps, per step 128 samples and 6 updates\n"
+    assert "per step 64 samples and 1 updates" in run("check", job, "--algorithm", "sft").stdout
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_all_findings_exit_2_and_no_traceback(command, job, tmp_path):
+    result = run(command, job, "--global-batch-size", "3", "--top-p", "0.5", "--model", str(tmp_path / "none"))
+    assert (result.returncode, result.stdout) == (2, "") and "Traceback" not in result.stderr
+    assert result.stderr.startswith("4 configuration errors:\n") and not (tmp_path / "run").exists()
+    for flag in ("--model", "--global-batch-size (3): must divide", "--global-batch-size (3): must be a multiple", "--top-p (0.5)"):
+        assert f"  - {flag}" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "check"])
+def test_wrong_flags_exit_2_and_no_traceback(command):
+    result = run(command, "@none.args", "--lrr", "1")
+    assert (result.returncode, result.stdout) == (2, "") and "Traceback" not in result.stderr
+    assert "@none.args: cannot read none.args: No such file or directory [command line]" in result.stderr
+    assert "--lrr (1): no such flag. Did you mean --lr? [command line]" in result.stderr
+
+
+def test_train_does_not_start_ranks_on_a_rank(job, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["train", job]) == 2 and "-m megarl.train" in capsys.readouterr().err
+
+
+def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
+    """Which module runs, on how many ranks, with which arguments; the modules themselves are tested with whole jobs."""
+    calls = []
+
+    def module(name, **functions):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**functions))
+
+    module("megarl.driver.launch", launch=lambda *args: calls.append(args) or 3)
+    module("megarl.train", run_inline=lambda config: calls.append(config.placement.executor) or 4)
+    module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
+    module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
+    inline = [job, "--executor", "inline", "--nproc-per-node", "1"]
+    (tmp_path / "run").mkdir()
+    assert [
+        cli.main(argv) for argv in (["train", job], ["train", *inline], ["eval", job], ["eval", *inline], ["convert", "--to", "x"])
+    ] == [3, 4, 3, 5, 6]
+    assert calls == [(2, [job], "megarl.train"), "inline", (2, [job], "megarl.evaluate"), inline, ["--to", "x"]]
+
+
+def test_ctrl_c(tmp_path):
+    """Reading an args file that never ends, then SIGINT: 130, and nothing printed."""
+    pipe = tmp_path / "endless.args"
+    os.mkfifo(pipe)
+    # A shell's background job inherits an ignored SIGINT, and Python then never raises KeyboardInterrupt.
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from megarl.cli import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", script, "check", f"@{pipe}"], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline, writer = time.monotonic() + 30, None
+        while writer is None and time.monotonic() < deadline:
+            try:
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # nobody reads yet
+                time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+        assert (process.returncode, stderr) == (130, "")
+    finally:
+        process.kill()
+        process.wait()
+        if writer is not None:
+            os.close(writer)

@@ -1,0 +1,220 @@
+"""ModelShape against transformers' own reading of the same config.json, and the keys that must not be ignored.
+
+pytest tests/config/test_hf_config.py"""
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+QWEN2 = {"model_type": "qwen2", **SIZES}
+QWEN3 = {"model_type": "qwen3", **SIZES, "head_dim": 32}
+LLAMA = {"model_type": "llama", **SIZES}
+
+# As in Qwen2.5-0.5B-Instruct, Qwen3-0.6B and Llama-3.2-1B, smaller; then the way transformers 5 writes them; then with keys left out.
+CONFIGS = {
+    "qwen2.5": {
+        **QWEN2,
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 1,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 7,
+        "use_mrope": False,
+    },
+    "qwen3": {
+        **QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 5,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "llama3.2": {
+        **LLAMA,
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": [3, 4, 5],
+    },
+    "qwen2 of transformers 5": {
+        **QWEN2,
+        "dtype": "float32",
+        "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"},
+        "rms_norm_eps": 1e-5,
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": None,
+    },
+    "llama3 of transformers 5": {
+        **LLAMA,
+        "dtype": "bfloat16",
+        "rope_parameters": {**LLAMA3, "rope_theta": 500000.0, "rope_type": "llama3"},
+    },
+    "qwen2, old rope key": {**QWEN2, "rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+    "qwen2, keys left out": QWEN2,
+    "qwen3, keys left out": {key: value for key, value in QWEN3.items() if key != "head_dim"},
+    "llama, keys left out": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    "qwen2, 32 key-value heads by default": {key: value for key, value in QWEN2.items() if key != "num_key_value_heads"}
+    | {"num_attention_heads": 64},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shape_is_what_transformers_reads(name, write_model):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = write_model(CONFIGS[name])
+    shape, theirs = ModelShape.load(folder), AutoConfig.from_pretrained(folder)
+    rope = theirs.rope_parameters
+    assert (
+        shape.model_type,
+        shape.num_layers,
+        shape.hidden_size,
+        shape.num_attention_heads,
+        shape.num_query_groups,
+        shape.ffn_hidden_size,
+    ) == (
+        theirs.model_type,
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+        theirs.intermediate_size,
+    )
+    assert (shape.vocab_size, shape.tie_word_embeddings, shape.rms_norm_eps, shape.max_position_embeddings, shape.rope_theta) == (
+        theirs.vocab_size,
+        theirs.tie_word_embeddings,
+        theirs.rms_norm_eps,
+        theirs.max_position_embeddings,
+        rope["rope_theta"],
+    )
+    assert shape.rope_scaling == ({key: rope[key] for key in LLAMA3} if rope["rope_type"] == "llama3" else None)
+    eos = theirs.eos_token_id
+    assert shape.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    assert shape.torch_dtype == str(theirs.dtype or "float32").removeprefix("torch.")
+
+    model = AutoModelForCausalLM.from_config(theirs)  # biases, norms and head sizes are in no config key of every family
+    assert model.config.architectures in (None, [shape.architecture]) and type(model).__name__ == shape.architecture
+    attention, state = model.model.layers[0].self_attn, model.state_dict()
+    assert attention.head_dim == shape.head_dim and attention.q_proj.out_features == shape.num_attention_heads * shape.head_dim
+    assert ("model.layers.0.self_attn.q_proj.bias" in state) == shape.qkv_bias and hasattr(attention, "q_norm") == shape.qk_layernorm
+    others = [key for key in state if key.endswith(".bias") and not key.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]
+    assert others == [], "no other bias, as the shape has no word for it"
+
+
+def test_end_of_sequence_ids_of_both_files(write_model):
+    """Qwen's instruct models stop at ids that only generation_config.json has."""
+    assert ModelShape.load(write_model({**QWEN2, "eos_token_id": 7}, {"eos_token_id": [9, 7]})).eos_token_ids == (7, 9)
+    assert ModelShape.load(write_model({**QWEN2, "eos_token_id": [7, 8]}, {"eos_token_id": 8})).eos_token_ids == (7, 8)
+    assert ModelShape.load(write_model({**QWEN2, "eos_token_id": None}, {"do_sample": True})).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "config, line",
+    [
+        (
+            {**QWEN2, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "use_sliding_window (true, sliding_window 64): ",
+        ),
+        ({**QWEN2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types (sliding_attention): "),
+        ({**LLAMA, "sliding_window": 64}, "sliding_window (64): "),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act (gelu): "),
+        ({**LLAMA, "attention_bias": True}, "attention_bias (True): it adds a bias to o_proj"),
+        ({**QWEN3, "attention_bias": True}, "attention_bias (True): "),
+        ({**LLAMA, "mlp_bias": True}, "mlp_bias (True): "),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type (linear): must be one of"),
+        ({**QWEN2, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type (yarn): "),
+        ({**QWEN3, "partial_rotary_factor": 0.5}, "partial_rotary_factor (0.5)"),
+        ({**QWEN3, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type (dynamic): "),
+        ({**QWEN3, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters (full_attention): "),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_type (llama3): needs low_freq_factor and high_freq_factor and original_max",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {**LLAMA3, "rope_type": "llama3", "high_freq_factor": 2.0}},
+            "high_freq_factor (2.0): Megatron-Core has 4 built in.",
+        ),
+        (
+            {**QWEN2, "architectures": ["Qwen2ForSequenceClassification"]},
+            "architectures (Qwen2ForSequenceClassification): must be Qwen2ForCausalLM",
+        ),
+        ({**QWEN2, "quantization_config": {"quant_method": "awq"}}, "quantization_config ("),
+        ({**QWEN2, "num_key_value_heads": 3}, "num_key_value_heads (3): "),
+        ({**QWEN2, "hidden_size": "64"}, "hidden_size (64): must be a positive whole number."),
+        ({"model_type": "qwen3"}, "hidden_size (missing): "),
+        ({**SIZES, "model_type": "mistral"}, "model_type (mistral): must be one of qwen2, qwen3, llama."),
+        ({**SIZES, "model_type": "qwen3_moe"}, "model_type (qwen3_moe): must be one of qwen2, qwen3, llama. Did you mean qwen3?"),
+        ({}, "model_type (missing): "),
+    ],
+)
+def test_refused(config, line, write_model):
+    folder = write_model(config)
+    with pytest.raises(ConfigError) as caught:
+        ModelShape.load(folder)
+    assert caught.value.findings[0].startswith(line) and caught.value.findings[0].endswith(f"[{folder / 'config.json'}]")
+
+
+def test_every_finding_of_one_file(write_model):
+    with pytest.raises(ConfigError) as caught:
+        ModelShape.load(write_model({**QWEN2, "hidden_act": "gelu", "rope_scaling": {"type": "yarn"}, "vocab_size": 0}))
+    assert len(caught.value.findings) == 3
+
+
+def test_unused_sliding_window_and_dropout_are_no_reason_to_refuse(write_model):
+    config = {**QWEN2, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2, "attention_dropout": 0.1}
+    assert ModelShape.load(write_model(config)) == ModelShape.load(write_model(QWEN2, name="plain"))
+
+
+def test_files_that_cannot_be_read(tmp_path, write_model):
+    for prepare, words in [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.write_text("{"), "is not JSON"),
+        (lambda path: path.write_text("[]"), "must hold a JSON object"),
+        (lambda path: path.write_bytes(b"\xff"), "is not JSON"),
+    ]:
+        prepare(tmp_path / "config.json")
+        with pytest.raises(ConfigError) as caught:
+            ModelShape.load(tmp_path)
+        assert str(caught.value).startswith(f"--model ({tmp_path}): ") and words in str(caught.value)
+    folder = write_model(QWEN2)
+    (folder / "generation_config.json").write_text("nonsense")
+    with pytest.raises(ConfigError, match="generation_config.json is not JSON"):
+        ModelShape.load(folder)
+
+
+def test_padded_vocabulary(write_model):
+    """Multiples of 64, as vLLM pads (VocabParallelEmbedding's DEFAULT_VOCAB_PADDING_SIZE)."""
+    for size, padded in [(283, 320), (320, 320), (1, 64), (151936, 151936), (151665, 151680)]:
+        assert ModelShape.load(write_model({**QWEN2, "vocab_size": size})).padded_vocab_size() == padded

@@ -1,0 +1,126 @@
+"""What is read from the source of vLLM and Megatron, compared with the real classes and with vLLM's own parser, which a process of
+its own imports.
+
+    pytest tests/config/test_installed.py"""
+
+import ast
+import fnmatch
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megarl.config.flags import section_flags
+from megarl.config.installed import engine_args, kind_of_annotation, transformer_config
+from megarl.config.passthrough import ENGINE_REFUSED, TRANSFORMER_REFUSED, find_engine_flag, find_transformer_flag
+from megarl.config.schema import RolloutConfig
+from megarl.config.values import Kind
+
+REAL = """
+import argparse, dataclasses, json
+from megatron.core.transformer.transformer_config import TransformerConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+flags = {a.dest: (isinstance(a, argparse.BooleanOptionalAction), a.nargs in ("+", "*"), [c for c in a.choices or () if c is not None])
+         for a in parser._actions if a.dest != "help"}
+print(json.dumps([[f.name for f in dataclasses.fields(EngineArgs)], [f.name for f in dataclasses.fields(TransformerConfig)], flags]))
+"""
+# Where the parser of vLLM is not its annotation: flags it gives another form, and lists it takes as text.
+OWN_FORM = {
+    "data_parallel_multi_port_external_lb",
+    "disable_log_stats",
+    "aggregate_engine_logging",
+    "device_ids",
+    "all2all_backend",
+    "data_parallel_backend",
+}
+
+
+@pytest.fixture(scope="module")
+def real():
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, check=True, timeout=240, text=True)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_fields_are_those_of_the_installed_classes(real):
+    engine, transformer, _ = real
+    assert set(engine_args().annotations) == {name for name in engine if not name.startswith("_")}
+    assert set(transformer_config().annotations) == {name for name in transformer if not name.startswith("_")}
+    assert {f.targets[0][1] for f in section_flags("rollout", RolloutConfig)} <= set(engine), "the schema's names are vLLM's own"
+
+
+def test_types_are_those_of_the_parser_of_vllm(real):
+    """Same booleans, same lists, and no choices but vLLM's (an enumeration of vLLM's is text here, which the engine checks)."""
+    flags, compared = real[2], 0
+    for name in engine_args().annotations.keys() & flags.keys() - OWN_FORM:
+        kind, (is_bool, many, choices) = engine_args().kind(name), flags[name]
+        assert kind.is_bool == is_bool and (kind.many is not None) == many, name
+        if kind.choices:
+            assert sorted(map(str, kind.choices)) == sorted(map(str, choices)), name
+            compared += 1
+    assert compared > 20
+
+
+def test_every_engine_argument_is_usable_or_refused():
+    for name in engine_args().annotations:
+        assert find_engine_flag("rollout-" + name.replace("_", "-")) is not None, name
+    for name in transformer_config().annotations:
+        assert find_transformer_flag(name.replace("_", "-")) is not None, name
+
+
+def test_every_refusal_is_of_something():
+    """A refused name exists in the library, or is an argument of Megatron's own scripts."""
+    scripts = [
+        "vocab_size",
+        "max_position_embeddings",
+        "norm_epsilon",
+        "apply_layernorm_1p",
+        "disable_bias_linear",
+        "swiglu",
+        "rotary_base",
+        "rope_type",
+        "use_rotary_position_embeddings",
+        "position_embedding_type",
+        "group_query_attention",
+        "untie_embeddings_and_output_weights",
+        "num_experts",
+        "make_vocab_size_divisible_by",
+        "micro_batch_size",
+        "seq_length",
+        "decoder_seq_length",
+        "data_path",
+        "train_data_path",
+        "load",
+        "tokenizer_type",
+        "vocab_file",
+        "merge_file",
+    ]
+    for table, names in (ENGINE_REFUSED, engine_args().annotations), (TRANSFORMER_REFUSED, [*transformer_config().annotations, *scripts]):
+        for pattern in " ".join(table.values()).split():
+            assert fnmatch.filter(names, pattern), pattern
+
+
+@pytest.mark.parametrize(
+    "annotation, kind",
+    [
+        ("int", Kind(bases=("int",))),
+        ("int | None", Kind(bases=("int",), optional=True)),
+        ("Optional[float]", Kind(bases=("float",), optional=True)),
+        ("Union[int, str]", Kind(bases=("int", "str"))),
+        ("Literal['a', 'b'] | None", Kind(choices=("a", "b"), optional=True)),
+        ("list[int]", Kind(bases=("int",), many=list)),
+        ("Optional[Union[int, List[int]]]", Kind(bases=("int",), many=list, one_or_many=True, optional=True)),
+        ("Tuple[int, int]", Kind(bases=("int",), many=tuple)),
+        ("dict[str, Any]", Kind(bases=("json",))),
+        ("SomeConfig | None", Kind(bases=("json",), optional=True)),
+        ("'str | None'", Kind(optional=True)),
+        ("Callable", None),
+        ("torch.dtype", None),
+        ("Optional[Callable]", None),
+        ("str | type[Executor]", Kind()),
+    ],
+)
+def test_annotations(annotation, kind):
+    assert kind_of_annotation(ast.parse(annotation, mode="eval").body) == kind

@@ -1,0 +1,419 @@
+"""Flags and args files -> TrainConfig. What is expected is written out here, or built as dataclasses without the loader.
+
+pytest tests/config/test_loader.py"""
+
+import dataclasses
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import pytest
+
+from megarl.algorithms import REGISTRY
+from megarl.config.errors import ConfigError, require
+from megarl.config.flags import SECTIONS, section_flags
+from megarl.config.loader import load_config, write_args
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alpha:
+    """the first of two algorithms"""
+
+    clip: float = 0.2
+    """How far the ratio may go."""
+    mode: Literal["none", "some"] = "none"
+    """What to do; `none` is a choice here, not the absence of one."""
+    bounds: tuple[float, ...] | None = (0.5, 2.0)
+    """Two numbers, or none although that is not the default."""
+    scale: bool = True
+    """Scale."""
+
+    def __post_init__(self):
+        require(self, at_least={"clip": 0})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beta:
+    """the second"""
+
+    name: ClassVar[str] = "beta++"
+    smoothing: float | None = None
+    """Smooth by this."""
+
+
+ALGORITHMS = {"alpha": Alpha, "beta++": Beta}
+REQUIRED = ["--algorithm", "alpha", "--model", "m", "--train-data", "a.jsonl", "--save", "s", "--train-iters", "3"]
+
+
+def load(*args):
+    return load_config([*REQUIRED, *args], ALGORITHMS)
+
+
+def errors(*args, required=True):
+    with pytest.raises(ConfigError) as caught:
+        load_config([*(REQUIRED if required else []), *args], ALGORITHMS)
+    return caught.value.findings
+
+
+def write(folder, name, text):
+    (folder / name).write_text(text)
+    return f"@{folder / name}"
+
+
+def test_defaults_are_those_of_the_schema():
+    assert load() == TrainConfig(
+        algorithm=Alpha(),
+        model=ModelConfig(model="m"),
+        batch=BatchConfig(train_iters=3),
+        data=DataConfig(train_data=("a.jsonl",)),
+        run=RunConfig(save="s"),
+    )
+
+
+def test_every_type_of_flag():
+    config = load(
+        "--bf16",
+        "--no-shuffle",
+        "--lr",
+        "1e-5",
+        "--seed=7",
+        "--eval-data",
+        "c",
+        "d",
+        "--stop=--",
+        "--stop-token-ids",
+        "1",
+        "2",
+        "--recompute-granularity",
+        "full",
+        "--recompute-num-layers",
+        "none",
+        "--rollout-enforce-eager",
+        "--mode",
+        "some",
+        "--bounds",
+        "none",
+        "--no-scale",
+        "--num-rollouts-to-log",
+        "-1",
+    )
+    assert config.model.bf16 is True and config.data.shuffle is False and config.optimizer.lr == 1e-5 and config.batch.seed == 7
+    assert config.run.num_rollouts_to_log == -1  # a negative number is no flag
+    assert config.data.eval_data == ("c", "d") and config.sampling.stop == ("--",) and config.sampling.stop_token_ids == (1, 2)
+    assert config.actor == ParallelConfig(recompute_granularity="full")
+    assert config.rollout.enforce_eager is True and load().rollout.enforce_eager is None
+    assert config.algorithm == Alpha(mode="some", bounds=None, scale=False)
+
+
+NASTY = [
+    "",
+    "none",
+    "--lr",
+    "-1",
+    "@x.args",
+    "# no comment",
+    "a#b",
+    "two words",
+    "it's",
+    '"',
+    "\\",
+    "line\nbreak",
+    "\t",
+    "\r\n",
+    "ü",
+    "$HOME",
+]
+
+
+def random_value(rng, kind):
+    """Of a flag's type. The empty string only where no rule forbids it."""
+    texts = NASTY if kind.optional else NASTY[1:]
+    draw = {
+        "bool": lambda: rng.random() < 0.5,
+        "int": lambda: rng.randint(1, 10**9),
+        "float": lambda: rng.uniform(0.1, 0.9),
+        "str": lambda: rng.choice(kind.choices or texts),
+    }[kind.bases[0]]
+    if kind.optional and rng.random() < 0.3:
+        return None
+    return tuple(draw() for _ in range(rng.randint(1, 3))) if kind.many else draw()
+
+
+def random_config(rng):
+    """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
+    fixed = {"recompute_modules": ("mlp", "core_attn")}
+    nodes = {
+        name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
+        for name, cls in SECTIONS.items()
+    }
+    algorithm = rng.choice([Alpha(clip=rng.random(), bounds=rng.choice([None, (1.5,), ()])), Beta(smoothing=rng.choice([None, 1e-30]))])
+    engine = {
+        "compilation_config": {"mode": 3, "note": rng.choice(NASTY)},
+        "enable_chunked_prefill": rng.random() < 0.5,
+        "kv_cache_dtype": "fp8",
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "watermark": rng.random(),
+    }
+    transformer = {"attention_dropout": rng.random(), "gradient_accumulation_fusion": rng.random() < 0.5, "qk_clip_alpha": 0.25}
+    return TrainConfig(algorithm=algorithm, **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)}, transformer=transformer)
+
+
+def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
+    rng = random.Random(0)
+    for trial in range(100):
+        config = random_config(rng)
+        text = write_args(config)
+        assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, f"trial {trial}:\n{text}"
+
+
+def test_written_arguments_name_every_field(tmp_path):
+    """A run stays the same when a default changes later: only fields that are None by default are left out."""
+    text = write_args(load())
+    for section, cls in [*SECTIONS.items(), ("algorithm", Alpha)]:
+        for flag in section_flags(section, cls):
+            assert (f"--{flag.name}" in text or f"--no-{flag.name}" in text) == (flag.required or flag.default is not None), flag.name
+    assert "# optimizer\n--lr 1e-06\n" in text
+
+
+def test_a_registry_that_misnames_an_algorithm_is_our_mistake():
+    with pytest.raises(TypeError, match="Beta"):
+        load_config(REQUIRED, {"alpha": Alpha, "gamma": Beta})
+
+
+def test_precedence(tmp_path):
+    """defaults < args files in order < command line, wherever on it; a file's own flags < what includes it."""
+    base = write(tmp_path, "base.args", "--lr 1 --seed 1 --num-prompts 1 --clip 0.5")
+    write(tmp_path, "recipe.args", "--lr 2 --seed 2\n@base.args")
+    other = write(tmp_path, "other.args", "--lr 3")
+    config = load("--num-prompts", "9", f"@{tmp_path / 'recipe.args'}", other)
+    assert (config.optimizer.lr, config.batch.seed, config.batch.num_prompts, config.algorithm.clip) == (3, 2, 9, 0.5)
+    assert load(other, base).optimizer.lr == 1 and load(base, other).optimizer.lr == 3
+    assert load(base, base).optimizer.lr == 1  # the same file twice says nothing twice
+
+
+def test_one_role_and_every_role(tmp_path):
+    """Within a level the prefixed flag holds; a higher level overrides either. Written arguments need no prefix while roles agree."""
+    file = write(tmp_path, "a.args", "--actor-tensor-model-parallel-size 2 --tensor-model-parallel-size 4 --actor-sequence-parallel")
+    assert load(file).actor == ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    config = load(file, "--tensor-model-parallel-size", "8", "--no-actor-sequence-parallel")
+    assert config.actor == ParallelConfig(tensor_model_parallel_size=8)
+    assert "\n--tensor-model-parallel-size 8\n" in write_args(config)
+
+
+def test_all_errors_are_reported_at_once(tmp_path):
+    file = write(tmp_path, "a.args", "--algorithm alpha\n--model m\n\n--lr fast\n--num-prompts 0  # none\n--nonsense\n")
+    found = errors(file, "--save", "", "--clip", "-1", "--temperature", "nan", required=False)
+    place = f"[{tmp_path / 'a.args'}"
+    expected = [
+        ("--nonsense", "no such flag", f"{place}:6]"),
+        ("--lr (fast)", "must be a number", f"{place}:4]"),
+        ("--num-prompts (0)", "at least 1", f"{place}:5]"),
+        ("--save ()", "must name a folder", "[command line]"),
+        ("--clip (-1)", "at least 0", "[command line]"),
+        ("--temperature (nan)", "at least 0", "[command line]"),
+        ("--train-iters", "required", ""),
+        ("--train-data", "required", ""),
+    ]
+    for flag, rule, where in expected:
+        assert any(line.startswith(flag) and rule in line and where in line for line in found), (flag, found)
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "flag, meant",
+    [
+        ("--lrr", "--lr"),
+        ("--num_prompts", "--num-prompts"),
+        ("--tensor-model-paralel-size", "--tensor-model-parallel-size"),
+        ("--rollout-max-num-seq", "--rollout-max-num-seqs"),
+        ("--rollout-kv-cache-dtyp", "--rollout-kv-cache-dtype"),
+        ("--no-shufle", "--no-shuffle"),
+        ("--attention-dropot", "--attention-dropout"),
+        ("--clipp", "--clip"),
+        ("--rollout-no-enable-prefix-caching", "--no-rollout-enable-prefix-caching"),
+        ("--algoritm", "--algorithm"),
+    ],
+)
+def test_unknown_flags_name_the_nearest(flag, meant):
+    [line] = errors(flag, "1")
+    assert line == f"{flag} (1): no such flag. Did you mean {meant}? [command line]"
+
+
+def test_prefixes_of_flags_are_not_accepted():
+    """argparse would take --num-prompt for --num-prompts."""
+    assert "no such flag" in errors("--num-prompt", "1")[0]
+
+
+def test_duplicates_and_contradictions(tmp_path):
+    file = write(tmp_path, "a.args", "--lr 1\n--seed 1\n--lr 2\n--bf16\n--no-bf16 --algorithm alpha --algorithm beta++")
+    found = errors(file, "--seed", "2", "--seed", "2", required=False)
+    path = tmp_path / "a.args"
+    assert f"--lr (1 and 2): is given twice. Keep one [{path}:1; {path}:3]" in found
+    assert f"--bf16 contradicts --no-bf16. Keep one [{path}:4; {path}:5]" in found
+    assert "--seed (2 and 2): is given twice. Keep one [command line; command line]" in found
+    assert f"--algorithm (alpha and beta++): is given twice. Keep one [{path}:5; {path}:5]" in found
+
+
+@pytest.mark.parametrize(
+    "args, rule",
+    [
+        (["--lr"], "--lr: needs a value."),
+        (["--lr", "1", "2"], "--lr (1 2): takes one value, not 2."),
+        (["--seed", "1.5"], "--seed (1.5): must be a whole number."),
+        (["--bf16", "true"], "--bf16 (true): takes no value. Write --bf16 or --no-bf16."),
+        (["--no-lr"], "--no-lr: no such flag."),
+        (["--executor", "ray"], "--executor (ray): must be one of torchrun, inline."),
+        (["--recompute-method", "x"], "--recompute-method (x): must be one of uniform, block, or none."),
+        (["--recompute-modules"], "--recompute-modules: must be one or more of core_attn, layernorm, mlp."),
+        (["--recompute-modules", "moe"], "--recompute-modules (moe): must be one or more"),
+        (["-n", "4"], "-n: flags start with two dashes."),
+        (["--smoothing", "1"], "--smoothing (1): is a flag of beta++, which --algorithm does not choose."),
+        (["--actor-lr", "1"], "--actor-lr (1): has no actor- form. Set --lr."),
+        (["--top-p", "1.5"], "--top-p (1.5): must be at most 1."),
+        (["--adam-beta2", "1"], "--adam-beta2 (1): must be below 1."),
+        (["--stop", ""], "--stop (): must hold no empty string."),
+        (["--rollout-gpu-memory-utilization", "0"], "--rollout-gpu-memory-utilization (0): must be above 0."),
+        (["--rollout-compilation-config", "[1]"], "--rollout-compilation-config ([1]): must be a JSON object."),
+        (["--rollout-compilation-config", "{1"], "--rollout-compilation-config ({1): must be a JSON object."),
+    ],
+)
+def test_wrong_values(args, rule):
+    [line] = errors(*args)
+    assert line.startswith(rule) and line.endswith("[command line]")
+
+
+def test_algorithm_errors():
+    assert errors(required=False)[0] == "--algorithm is required: one of alpha, beta++."
+    found = errors("--algorithm", "alfa", "--clip", "x", "--smoothing", "1", *REQUIRED[2:], required=False)
+    assert found == ("--algorithm (alfa): must be one of alpha, beta++. Did you mean alpha? [command line]",)
+
+
+def test_vllm_engine_arguments():
+    config = load(
+        "--rollout-kv-cache-dtype",
+        "fp8",
+        "--rollout-enable-chunked-prefill",
+        "--rollout-watermark",
+        "0.5",
+        "--rollout-block-size",
+        "32",
+        "--rollout-cudagraph-capture-sizes",
+        "1",
+        "2",
+        "--rollout-compilation-config",
+        '{"mode": 3}',
+        "--no-rollout-async-scheduling",
+    )
+    assert config.rollout.engine_args == {
+        "kv_cache_dtype": "fp8",
+        "enable_chunked_prefill": True,
+        "watermark": 0.5,
+        "async_scheduling": False,
+        "cudagraph_capture_sizes": [1, 2],
+        "compilation_config": {"mode": 3},
+    }
+    assert config.rollout.block_size == 32  # the schema's own field, not a pass-through
+    for name, reason in [
+        ("model", "--model"),
+        ("seed", "--seed"),
+        ("load-format", "weights from the actor"),
+        ("worker-cls", "inside megarl"),
+        ("logprobs-mode", "processed_logprobs"),
+        ("distributed-executor-backend", "inside megarl"),
+        ("tokenizer", "--tokenizer-model"),
+        ("weight-transfer-config", "weights from the actor"),
+        ("max-model-len", "--max-response-length"),
+        ("data-parallel-size", "--rollout-ranks"),
+    ]:
+        [line] = errors(f"--rollout-{name}", "x")
+        assert line.startswith(f"--rollout-{name} (x): ") and reason in line and "no such flag" not in line
+    assert "--rollout-kv-cache-dtype (fp7): must be one of auto, " in errors("--rollout-kv-cache-dtype", "fp7")[0]
+
+
+def test_megatron_transformer_fields():
+    config = load(
+        "--attention-dropout",
+        "0.1",
+        "--no-gradient-accumulation-fusion",
+        "--cross-entropy-fusion-impl",
+        "te",
+        "--context-parallel-size",
+        "1",
+    )
+    assert config.transformer == {
+        "attention_dropout": 0.1,
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_fusion_impl": "te",
+        "context_parallel_size": 1,
+    }
+    for name in (
+        "num-layers",
+        "hidden-size",
+        "num-attention-heads",
+        "num-query-groups",
+        "kv-channels",
+        "ffn-hidden-size",
+        "normalization",
+        "layernorm-epsilon",
+        "add-bias-linear",
+        "add-qkv-bias",
+        "qk-layernorm",
+        "rotary-base",
+        "swiglu",
+        "vocab-size",
+    ):
+        assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
+    assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
+    for name in ("context-parallel-size", "expert-model-parallel-size", "virtual-pipeline-model-parallel-size"):
+        assert errors(f"--{name}", "2")[0].startswith(f"--{name} (2): more than 1 is not supported yet.")
+    assert "not supported yet" in errors("--moe-router-topk", "2")[0] and "no flag can carry" in errors("--timers", "x")[0]
+    assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
+
+
+def test_help_holds_every_flag_with_its_words_and_default(capsys):
+    with pytest.raises(SystemExit) as exited:
+        load_config([*REQUIRED, "--help"], ALGORITHMS)
+    text = capsys.readouterr().out
+    words = " ".join(text.split())
+    assert exited.value.code == 0 and "alpha: the first of two algorithms" in text
+    for section, cls in [*SECTIONS.items(), ("algorithm", Alpha), ("algorithm", Beta)]:
+        assert (cls.__doc__ or "").split("\n")[0] in text
+        for flag in section_flags(section, cls):
+            assert f"--{flag.name}" in text and len(flag.help) > 5 and flag.help in words, flag.name
+    assert "--lr FLOAT Peak learning rate of Adam. Default: 1e-06." in words
+    assert "--executor {torchrun,inline}" in words and "--scale, --no-scale Scale. Default: on." in words and "Required." in words
+
+
+def test_real_algorithms_are_flags():
+    """Every field of the registry's algorithms has a type a flag can carry, help, and a name of its own."""
+    for name in REGISTRY:
+        config = load_config(["--algorithm", name, *REQUIRED[2:]], REGISTRY)
+        assert config.algorithm == REGISTRY[name]()
+        assert all(flag.help for flag in section_flags("algorithm", REGISTRY[name]))
+
+
+QUICK = """
+import time
+from megarl.algorithms import REGISTRY
+from megarl.config.loader import load_config
+start = time.process_time()
+argv = "--algorithm sft --model m --train-data d --save s --train-iters 1 --rollout-kv-cache-dtype fp8 --hidden-dropout 0".split()
+load_config(argv, REGISTRY)
+print(time.process_time() - start)
+"""
+
+
+def test_parsing_is_quick():
+    """< 0.2 s of CPU time in a new process, with flags for which the sources of vLLM and Megatron must be read (measured: 0.05 s)."""
+    result = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, check=True, timeout=60)
+    assert float(result.stdout) < 0.2
+
+
+def test_configurations_are_frozen():
+    config = load()
+    for node in (config, config.model, config.actor, config.algorithm):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(node, dataclasses.fields(node)[0].name, None)

@@ -1,0 +1,163 @@
+"""Reading prompts: real files in, checked rows out, and every kind of bad row named with its place and column."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.data.columns import GSM8K_INSTRUCTION
+from megarl.data.prompts import Prompt, PromptDataset
+
+USER = [{"role": "user", "content": "23-5-1 ?"}]
+GOOD = {
+    "data_source": "megarl/sums",
+    "prompt": USER,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "17"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_jsonl_in_verl_columns(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, "", GOOD | {"response": "#### 17"}])
+    dataset = PromptDataset.load(path, needs="ground_truth")
+    assert list(dataset) == [
+        Prompt(0, "megarl/sums", tuple(USER), "17", None, {"split": "train", "index": 0}),
+        Prompt(1, "megarl/sums", tuple(USER), "17", "#### 17", {"split": "train", "index": 0}),
+    ]
+    assert len(dataset) == 2 and dataset[-1].index == 1 and [p.index for p in dataset[:1]] == [0]
+
+
+def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
+    # The second row has a field "name" that the first has not: parquet's struct fills it with null, which must not show.
+    rows = [GOOD, GOOD | {"prompt": [{"role": "system", "content": "Be brief.", "name": "s"}, *USER]}]
+    parquet = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert list(PromptDataset.load(parquet, needs="ground_truth")) == list(PromptDataset.load(jsonl, needs="ground_truth"))
+
+
+def test_several_files_are_one_dataset_with_running_indices(tmp_path):
+    first, second = write_jsonl(tmp_path / "a.jsonl", [GOOD] * 3), write_jsonl(tmp_path / "b.jsonl", [GOOD] * 2)
+    assert [p.index for p in PromptDataset.load([first, str(second)])] == [0, 1, 2, 3, 4]
+
+
+def test_prompt_key_and_string_prompts(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "1+1=", "reward_model": {"ground_truth": "2"}}])
+    assert PromptDataset.load(path, prompt_key="text", needs="ground_truth")[0] == Prompt(0, "", "1+1=", "2")
+
+
+def test_messages_column_ends_with_the_response(tmp_path):
+    conversation = [{"role": "system", "content": "s"}, *USER, {"role": "assistant", "content": "#### 17"}]
+    prompt = PromptDataset.load(write_jsonl(tmp_path / "a.jsonl", [{"messages": conversation}]), needs="response")[0]
+    assert prompt.messages == tuple(conversation[:2]) and prompt.response == "#### 17"
+
+
+def test_published_gsm8k_is_converted(tmp_path):
+    answer = "He pays 2*617=<<2*617=1234>>1234.\n#### 1,234"
+    path = write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "How much?", "answer": answer}])
+    for needs in ("ground_truth", "response"):
+        prompt = PromptDataset.load(path, needs=needs)[0]
+        assert (prompt.data_source, prompt.ground_truth, prompt.response) == ("openai/gsm8k", "1234", answer)
+        assert prompt.messages == ({"role": "user", "content": f"How much? {GSM8K_INSTRUCTION}"},)
+
+
+def test_text_survives_byte_for_byte(tmp_path):
+    nasty = 'a\u2028b\u0085c \U0001f600 \\n "quoted" \x0b end'  # characters at which str.splitlines would break a line
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": nasty}, ensure_ascii=False).encode() + b"\r\n")
+    assert PromptDataset.load(path)[0].messages == nasty
+
+
+def change(**columns):
+    return {name: value for name, value in (GOOD | columns).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("row", "needs", "message"),
+    [
+        ('{"prompt": ', None, r"not a line of JSON .*; it begins b'\{\"prompt\": "),
+        ("[1, 2]", None, "the row is a list, wanted an object"),
+        (
+            change(prompt=None),
+            None,
+            r"no column 'prompt' \(there: data_source, ability, reward_model, extra_info\), wanted a non-empty list",
+        ),
+        (change(prompt=[]), None, r"column 'prompt' is \[\] \(list\)"),
+        (change(prompt=""), None, r"column 'prompt' is '' \(str\)"),
+        (change(prompt=7), None, r"column 'prompt' is 7 \(int\), wanted a non-empty list"),
+        (change(prompt=["hi"]), None, r"column 'prompt.0' is 'hi' \(str\), wanted \{\"role\": str"),
+        (change(prompt=[{"role": "user"}]), None, r"column 'prompt.0.content' is None \(NoneType\), wanted a string"),
+        (change(prompt=[*USER, {"role": 1, "content": ""}]), None, r"column 'prompt.1.role' is 1 \(int\), wanted a string"),
+        (change(reward_model=None), "ground_truth", "no column 'reward_model.ground_truth'"),
+        (change(reward_model={"style": "rule"}), "ground_truth", "no column 'reward_model.ground_truth'"),
+        (change(reward_model="17"), "ground_truth", r"column 'reward_model' is '17' \(str\), wanted an object"),
+        (change(reward_model={"ground_truth": 17}), "ground_truth", r"'reward_model.ground_truth' is 17 \(int\), wanted a string"),
+        (change(reward_model={"ground_truth": ""}), "ground_truth", r"'reward_model.ground_truth' is '' \(str\), wanted a string that"),
+        (change(extra_info=[1]), None, r"column 'extra_info' is \[1\] \(list\), wanted an object"),
+        (change(data_source=3), None, r"column 'data_source' is 3 \(int\), wanted a string"),
+        (change(), "response", "no column 'response'"),
+        (change(response=["x"]), "response", r"column 'response' is \['x'\] \(list\), wanted a string"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "response", "wanted a prompt before the assistant's turn"),
+        ({"messages": USER}, "response", "no column 'response'"),
+        ({"question": "q", "answer": "no marker"}, "ground_truth", "no column 'reward_model.ground_truth'"),
+    ],
+)
+def test_bad_row_is_named(tmp_path, row, needs, message):
+    path = write_jsonl(tmp_path / "bad.jsonl", [GOOD | {"response": "#### 17"}, row])
+    with pytest.raises(ValueError, match=message) as error:
+        PromptDataset.load(path, needs=needs)
+    assert f"{path}:2: " in str(error.value) and "1 of 2 rows cannot be used" in str(error.value)
+    assert str(error.value).count("column ") <= 1, "one mistake must be reported once"
+
+
+def test_all_bad_rows_are_counted_and_five_shown(tmp_path):
+    bad = change(reward_model=None)
+    first = write_jsonl(tmp_path / "a.jsonl", [GOOD, bad, bad, GOOD])
+    second = tmp_path / "b.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([change(reward_model={"style": "rule"})] * 6), second)
+    with pytest.raises(ValueError) as error:
+        PromptDataset.load([first, second], needs="ground_truth", flag="--eval-data")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "--eval-data: 8 of 10 rows cannot be used. The first 5:" and len(lines) == 6
+    assert [line.split(": ")[0].strip() for line in lines[1:]] == [
+        f"{first}:2",
+        f"{first}:3",
+        *(f"{second} row {i} (from 0)" for i in range(3)),
+    ]
+
+
+def test_unusable_files_are_all_named(tmp_path):
+    empty, text, broken, blank = (tmp_path / name for name in ("empty.jsonl", "notes.txt", "broken.parquet", "blank.jsonl"))
+    empty.write_text("")
+    blank.write_text("\n\n")
+    text.write_text("hello")
+    broken.write_bytes(b"PAR1 nonsense")
+    rowless = tmp_path / "rowless.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), rowless)
+    missing = tmp_path / "missing.jsonl"
+    with pytest.raises(ValueError) as error:
+        PromptDataset.load([missing, empty, text, broken, blank, rowless, tmp_path])
+    lines = str(error.value).splitlines()
+    expected = ["does not exist", "is empty", "is not a *.jsonl or", "is not a parquet file", "is empty", "is empty", "is not a *.jsonl or"]
+    assert len(lines) == len(expected)
+    for line, path, words in zip(lines, [missing, empty, text, broken, blank, rowless, tmp_path], expected, strict=True):
+        assert str(path) in line and words in line
+
+
+def test_no_files_is_an_error():
+    with pytest.raises(ValueError, match="--train-data names no file"):
+        PromptDataset.load([])
+
+
+def test_row_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "latin1.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + '{"prompt": "caf\u00e9"}'.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=r"latin1.jsonl:2: not a line of JSON \('utf-8' codec"):
+        PromptDataset.load(path)

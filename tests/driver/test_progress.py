@@ -1,0 +1,58 @@
+"""The progress display, on a real pseudo-terminal and off it."""
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from io import StringIO
+
+from megarl.driver.progress import Progress, clock
+
+METRICS = {"step": 3, "reward/mean": 0.5124, "response/length_mean": 21.42, "throughput/tokens_per_s": 3210.4, "time/step_s": 0.434, "other": 1.0}
+
+
+def test_plain_lines_are_one_per_step_and_keep_the_last_evaluation():
+    out = StringIO()
+    progress = Progress(20, out)
+    progress.note("actor ready (1.2 s)")
+    progress.show_evaluation(0, {"eval/accuracy": 0.25, "eval/accuracy_greedy": 0.3})
+    progress.update(3, METRICS)
+    progress.close()
+    assert out.getvalue().splitlines() == [
+        "actor ready (1.2 s)",
+        "eval step=0/20 eval/accuracy=0.250 eval/accuracy_greedy=0.300",
+        "step=3/20 eval=0.250 reward=0.512 length=21.4 tokens/s=3210 s/step=0.43 left=?",
+    ]
+
+
+def test_time_left_is_measured_between_steps(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    progress = Progress(10, StringIO())
+    for step, took in ((1, 60.0), (2, 2.0), (3, 4.0)):  # the first step's end starts the clock: what came before is set-up
+        now += took
+        progress.update(step, {})
+    assert progress.time_left() == "0:21"  # 7 steps of 3 s
+    assert clock(3723.4) == "1:02:03"
+
+
+def test_a_terminal_gets_a_live_display_that_leaves_notes_standing():
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
+        progress = Progress(20, stream)
+        progress.note("actor ready [1.2 s]")
+        progress.update(3, METRICS)
+        progress.close()
+        stream.flush()
+        shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "\x1b[" in shown and "3/20" in shown and "reward 0.512" in shown
+    assert "actor ready [1.2 s]\r\n" in shown  # brackets are not markup
+
+
+def test_off_a_terminal_nothing_heavy_is_imported():
+    code = "import sys, megarl.driver.run, megarl.driver.torchrun; from megarl.driver.progress import Progress; Progress(1).note('x'); " \
+           "print([m for m in ('torch', 'rich', 'tensorboard', 'numpy', 'transformers') if m in sys.modules])"  # fmt: skip
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x\n[]\n", "")

@@ -1,0 +1,121 @@
+"""The run folder is read back with readers that are not ours: json (strict), TensorBoard's event accumulator."""
+
+import json
+import math
+import time
+from io import StringIO
+
+import pytest
+
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from megarl.driver.metrics import phase_times, to_json_line
+from megarl.driver.progress import Progress
+from megarl.driver.run import Run, check_folder_is_free
+
+
+def config(folder) -> TrainConfig:
+    return TrainConfig(algorithm=None, model=ModelConfig(model="none"), batch=BatchConfig(train_iters=3),
+                       data=DataConfig(train_data=("none",)), run=RunConfig(save=str(folder)))  # fmt: skip
+
+
+def open_run(folder) -> Run:
+    return Run(config(folder), "--train-iters 3\n", Progress(3, StringIO()))
+
+
+def strict(line: str) -> dict:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_everything_recorded_can_be_read_back(tmp_path):
+    rows = [{"sample_id": 1, "prompt": "2+2=", "response": "vier ü\n4", "reward": 1.0}, {"sample_id": 2, "reward": None}]
+    with open_run(tmp_path / "run") as run:
+        run.record_evaluation(0, {"eval/accuracy": 0.25})
+        run.begin_step(1)
+        run.write_rollouts(rows)
+        time.sleep(0.05)
+        run.finish_step(1, {"reward/mean": 0.5, "policy/loss": math.nan, "policy/grad_norm": math.inf}, num_tokens=1000)
+        run.keep_answer(1, "eval/accuracy", rows[0])
+        run.record_evaluation(1, {"eval/accuracy": 0.75})
+        run.begin_step(2)
+        run.write_rollouts([])
+        run.finish_step(2, {"reward/mean": 1.0}, num_tokens=1000)
+    assert (run.folder / "resolved.args").read_text() == "--train-iters 3\n"
+
+    lines = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]  # one object per step, its evaluation in it
+    assert lines[0] == {"step": 0, "eval/accuracy": 0.25}
+    assert lines[1]["reward/mean"] == 0.5 and lines[1]["eval/accuracy"] == 0.75 and "eval/accuracy" not in lines[2]
+    assert lines[1]["policy/loss"] is None and lines[1]["policy/grad_norm"] is None
+    assert lines[1]["nonfinite"] == {"policy/loss": "nan", "policy/grad_norm": "inf"}
+    assert 0.05 <= lines[1]["time/step_s"] < 5.0
+    assert lines[1]["throughput/tokens_per_s"] == pytest.approx(1000 / lines[1]["time/step_s"])
+
+    assert [strict(line) for line in (run.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()] == rows
+    assert strict((run.folder / "rollouts" / "eval.jsonl").read_text()) == {"step": 1, "name": "eval/accuracy", **rows[0]}
+    assert sorted(p.name for p in (run.folder / "rollouts").iterdir()) == ["eval.jsonl", "step_000001.jsonl"]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert scalars["reward/mean"] == [(1, 0.5), (2, 1.0)]
+    assert scalars["eval/accuracy"] == [(0, 0.25), (1, 0.75)]
+    assert math.isnan(scalars["policy/loss"][0][1]) and "step" not in scalars
+
+
+def test_a_finished_step_is_on_disk_when_the_next_begins(tmp_path):
+    with open_run(tmp_path / "run") as run:
+        run.begin_step(1)
+        run.finish_step(1, {"reward/mean": 0.5}, num_tokens=10)
+        run.begin_step(2)
+        assert strict((run.folder / "metrics.jsonl").read_text())["step"] == 1  # through another handle: it was flushed
+
+
+@pytest.mark.parametrize("mark", ["resolved.args", "metrics.jsonl"])
+def test_a_folder_that_holds_a_run_is_refused_with_a_name_that_works(tmp_path, mark):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "run-2").mkdir()
+    (folder / mark).write_text("precious")
+    with pytest.raises(ValueError, match=r"--save .* already holds a run.* Try --save (.*)\.$") as refused:
+        Run(config(folder), "other")
+    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(mark, "precious")]  # nothing overwritten, nothing added
+    suggested = str(refused.value).split("Try --save ")[1].rstrip(".")
+    assert suggested == str(tmp_path / "run-3")
+    open_run(suggested).close()
+
+
+def test_checking_a_folder_creates_nothing(tmp_path):
+    check_folder_is_free(str(tmp_path / "new" / "run"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--save .*file\) is a file"):
+        check_folder_is_free(str(tmp_path / "file"))
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_error_of_the_background_thread_surfaces(tmp_path):
+    run = open_run(tmp_path / "run")
+    (run.folder / "rollouts").rename(run.folder / "moved")
+    with pytest.raises(FileNotFoundError, match="step_000001"):
+        run.begin_step(1)
+        run.write_rollouts([{"sample_id": 1}])
+        deadline = time.time() + 10
+        while time.time() < deadline:  # at the next call once the write was tried
+            run.keep_answer(1, "eval/accuracy", {})
+            time.sleep(0.01)
+    (run.folder / "moved").rename(run.folder / "rollouts")
+    run.close()
+
+
+def test_to_json_line_keeps_integers_and_every_name():
+    assert strict(to_json_line({"step": 3, "a": -math.inf, "b": 1e-30})) == {"step": 3, "a": None, "b": 1e-30, "nonfinite": {"a": "-inf"}}
+
+
+def test_phase_times_sum_to_what_the_calls_took():
+    calls = {("rollout", "generate"): 1.0, ("actor", "update"): 2.0, ("rollout", "sync"): 0.25, ("actor", "receive"): 0.125, ("actor", "advantages"): 0.5}
+    times = phase_times(calls)
+    assert times == {"time/rollout_s": 1.0, "time/update_s": 2.0, "time/reshard_s": 0.25, "time/other_s": 0.625}

@@ -1,0 +1,228 @@
+"""The runtime with real processes: torchrun, two ranks, a driver. `pytest --import-mode=importlib tests/driver/test_torchrun.py`
+
+Each launch costs seconds (four processes import torch), so cases share them: `chain` fails in six ways, one per elastic attempt, and
+then must run. Processes are found by a mark in their environment, so whatever a job leaves behind is seen, and removed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+LAUNCH = "import sys; from megarl.driver.launch import launch; sys.exit(launch(2, sys.argv[1:], module='job_worker'))"
+END_WITHIN_S = 10.0  # from the failure until the last process of the attempt is gone
+START_WITHIN_S = 45.0  # torch imports in four processes on two busy cores
+
+
+class Job:
+    """A job in its own session, like a terminal would start it, and all its processes."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.mark = folder, f"MEGARL_TEST_JOB={uuid.uuid4()}"
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, command: list[str], **env: str) -> subprocess.Popen:
+        name, value = self.mark.split("=")
+        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        own |= {"PYTHONPATH": str(HERE), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", name: value} | env
+        with open(self.folder / "stdout", "ab") as out, open(self.folder / "stderr", "ab") as err:
+            process = subprocess.Popen(command, env=own, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.processes.append(process)
+        return process
+
+    def alive(self) -> list[int]:
+        """Processes of the job that are running, by their environment."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # ended meanwhile, or someone else's
+                continue
+        return found
+
+    def wait_until_gone(self, seconds: float) -> float:
+        """Seconds since the epoch at which the last process was seen; fails after `seconds`."""
+        deadline = time.time() + seconds
+        while self.alive():
+            assert time.time() < deadline, f"still running: {self.describe()}\n{self.stderr()}"
+            time.sleep(0.1)
+        return time.time()
+
+    def wait_for(self, name: str) -> None:
+        deadline = time.time() + START_WITHIN_S
+        while not (self.folder / name).exists():
+            assert time.time() < deadline and self.processes[0].poll() is None, self.stderr()
+            time.sleep(0.05)
+
+    def describe(self) -> list[str]:
+        return [f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode()}" for pid in self.alive()]
+
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def seen(self):
+        return json.loads(self.read("seen.json"))
+
+    def end(self) -> None:
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait(10)
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.end()
+
+
+def check_healthy(seen: dict, world_is: str) -> None:
+    assert seen["env"] == []  # the driver must not take itself for a rank
+    assert seen["prefix"].endswith(world_is)
+    roles = ("actor", "left", "right")
+    issued = [[roles[i % 3], i] for i in range(120)]
+    assert seen["notes"][0] == [n for n in issued if n[0] != "right"]
+    assert seen["notes"][1] == [n for n in issued if n[0] != "left"]
+    assert seen["overlap_s"] > 0.2  # two sleeps of 0.4 s on disjoint ranks; one after the other they do not overlap at all
+    assert not seen["still_running"]  # done() of a 0.3 s sleep, asked at once
+    assert seen["gap_s"] >= 0  # actor.sleep on rank 0 began after left.sleep there had ended
+    assert 0.3 <= seen["seconds"] < 5.0
+    assert 0.7 <= seen["calls"]["left.sleep"] < 10.0 and 0.4 <= seen["calls"]["right.sleep"] < 10.0 and seen["taken"] == 0
+    assert seen["mean"] == [1.5, 1.5]
+    assert seen["large"] == [True, True]
+    assert seen["new_keys"] <= 2  # 300 calls leave at most the last command (deleted after its answer was handed over)
+    # Nothing polls on the way: a poll would show as its period. 0.4 ms on two quiet cores; the limit is for very busy ones.
+    assert seen["round_trip_ms"] < 50.0
+
+
+@pytest.mark.timeout(300)
+def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
+    torchrun = job.start([*TORCHRUN, "--max-restarts", "6", "-m", "job_worker", "chain", str(job.folder)])
+    code = torchrun.wait(280)
+    stderr = job.stderr()
+    assert code == 0, stderr
+    assert "[actor rank 1] update failed at step 10: ValueError: learning rate (-1) must be positive\n" in stderr
+    assert "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) at step 11, waiting for left.sleep on rank 0\n" in stderr
+    assert "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) at step 12, waiting for right.sleep on rank 1\n" in stderr
+    assert "[rank 0] the driver process was killed by signal 9; ending the job\n" in stderr
+    assert "[right] sleep timed out at step 14: no answer from rank 1 within call_timeout_s (2 s)." in stderr
+    assert "[worker rank 1] start-up failed: ValueError: num_layers (0) must be at least 1.\n" in stderr
+    assert sum(stderr.count(f"\n[{who}") for who in ("actor", "driver", "rank", "right", "worker")) + 1 == 6  # the first has no line before
+    assert stderr.count("Traceback") == 2  # of the two exceptions; peers of a failed rank keep quiet
+    for attempt in range(1, 7):
+        assert attempt == 5 or job.read(f"left_over_{attempt}") == ""
+        deadline_s = 2.0 if attempt == 5 else 0.0  # attempt 4 fails when its call's time is over
+        end_s = float(job.read(f"start_0_{attempt}")) - float(job.read(f"failed_at_{attempt - 1}")) - deadline_s
+        assert 0 < end_s < END_WITHIN_S, f"attempt {attempt - 1} ended {end_s:.1f} s after its failure"
+    check_healthy(job.seen(), world_is="/attempt_6")
+    job.wait_until_gone(5)
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_is_one_message_and_the_executors_agree(job):
+    """Under our own launcher nothing but the one message is printed. The driver had the same conversation as with inline, below."""
+    launcher = job.start([sys.executable, "-P", "-c", LAUNCH, "fails", str(job.folder)])
+    assert launcher.wait(START_WITHIN_S) == 1, job.stderr()
+    end_s = job.wait_until_gone(END_WITHIN_S) - float(job.read("failed_at_0"))
+    assert end_s < END_WITHIN_S
+    lines = job.stderr().splitlines()
+    assert lines[0] == "[actor rank 1] update failed at step 3: ValueError: learning rate (-1) must be positive"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: learning rate (-1) must be positive"
+    assert any(line.endswith("in update") for line in lines) and len(lines) <= 6, job.stderr()
+
+    from megarl.driver.inline import InlineExecutor
+
+    job_driver = load("job_driver")
+    assert job.seen() == job_driver.conversation(InlineExecutor({"actor": LoneRole()}), "actor")
+
+
+class LoneRole:
+    """job_worker.Role without a world."""
+
+    def echo(self, *args, **kwargs):
+        return [list(args), kwargs]
+
+    def append(self, items):
+        items.append("seen")
+        return items
+
+    def update(self, bad_rank):
+        raise ValueError(f"learning rate ({-1}) must be positive")
+
+
+def load(name: str):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_everything_quietly(job):
+    launcher = job.start([sys.executable, "-P", "-c", LAUNCH, "waits", str(job.folder)])
+    job.wait_for("ready")
+    start = time.time()
+    os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
+    assert launcher.wait(END_WITHIN_S) == 130
+    assert job.wait_until_gone(END_WITHIN_S) - start < 5.0
+    assert job.stderr() == "[driver] interrupted at step 2, waiting for actor.sleep on rank 0, 1\n"
+
+
+@pytest.mark.timeout(60)
+def test_the_launcher_names_a_rank_that_was_killed(job):
+    """No torch and no driver in these ranks: rank 1 dies by SIGKILL, as for want of memory."""
+    (job.folder / "dying.py").write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    launcher = job.start([sys.executable, "-P", "-c", LAUNCH.replace("job_worker", "dying")], PYTHONPATH=str(job.folder))
+    assert launcher.wait(START_WITHIN_S) == 1
+    assert job.stderr() == "[rank 1] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).\n"
+    job.wait_until_gone(5)
+
+
+@pytest.mark.timeout(120)
+def test_a_bad_input_is_told_without_a_traceback(job):
+    launcher = job.start([sys.executable, "-P", "-c", LAUNCH, "refuses", str(job.folder)])
+    assert launcher.wait(START_WITHIN_S) == 2
+    assert job.stderr() == "train_iters (0) must be at least 1.\n"
+    job.wait_until_gone(END_WITHIN_S)
+
+
+@pytest.mark.timeout(120)
+def test_no_orphans_when_torchrun_itself_is_killed(job):
+    torchrun = job.start([*TORCHRUN, "-m", "job_worker", "waits", str(job.folder)])
+    job.wait_for("ready")
+    start = time.time()
+    torchrun.kill()
+    torchrun.wait(5)
+    assert job.wait_until_gone(END_WITHIN_S) - start < END_WITHIN_S
+    assert "at step 2, waiting for actor.sleep on rank 0, 1" in job.stderr()
+
+
+@pytest.mark.timeout(120)
+def test_without_torchrun_rank_0_hosts_the_store(job):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [job.start([sys.executable, "-P", "-m", "job_worker", "healthy", str(job.folder)], RANK=str(r), **env) for r in range(2)]
+    assert [rank.wait(START_WITHIN_S + 30) for rank in ranks] == [0, 0], job.stderr()
+    check_healthy(job.seen(), world_is="/none/attempt_0")
+    assert job.stderr() == ""
+    job.wait_until_gone(5)

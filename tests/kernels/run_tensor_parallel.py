@@ -1,0 +1,87 @@
+"""One rank of test_log_probs_tensor_parallel.py: python run_tensor_parallel.py RANK WORLD_SIZE INIT_FILE. Fails by traceback."""
+
+import datetime
+import itertools
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megarl.kernels.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_ref
+
+WORDS = "real vocabulary of {} in {} columns per rank, entropy {}, {}"
+
+
+def make_case(vocab_size, num_columns, num_ranks, dtype):
+    """The whole logits, the same on every rank; targets include both ends of every rank's columns."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    ends = [c for r in range(num_ranks) for c in (r * num_columns, (r + 1) * num_columns - 1, vocab_size - 1) if c < vocab_size]
+    targets = torch.cat([torch.tensor(ends), torch.randint(0, vocab_size, (20,), generator=generator)])
+    logits = torch.randn(len(targets), num_columns * num_ranks, generator=generator) * 3
+    logits[::4] -= 120
+    logits[:, vocab_size:] = 1e4  # padding that would take all probability
+    return logits.to(dtype), targets, torch.randn(2, len(targets), generator=generator).to(dtype)
+
+
+def gradients(outputs, logits, cotangents):
+    chosen = [(output, cotangent) for output, cotangent in zip(outputs, cotangents) if output is not None]
+    return torch.autograd.grad([o for o, _ in chosen], logits, [c.to(o.dtype) for o, c in chosen])[0]
+
+
+def check_equal_to_one_rank(group, vocab_size, num_columns, with_entropy, dtype):
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    logits, targets, cotangents = make_case(vocab_size, num_columns, num_ranks, dtype)
+    mine = logits[:, rank * num_columns : (rank + 1) * num_columns].clone().requires_grad_()
+    options = dict(vocab_size=vocab_size, temperature=0.8)
+    outputs = vocab_parallel_log_probs(mine, targets, group=group, with_entropy=with_entropy, **options)
+    whole = logits.double().requires_grad_()
+    expected = vocab_parallel_log_probs_ref(whole, targets, **options)
+    wanted = gradients(expected if with_entropy else expected[:1], whole, cotangents)
+    # fp32 at logits of 120: half a unit in the last place of a logit is 4e-6, and the division by 0.8 adds one more rounding.
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-12
+    for output, want in zip(outputs, expected):
+        if output is not None:
+            assert (output - want).abs().max() <= tolerance, (output - want).abs().max()
+    difference = gradients(outputs, mine, cotangents) - wanted[:, rank * num_columns : (rank + 1) * num_columns]
+    assert difference.abs().max() <= tolerance, difference.abs().max()
+    gathered = [torch.empty_like(outputs[0]) for _ in range(num_ranks)]
+    dist.all_gather(gathered, outputs[0].detach(), group=group)
+    assert all(torch.equal(other, gathered[0]) for other in gathered), "ranks disagree on the log-probs"
+
+
+def count_collectives(group, num_tokens, with_entropy):
+    """Calls of all_reduce, forward and backward, which go through to the real one."""
+    calls, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, op, group: (calls.append((op, tensor.numel())), all_reduce(tensor, op, group=group))
+    try:
+        logits = torch.zeros(num_tokens, 4, requires_grad=True)
+        targets = torch.zeros(num_tokens, dtype=torch.int64)
+        outputs = vocab_parallel_log_probs(logits, targets, vocab_size=4, group=group, with_entropy=with_entropy)
+        gradients(outputs, logits, torch.ones(2, num_tokens))
+    finally:
+        dist.all_reduce = all_reduce
+    return calls
+
+
+def main(rank, world_size, init_file):
+    timeout = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size, timeout=timeout)
+    pair = dist.new_group(list(range(world_size)))
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    # Real columns per rank: equal, last rank with fewer, last rank with one, last rank with none, first rank with one only.
+    for vocab_size, with_entropy, dtype in itertools.product([32, 27, 17, 16, 1], [False, True], [torch.float32, torch.float64]):
+        try:
+            check_equal_to_one_rank(pair, vocab_size, 16, with_entropy, dtype)
+        except AssertionError as error:
+            raise AssertionError(WORDS.format(vocab_size, 16, with_entropy, dtype)) from error
+    check_equal_to_one_rank(alone, 13, 16, True, torch.float32)
+    for num_stats, with_entropy in ((2, False), (3, True)):
+        expected = [(dist.ReduceOp.MAX, 5), (dist.ReduceOp.SUM, num_stats * 5)]
+        assert count_collectives(pair, 5, with_entropy) == expected
+        assert count_collectives(pair, 0, with_entropy) == count_collectives(alone, 5, with_entropy) == []
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

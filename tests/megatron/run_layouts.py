@@ -1,0 +1,161 @@
+"""Run under torchrun with 2 ranks: every layout against transformers and against one rank. Writes a JSON report for test_layouts.py.
+
+    torchrun --nproc-per-node 2 tests/megatron/run_layouts.py OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megarl.batch import Batch, MicroBatch
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.mesh import create_groups
+from megarl.megatron.policy import Policy
+from megarl.packing import Sample, plan_mini_batches
+from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.reshard.transfer import load_hf, save_hf
+from megarl.workers.worker import join_world
+
+TEMPERATURE = 0.8
+LAYOUTS = {  # name -> (mesh, parallel flags). "one" is the reference that the others must equal.
+    "one": (MeshSpec((0,)), ParallelConfig()),
+    "tp2": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2)),
+    "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "pp2": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
+    "dp2": (MeshSpec((0, 1)), ParallelConfig()),
+    "tp2_recompute_full": (MeshSpec((0, 1), tp=2), ParallelConfig(
+        tensor_model_parallel_size=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+    "tp2_sp_recompute_selective": (MeshSpec((0, 1), tp=2), ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, recompute_granularity="selective",
+        recompute_modules=("core_attn", "layernorm", "mlp"))),
+}  # fmt: skip
+
+
+def families() -> dict[str, object]:
+    """Tiny random models of three families: biases and tied embeddings, q/k norms, neither; vocabularies that need padding."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    common = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+                  max_position_embeddings=128, rope_theta=10000.0)
+    return {
+        "qwen2_tied": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **common),
+        "qwen3": Qwen3Config(vocab_size=150, head_dim=32, tie_word_embeddings=False, **common),
+        "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **common),
+    }
+
+
+def make_folder(folder: Path, config) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # away from 1 and 0, so that a norm or bias that is not loaded shows
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name or "bias" in name else 0.1)
+    model.save_pretrained(folder)
+
+
+def make_batch(vocab_size: int, count: int = 12) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(low: int, high: int) -> list[int]:
+        n = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(0, vocab_size, (n,), generator=generator).tolist()
+
+    batch = Batch.from_samples(list(range(count)), [ids(1, 9) for _ in range(count)], [ids(1, 17) for _ in range(count)])
+    batch.advantages = torch.randn(len(batch.tokens), generator=generator) * batch.response_mask
+    return batch
+
+
+def hf_log_probs(folder: Path, batch: Batch) -> torch.Tensor:
+    """[N] log-probs of the response tokens by transformers, one unpadded sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model, out = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"), []
+    for row in range(len(batch)):
+        sample = batch.select([row])
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0] / TEMPERATURE
+        out.append(F.log_softmax(logits, -1)[:-1].gather(1, sample.tokens[1:, None])[:, 0][sample.response_mask[1:]])
+    return torch.cat(out)
+
+
+def build(folder: Path, layout: str) -> tuple[Policy, dict]:
+    mesh, parallel = LAYOUTS[layout]
+    shape = ModelShape.load(str(folder))
+    # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
+    policy = Policy(shape, mesh, ModelConfig(model=str(folder)), parallel, OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5))
+    atlases = {r: megatron_atlas(shape, mesh.tp, mesh.coordinates(r)["tp"], mesh.pp, mesh.coordinates(r)["pp"]) for r in mesh.ranks}
+    load_hf(str(folder), atlases[dist.get_rank()], policy.parameters)
+    policy.parameters_changed()
+    return policy, atlases
+
+
+def micro_batches(policy: Policy, batch: Batch, max_tokens: int, seed: str) -> list[MicroBatch]:
+    samples = [Sample(i, int(n), int(r)) for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths))]
+    (mini,) = plan_mini_batches(samples, len(samples), {}, policy.mesh.dp, max_tokens, 64, seed)
+    return [MicroBatch.of(batch.select_samples(ids)) for ids in mini.micro_batches[policy.groups.dp.rank()]]
+
+
+def check_layout(folder: Path, layout: str, batch: Batch, expected: torch.Tensor, max_tokens: int = 60, seed: str = "a") -> dict:
+    """Log-prob error, gradient norms of two updates, and where the updated weights were exported."""
+    policy, atlases = build(folder, layout)
+    out, num_tokens = {}, int(batch.response_mask.sum())
+    micros = micro_batches(policy, batch, max_tokens, seed)
+    log_probs = policy.log_probs(micros, TEMPERATURE)
+    if log_probs is not None:
+        column = batch.scatter(expected)
+        wanted = torch.cat([column[a:b][batch.response_mask[a:b]] for m in micros for a, b in spans(batch, m)])
+        out["log_prob_error"] = (torch.cat(log_probs) - wanted).abs().max().item()
+    save_hf(str(folder) + f"_{layout}_roundtrip", str(folder), policy.shape, atlases, policy.parameters)
+
+    def loss(micro, log_probs, entropy):
+        value = -(log_probs * micro.column("advantages")).sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
+        return value, {"loss": value.detach()}
+
+    out["updates"] = []
+    for _ in range(2):
+        policy.advance_schedule()
+        metrics = policy.update(micros, loss, TEMPERATURE, with_entropy=True)
+        out["updates"].append(metrics)
+    save_hf(str(folder) + f"_{layout}_{max_tokens}_{seed}_updated", str(folder), policy.shape, atlases, policy.parameters)
+    return out
+
+
+def spans(batch: Batch, micro: MicroBatch) -> list[tuple[int, int]]:
+    cu = batch.cu_seqlens.tolist()
+    return [(cu[i], cu[i + 1]) for i in micro.batch.sample_ids.tolist()]
+
+
+def main(out: Path) -> None:
+    join_world(60)
+    rank, report = dist.get_rank(), {}
+    for mesh, _ in LAYOUTS.values():
+        create_groups(mesh)
+    for family, config in families().items():
+        folder = out / family
+        if rank == 0:
+            make_folder(folder, config)
+        dist.barrier()
+        batch = make_batch(config.vocab_size)
+        expected = hf_log_probs(folder, batch)
+        for layout, (mesh, _) in LAYOUTS.items():
+            cases = [(60, "a")] + ([(10**6, "a"), (10**6, "b"), (17, "c")] if layout in ("one", "dp2") and family == "qwen3" else [])
+            for max_tokens, seed in cases:
+                if rank in mesh.ranks:
+                    report[f"{family}/{layout}/{max_tokens}/{seed}"] = check_layout(folder, layout, batch, expected, max_tokens, seed)
+        dist.barrier()
+    (out / f"report_{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

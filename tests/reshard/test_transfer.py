@@ -1,0 +1,180 @@
+"""Weights through real processes and real files: gloo with three ranks, safetensors in and out.
+
+Expected shards are cut by hand (cuts.py). Copies are exact; fp32 -> bf16 equals torch's own rounding exactly.
+
+    pytest tests/reshard/test_transfer.py"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.reshard.atlas import hf_atlas
+from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.reshard.plan import make_plan
+from megarl.reshard.transfer import Transfer, load_hf, save_hf
+from megarl.reshard.vllm_atlas import vllm_atlas
+from tests.reshard.cuts import hf_model, make_shape, megatron_shard, vllm_shard
+
+SHAPE = make_shape("qwen3", layers=3, vocab=61)
+TIED = make_shape("qwen2", layers=3, vocab=61, tied=True)
+
+
+def write_source(folder: Path, model: dict[str, torch.Tensor] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "torch_dtype": "float32", "custom": [1, 2]}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(b"\x00")
+    (folder / "training_args.bin").write_bytes(b"no")
+    if model is not None:
+        save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert not [name for name in expected if got[name].dtype != expected[name].dtype or not torch.equal(got[name], expected[name])]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """(what each of the three ranks returned, folder of the exports)."""
+    folder = tmp_path_factory.mktemp("transfer")
+    write_source(folder / "source")
+    script = Path(__file__).with_name("run_transfer.py")
+    processes = [
+        subprocess.Popen([sys.executable, str(script), str(folder), str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(3)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(errors)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(3)], folder
+
+
+def padded_to_seven(got: dict[str, torch.Tensor], vocab: int) -> dict[str, torch.Tensor]:
+    """Padding rows keep what was there: the plan does not write them. They are set to 0 here, to compare the rest."""
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in got and vocab < len(got[name]):
+            assert (got[name][vocab:] == 7).all()
+            got[name] = torch.cat([got[name][:vocab], torch.zeros_like(got[name][vocab:])])
+    return got
+
+
+@pytest.mark.parametrize("version, seed", [("first", 1), ("second", 2)])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_tensor_parallel_to_bf16_engines(ranks, rank, version, seed):
+    result = ranks[0][rank]["tensor_parallel_to_bf16_engines"]
+    expected = {name: t.bfloat16() for name, t in vllm_shard(SHAPE, hf_model(SHAPE, seed), 1, 0).items()}
+    assert_same(padded_to_seven(result[version], SHAPE.vocab_size), expected)
+    assert result["bytes"] == 2 * sum(t.numel() for t in hf_model(SHAPE, seed).values())
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_pipeline_to_tensor_parallel(ranks, rank):
+    got = ranks[0][rank]["pipeline_to_tensor_parallel"]["got"]
+    assert_same(padded_to_seven(got, 61 - 32 * (rank - 1)), vllm_shard(TIED, hf_model(TIED, 3), 2, rank - 1))
+
+
+def test_ranks_outside_of_the_plan_take_no_part(ranks):
+    assert_same(padded_to_seven(ranks[0][2]["only_two_ranks"]["got"], 61), vllm_shard(SHAPE, hf_model(SHAPE, 4), 1, 0))
+
+
+def test_export_from_pipeline_stages(ranks):
+    folder = ranks[1] / "fp32"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2 and max((folder / file).stat().st_size for file in files) < 20_000 + 4096  # data and header
+    merged = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    assert_same(merged, hf_model(TIED, 5))
+    assert {p.name for p in folder.iterdir()} == files | {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "model.safetensors.index.json",
+    }
+    back = {name: torch.full((p.rows, p.cols), 9.0) for name, p in megatron_atlas(TIED, 2, 1, 3, 2).items()}
+    load_hf(folder, megatron_atlas(TIED, 2, 1, 3, 2), back, TIED)
+    assert_same(back, megatron_shard(TIED, hf_model(TIED, 5), 2, 1, 3, 2))
+    assert not [p for p in ranks[1].iterdir() if p.name.startswith(".")]  # nothing temporary is left
+
+
+def test_export_in_another_dtype_from_tensor_parallel_ranks(ranks):
+    folder = ranks[1] / "bf16_tp2"
+    assert_same(load_file(folder / "model.safetensors"), {name: t.bfloat16() for name, t in hf_model(TIED, 6).items()})
+    assert json.loads((folder / "config.json").read_text()) == {"model_type": "qwen2", "torch_dtype": "bfloat16", "custom": [1, 2]}
+
+
+# ------------------------------------------------------------------ one process
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (4, 3)])
+def test_load_reads_each_shard(tmp_path, shape, tp, pp):
+    model = hf_model(shape, seed=7)
+    source = write_source(tmp_path / "source", model)
+    for r in range(tp):
+        for stage in range(pp):
+            atlas = megatron_atlas(shape, tp, r, pp, stage)
+            tensors = {name: torch.full((p.rows, p.cols), 9.0, dtype=torch.bfloat16) for name, p in atlas.items()}
+            load_hf(source, atlas, tensors, shape)
+            assert_same(tensors, {name: t.bfloat16() for name, t in megatron_shard(shape, model, tp, r, pp, stage).items()})
+
+
+def test_load_then_save_is_bit_equal(tmp_path):
+    source = write_source(tmp_path / "source", hf_model(SHAPE, seed=8))
+    atlas = megatron_atlas(SHAPE, 1, 0)
+    tensors = {name: torch.empty(p.rows, p.cols) for name, p in atlas.items()}
+    load_hf(source, atlas, tensors)
+    for _ in range(2):  # the second export replaces the first
+        save_hf(tmp_path / "out", source, SHAPE, {0: atlas}, tensors)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_save_does_not_replace_what_is_not_an_export(tmp_path):
+    source = write_source(tmp_path / "source")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("precious")
+    with pytest.raises(FileExistsError, match="home exists and is not an exported model"):
+        save_hf(tmp_path / "home", source, SHAPE, {0: megatron_atlas(SHAPE, 1, 0)}, megatron_shard(SHAPE, hf_model(SHAPE, 0), 1, 0))
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
+    atlas, model = hf_atlas(SHAPE), hf_model(SHAPE, seed=9)
+    tensors = {name: torch.empty(p.rows, p.cols) for name, p in atlas.items()}
+    missing = {name: t for name, t in model.items() if name not in ("lm_head.weight", "model.norm.weight")}
+    source = write_source(
+        tmp_path / "a", missing | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32), "model.rotary_emb.inv_freq": torch.zeros(4)}
+    )
+    with pytest.raises(ValueError, match=r"/a do not fit its config.json: lm_head.weight is missing; model.norm.weight is missing; "
+                       r"model.layers.0.self_attn.q_proj.bias is not a tensor of a qwen3 model\."):  # fmt: skip
+        load_hf(source, atlas, tensors, SHAPE)
+    source = write_source(tmp_path / "b", model | {"model.norm.weight": torch.zeros(16)})
+    with pytest.raises(ValueError, match=r"model.norm.weight in .*/b has shape \[16\], but by config.json it has at least 32 rows"):
+        load_hf(source, atlas, tensors, SHAPE)
+    with pytest.raises(FileNotFoundError, match=r"no \*.safetensors in .*/c. --random-init starts without weights"):
+        load_hf(write_source(tmp_path / "c"), atlas, tensors)
+
+
+def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path):
+    model = hf_model(TIED, seed=10)
+    source = write_source(tmp_path / "source", model | {"lm_head.weight": model["model.embed_tokens.weight"].clone()})
+    tensors = {name: torch.empty(p.rows, p.cols) for name, p in megatron_atlas(TIED, 1, 0).items()}
+    load_hf(source, megatron_atlas(TIED, 1, 0), tensors, TIED)
+    assert_same(tensors, megatron_shard(TIED, model, 1, 0))
+
+
+def test_tensors_that_do_not_fit_the_plan_are_refused():
+    plan = make_plan({0: megatron_atlas(SHAPE, 1, 0)}, {0: vllm_atlas(SHAPE, 1, 0)})
+    source = megatron_shard(SHAPE, hf_model(SHAPE, 0), 1, 0)
+    good = {name: torch.empty(p.rows, p.cols) for name, p in vllm_atlas(SHAPE, 1, 0).items()}
+    with pytest.raises(ValueError, match="source tensor decoder.final_layernorm.weight is in the plan but not among"):
+        Transfer(plan, 0, {n: t for n, t in source.items() if n != "decoder.final_layernorm.weight"}, good)
+    with pytest.raises(ValueError, match=r"destination tensor model.norm.weight has shape \[31, 1\]; the plan uses \[0:32, 0:1\]"):
+        Transfer(plan, 0, source, good | {"model.norm.weight": torch.empty(31, 1)})

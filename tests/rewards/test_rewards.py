@@ -1,0 +1,295 @@
+"""Rewards: the rules on ordinary and nasty answers, the user's own function, and what happens when one misbehaves."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megarl.rewards import RewardSample, load_reward, probe_reward, score
+from megarl.rewards.routing import route
+
+
+def judge(fn, solution, truth, source="x"):
+    (reward,) = score(fn, [RewardSample(source, solution, truth)])
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "reward"),
+    [
+        ("#### 17", "17", 1),
+        ("23-5=18\n18-1=17\n#### 17", "17", 1),
+        ("#### 17.", "17", 1),
+        ("#### 17...", "17", 1),
+        ("#### 17.0", "17", 1),
+        ("#### 17.50", "17.5", 1),
+        ("#### 1,234.", "1234", 1),
+        ("#### 1234", "1,234", 1),
+        ("#### 1,234,567.89", "1234567.89", 1),
+        ("#### -5", "-5", 1),
+        ("#### -5", "5", 0),
+        ("#### 5", "-5", 0),
+        ("#### 16 no, #### 17", "17", 1),
+        ("#### 17 no, #### 16", "17", 0),
+        ("#### 17 #### done", "17", 1),
+        ("", "17", 0),
+        ("17", "17", 0),
+        ("####17", "17", 0),
+        ("### 17", "17", 0),
+        ("##### 17", "17", 1),
+        ("#### seventeen", "17", 0),
+        ("#### $17", "17", 0),
+        ("#### \u2212 17", "17", 0),
+        ("#### \u22125", "-5", 0),
+        ("#### \uff11\uff17", "17", 0),
+        ("#### \u0661\u0667", "17", 0),
+        ("\U0001f600 #### 17\u2028", "17", 1),
+        ("#### 170", "17", 0),
+        ("#### 1.7", "17", 0),
+        ("#### 1.7.0", "17", 0),
+        ("#### ...", "17", 0),
+        ("#### ,", "17", 0),
+        ("#### -", "17", 0),
+        ("#### 017", "17", 1),
+        ("#### 17e0", "17", 1),
+        ("#### 0.1", "0.10000000000000000001", 0),
+        ("#### " + "9" * 100_000, "17", 0),
+    ],
+)
+def test_gsm8k(solution, truth, reward):
+    assert judge(load_reward("gsm8k"), solution, truth) == reward
+
+
+@pytest.mark.parametrize("truth", [None, "", "seventeen", "so it is 16+1\n#### 17", "1 7", ".", "-"])
+def test_gsm8k_refuses_a_ground_truth_no_answer_can_match(truth):
+    with pytest.raises(ValueError, match="the gsm8k reward wants the number alone"):
+        judge(load_reward("gsm8k"), "#### 17", truth)
+
+
+MATH_CASES = [
+    (r"so \boxed{0.5}", r"\frac{1}{2}", 1),
+    (r"so \boxed{\frac12}", "0.5", 1),
+    (r"\boxed{2}", r"\frac{1}{2}", 0),
+    ("the answer is 17.", "17", 1),
+    ("the answer is $17$.", r"\boxed{17}", 1),
+    ("the answer is 18.", "$17$", 0),
+    (r"$$\boxed{(x-1)(x+1)}$$", "x^2-1", 1),
+    (r"\boxed{x^2+1}", "x^2-1", 0),
+    (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1),
+    (r"\boxed{[0,1)}", "[0,1)", 1),
+    (r"\boxed{[0,1]}", "[0,1)", 0),
+    (r"\boxed{1{,}234}", "1234", 1),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1),
+    (r"\boxed{\text{Monday}}", r"\text{Monday}", 1),
+    (r"\boxed{\text{Sunday}}", r"\text{Monday}", 0),
+    ("\\boxed{\u22125}", "-5", 1),
+    (r"\boxed{17} and then a lot of talk about 18", "17", 1),
+    ("", "17", 0),
+    (r"\boxed{}", "17", 0),
+    (r"\boxed{" * 50, "17", 0),
+    ("\U0001f600" * 50, "17", 0),
+]
+
+
+@pytest.mark.parametrize(("solution", "truth", "reward"), MATH_CASES)
+def test_math(solution, truth, reward):
+    assert judge(load_reward("math"), solution, truth) == reward
+
+
+def test_math_judges_alike_outside_the_main_thread():
+    # There the library's own default, SIGALRM timeouts, raises.
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(judge(load_reward("math"), s, t) for s, t, _ in MATH_CASES), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert results == [reward for _, _, reward in MATH_CASES]
+
+
+def test_math_ends_on_an_endless_expression(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.math.TIMEOUT_S", 1)
+    start = time.monotonic()
+    assert judge(load_reward("math"), r"\boxed{9^{9^{9^{9}}}}", "17") == 0
+    # One timeout for parsing, one for each of the two comparisons the library may try; without any it takes minutes at least.
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("truth", [None, "", " "])
+def test_math_refuses_an_empty_ground_truth(truth):
+    with pytest.raises(ValueError, match="the math reward wants a mathematical expression"):
+        judge(load_reward("math"), "17", truth)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        *((s, "gsm8k") for s in ("openai/gsm8k", "gsm8k", "megarl/sums", "megarl/calc_tool")),
+        *(
+            (s, "math")
+            for s in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "aime_2024")
+        ),
+    ],
+)
+def test_auto_routes_by_data_source(source, name):
+    assert route(source) == name
+    solution = {"gsm8k": "#### 17", "math": r"\boxed{17}"}[name]
+    wrong_format = {"gsm8k": r"\boxed{17}", "math": "#### nothing"}[name]
+    assert [judge(load_reward(), text, "17", source) for text in (solution, wrong_format)] == [1, 0]
+
+
+@pytest.mark.parametrize("source", ["", "my/data", "codecontests"])
+def test_unknown_data_source_names_the_known_ones_and_both_flags(source):
+    with pytest.raises(ValueError) as error:
+        judge(load_reward(), "#### 17", "17", source)
+    for words in (
+        repr(source),
+        "megarl/sums -> gsm8k",
+        "*math* -> math",
+        "--reward gsm8k or math",
+        "--reward-function path/to/file.py:function",
+    ):
+        assert words in str(error.value)
+
+
+# --- the user's own function
+
+
+OWN = """
+from dataclasses import dataclass
+@dataclass
+class Result:
+    value: float
+def length(data_source, solution_str, ground_truth, extra_info):
+    return Result(len(solution_str) / extra_info["scale"]).value
+def anything(**columns):
+    return sorted(columns) == ["data_source", "extra_info", "ground_truth", "solution_str"]
+def too_few(solution_str): return 1.0
+def one_more(data_source, solution_str, ground_truth, extra_info, model): return 1.0
+def verl_style(data_source, solution_str, ground_truth, extra_info=None): return ground_truth in solution_str
+def raises(data_source, solution_str, ground_truth, extra_info): return {}[solution_str]
+def exits(data_source, solution_str, ground_truth, extra_info): raise SystemExit(3)
+def greedy(data_source, solution_str, ground_truth, extra_info): extra_info.clear(); return 1
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own:reward.py"  # a colon in the path: the last one separates
+    path.write_text(OWN)
+    return lambda name: load_reward(reward_function=f"{path}:{name}")
+
+
+def test_own_function_is_called_by_verls_convention(own):
+    rows = [RewardSample("x", "abcd", "bc", {"scale": 2}), RewardSample("x", "", "bc", {"scale": 2})]
+    assert score(own("length"), rows) == [2.0, 0.0]
+    assert score(own("verl_style"), rows) == [1.0, 0.0]
+    assert score(own("anything"), rows) == [1.0, 1.0]
+
+
+def test_own_function_cannot_change_the_dataset(own):
+    row = RewardSample("x", "a", "b", {"scale": 2})
+    assert score(own("greedy"), [row]) == [1.0] and row.extra_info == {"scale": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", "defines no missing"),
+        ("number", "defines number as int, not as a function"),
+        ("too_few", r"signature is \(solution_str\).*unexpected keyword argument 'data_source'"),
+        ("one_more", "missing a required argument: 'model'"),
+    ],
+)
+def test_own_function_that_cannot_be_used_is_refused(own, name, words):
+    with pytest.raises(ValueError, match=words) as error:
+        own(name)
+    assert str(error.value).startswith("--reward-function (") and "def function(data_source, solution_str" in str(error.value)
+
+
+def test_own_file_that_cannot_be_used_is_refused(tmp_path):
+    for value in ("reward.py", ":f", "reward.py:"):
+        with pytest.raises(ValueError, match=rf"--reward-function \({value}\) does not name a file and a function"):
+            load_reward(reward_function=value)
+    with pytest.raises(ValueError, match="there is no file nowhere.py"):
+        load_reward(reward_function="nowhere.py:f")
+    for name, text, words in (
+        ("a", "def f(:", "SyntaxError"),
+        ("b", "import nothing_of_that_name", "ModuleNotFoundError"),
+        ("c", "exit(1)", "SystemExit"),
+    ):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"(?s)--reward-function .* fails: {words}.*Traceback.*{words}"):
+            load_reward(reward_function=f"{path}:f")
+
+
+def test_contradictory_and_unknown_flags_are_refused():
+    with pytest.raises(ValueError, match=r"--reward \(math\) and --reward-function \(a.py:f\) contradict"):
+        load_reward("math", "a.py:f")
+    with pytest.raises(ValueError, match=r"--reward \(gsm9k\) must be auto, gsm8k or math"):
+        load_reward("gsm9k")
+
+
+# --- misbehaviour
+
+
+@pytest.mark.parametrize(("name", "words"), [("raises", "KeyError: 'the answer'"), ("exits", "SystemExit: 3")])
+def test_raising_function_is_reported_with_sample_and_traceback(own, name, words):
+    rows = [RewardSample("my/data", "the answer", "17", sample_id=41)]
+    with pytest.raises(ValueError) as error:
+        score(own(name), rows)
+    for part in (
+        f"the reward function {name}",
+        "sample 41",
+        "'my/data'",
+        "'the answer'",
+        words,
+        "Traceback",
+        f"in {name}",
+        "own:reward.py",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), float("-inf"), None, "1.0", [1.0], {"score": 1.0}, 1j, np.ones(2), np.float32("nan"), 10**400]
+)
+def test_value_that_is_no_finite_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"(?s)data_source 'x'.* returned .*; wanted a finite number") as error:
+        judge(lambda **columns: value, "", "17")
+    assert repr(value) in str(error.value) and type(value).__name__ in str(error.value)
+
+
+@pytest.mark.parametrize("value", [1, 0.25, True, np.float32(0.25), np.bool_(True), np.int64(-3), np.array(2.0)])
+def test_every_kind_of_number_is_taken(value):
+    reward = judge(lambda **columns: value, "", "17")
+    assert type(reward) is float and reward == value
+
+
+# --- before training
+
+
+def rows_of(*sources):
+    return [SimpleNamespace(data_source=source, ground_truth="17", extra_info={"scale": 1}) for source in sources]
+
+
+def test_probe_accepts_what_works(own):
+    probe_reward(load_reward(), rows_of("megarl/sums", "openai/gsm8k", "lighteval/MATH", "megarl/sums"))
+    probe_reward(own("length"), rows_of("anything"))
+
+
+def test_probe_finds_a_broken_function_and_a_source_without_a_reward(own):
+    with pytest.raises(ValueError, match=r"(?s)before training, on row 0 \(from 0\) of --eval-data: .*raises.*KeyError: ''.*Traceback"):
+        probe_reward(own("raises"), rows_of("x"), flag="--eval-data")
+    with pytest.raises(ValueError, match=r"(?s)on row 2 \(from 0\) of --train-data: .*no reward is known for data_source \('other'\)"):
+        probe_reward(load_reward(), rows_of("megarl/sums", "megarl/sums", "other"))
+
+
+def test_probe_also_tries_the_right_answer():
+    def fails_on_right_answers(data_source, solution_str, ground_truth, extra_info):
+        return float("nan") if ground_truth in solution_str else 0.0
+
+    with pytest.raises(ValueError, match="returned nan"):
+        probe_reward(fails_on_right_answers, rows_of("x"))

@@ -1,0 +1,66 @@
+"""The packed batch against plain lists: packing, selecting and concatenating lose and mix up nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megarl.batch import Batch, MicroBatch
+
+
+def make(rng: random.Random, ids: list[int]) -> tuple[Batch, dict[int, tuple[list[int], list[int], list[float]]]]:
+    rows = {i: ([rng.randrange(100) for _ in range(rng.randint(1, 6))], [rng.randrange(100) for _ in range(rng.randint(0 if i else 1, 7))])
+            for i in ids}  # fmt: skip
+    rows = {i: (p, r, [-rng.random() for _ in r]) for i, (p, r) in rows.items()}
+    return Batch.from_samples(ids, *map(list, zip(*(rows[i] for i in ids), strict=True))), rows
+
+
+def read(batch: Batch) -> dict[int, tuple[list[int], list[int], list[float]]]:
+    """Back to lists, by slicing with cu_seqlens."""
+    out, cu = {}, batch.cu_seqlens.tolist()
+    for row, sample in enumerate(batch.sample_ids.tolist()):
+        tokens, mask = batch.tokens[cu[row] : cu[row + 1]], batch.response_mask[cu[row] : cu[row + 1]]
+        out[sample] = (tokens[~mask].tolist(), tokens[mask].tolist(), batch.rollout_log_probs[cu[row] : cu[row + 1]][mask].tolist())
+    return out
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for sample, (prompt, response, log_probs) in wanted.items():
+        assert got[sample][:2] == (prompt, response)
+        assert got[sample][2] == pytest.approx(log_probs, rel=1e-7)  # Python floats stored as fp32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pack_select_cat(seed):
+    rng = random.Random(seed)
+    batch, rows = make(rng, [4, 7, 1, 9, 3])
+    assert_same(read(batch), rows)
+    chosen = rng.sample([4, 7, 1, 9, 3], 3)
+    assert batch.select_samples(chosen).sample_ids.tolist() == chosen
+    assert_same(read(batch.select_samples(chosen)), {i: rows[i] for i in chosen})
+    other, other_rows = make(rng, [20, 21])
+    assert_same(read(Batch.cat([batch, other])), rows | other_rows)
+
+
+def test_selecting_nothing_and_repeating_a_sample():
+    batch, rows = make(random.Random(0), [4, 7])
+    assert len(batch.select_samples([]).tokens) == 0
+    twice = batch.select_samples([7, 7])
+    assert twice.tokens.tolist() == (rows[7][0] + rows[7][1]) * 2
+
+
+def test_alignment_of_the_docstring_example():
+    batch = Batch.from_samples([0, 1], [[5, 6], [8]], [[7, 1], [9, 9, 1]], [[-0.1, -0.2], [-0.3, -0.4, -0.5]])
+    assert batch.tokens.tolist() == [5, 6, 7, 1, 8, 9, 9, 1]
+    assert batch.cu_seqlens.tolist() == [0, 4, 8]
+    assert batch.response_mask.int().tolist() == [0, 0, 1, 1, 0, 1, 1, 1]
+    assert batch.response_lengths.tolist() == [2, 3]
+    micro = MicroBatch.of(batch)
+    assert micro.targets.tolist() == [7, 1, 9, 9, 1]
+    assert micro.predict_positions.tolist() == [1, 2, 4, 5, 6]  # token 7 at position 2 is predicted at position 1
+    torch.testing.assert_close(micro.column("rollout_log_probs"), torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5]))
+    assert micro.response_length_of_token.tolist() == [2, 2, 3, 3, 3]
+    assert batch.spread(torch.tensor([2.0, -1.0])).tolist() == [0, 0, 2, 2, 0, -1, -1, -1]

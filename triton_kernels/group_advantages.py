@@ -1,0 +1,57 @@
+"""Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2; without the division: Dr. GRPO, arXiv:2503.20783).
+
+    advantages[i] = rewards[i] - mean(group of i)        / (std(group of i) + eps), if normalize_by_std
+
+A group is all samples with the same id, in any order. The standard deviation is the unbiased one, as `torch.std`. A group with
+a single reward has nothing to be compared with: advantage 0. Equal rewards give exactly 0. A NaN reward is a sample whose
+reward failed: it takes no part in its group's statistics and its own advantage is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_advantages_ref(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
+    """The specification: one group after another, fp64."""
+    advantages = torch.zeros_like(rewards, dtype=torch.float64)
+    for group_id in group_ids.unique():
+        members = (group_ids == group_id) & ~rewards.isnan()
+        if members.sum() > 1:
+            group = rewards[members].double()
+            scale = group.std() + eps if normalize_by_std else 1.0
+            advantages[members] = (group - group.mean()) / scale
+    return advantages
+
+
+def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
+    """Advantage of each sample within its group. The caller holds whole groups: nothing is reduced over ranks.
+
+    Args:
+        rewards: [B] fp32, one per sample; NaN where the reward failed.
+        group_ids: [B] int64, equal for the samples of one prompt.
+        normalize_by_std: divide by the group's standard deviation + eps.
+
+    Returns: [B] fp32, in the order of `rewards`.
+    Raises: ValueError for wrong shapes or dtypes, or an infinite reward.
+    """
+    if rewards.ndim != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be a float tensor [B], got {rewards.dtype} {list(rewards.shape)}")
+    if group_ids.shape != rewards.shape or group_ids.dtype != torch.int64:
+        raise ValueError(f"group_ids must be int64 {list(rewards.shape)} like rewards, got {group_ids.dtype} {list(group_ids.shape)}")
+    if bool(rewards.isinf().any()):
+        index = int(rewards.isinf().nonzero()[0])
+        raise ValueError(f"rewards[{index}] ({rewards[index].item()}) must be finite, or NaN for a failed sample")
+    ids, group = group_ids.unique(return_inverse=True)
+    is_valid = ~rewards.isnan()
+    # In fp64 a sum of equal fp32 rewards is exact, so that equal rewards give exactly 0.
+    values = torch.where(is_valid, rewards.double(), 0.0)
+    zeros = torch.zeros(len(ids), dtype=torch.float64, device=rewards.device)
+    count = zeros.index_add(0, group, is_valid.double())
+    mean = zeros.index_add(0, group, values) / count.clamp(min=1)
+    centered = torch.where(is_valid, values - mean[group], 0.0)
+    if not normalize_by_std:
+        return centered.to(rewards.dtype)
+    variance = zeros.index_add(0, group, centered.square()) / (count - 1).clamp(min=1)
+    return (centered / (variance.sqrt() + eps)[group]).to(rewards.dtype)

@@ -1,0 +1,225 @@
+"""Log-probabilities (and entropies) of given tokens under a softmax whose vocabulary is split over tensor-parallel ranks.
+
+    y = logits / temperature              real columns only: a padded column takes no part
+    log_probs[i] = y[i, targets[i]] - log sum_j exp(y[i, j])
+    entropy[i]   = -sum_j p[i, j] log p[i, j],   p = softmax(y)
+
+A rank makes the log-softmax of its own columns (log_q, log-sum-exp z, entropy h). Ranks merge with one MAX all-reduce, M = max z,
+and one SUM all-reduce of three numbers per token, 16 bytes in all:
+
+    S = sum exp(z - M)        log_prob = [log_q_target + z - M] - log S        entropy = sum exp(z - M) (h - z + M) / S + log S
+
+For g = dL/dlog_prob and h = dL/dentropy the gradient needs nothing from the other ranks:
+
+    dL/dlogits_j = (g (1[j = target] - p_j) - h p_j (log p_j + entropy)) / temperature
+
+Memory beyond the logits: a full-precision forward that will be differentiated keeps one [N, V_tp] buffer, which the backward
+turns into the gradient in place. For bf16 and fp16 logits nothing is kept but the logits, and fp32 exists one chunk of rows
+at a time. Without autograd there is only the chunk. `inplace=True` spares the other [N, V_tp] buffer too.
+
+The log-prob is the one of Megatron's `vocab_parallel_cross_entropy` (arXiv:1909.08053, section 3), but with temperature and
+entropy, without padded columns (they carry untrained logits; the engine that samples masks them), and from a maximum that
+starts at -inf, not at 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of one chunk of rows. CPU: 2 MiB in fp32, about what a core caches. Others: 128 MiB in fp32, many waves of work.
+_CHUNK_ELEMENTS_CPU = 2**19
+_CHUNK_ELEMENTS = 2**25
+# A smaller probability counts as 2**-100: invisible in any sum, and no denormals, which CPUs crawl through, nor 0 * inf.
+_MIN_LOG2 = -100.0
+_LN2, _LOG2E = math.log(2.0), math.log2(math.e)
+
+
+def vocab_parallel_log_probs_ref(
+    logits: Tensor, targets: Tensor, *, vocab_size: int, temperature: float = 1.0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """The specification: `vocab_parallel_log_probs` of unsplit logits [N, V], computed and returned in `dtype`."""
+    log_probs = torch.log_softmax(logits[:, :vocab_size].to(dtype) / temperature, dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(1, targets[:, None])[:, 0], entropy
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `targets`, and entropies, with gradients to `logits`. A collective of `group`.
+
+    Args:
+        logits: [N, V_tp] any float dtype; this rank's columns [rank * V_tp, (rank + 1) * V_tp) of the padded vocabulary. All
+            ranks have the same N and V_tp; N may be 0, and a rank may hold padding only.
+        targets: [N] int64 global token ids, the same on every rank.
+        vocab_size: real tokens. Columns from there on are padding: probability 0, gradient 0, content ignored.
+        group: the tensor-parallel group. None (or a group of one): `logits` is the whole vocabulary.
+        temperature: what the logits are divided by; the sampler's.
+        with_entropy: also return the entropy of each row's softmax.
+        inplace: the memory of `logits` becomes the backward's buffer and then its gradient. The caller must not read it
+            afterwards; if autograd needs its values for another gradient, backward raises RuntimeError.
+
+    Returns:
+        log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64 for fp64 logits).
+        Backward expects the same incoming gradients on every rank, and can run once.
+
+    Raises:
+        ValueError: wrong shape, dtype or vocab_size; a target outside [0, vocab_size) on CPU. (Elsewhere checking targets
+            would stop the stream; such a token's log-prob is NaN.)
+    """
+    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    _check(logits, targets, vocab_size, num_ranks, temperature)
+    if num_ranks == 1 or len(logits) == 0:
+        group = None
+    first_column = rank * logits.shape[1]
+    num_real = min(max(vocab_size - first_column, 0), logits.shape[1])
+    in_vocabulary = (targets >= 0) & (targets < vocab_size)
+    if logits.device.type == "cpu" and not bool(in_vocabulary.all()):
+        bad = targets[~in_vocabulary][0].item()
+        raise ValueError(f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})")
+    keep = torch.is_grad_enabled() and logits.requires_grad
+    log_probs, entropy = _VocabParallelLogProbs.apply(
+        logits, targets - first_column, num_real, group, float(temperature), with_entropy, inplace, keep
+    )
+    if logits.device.type != "cpu":
+        log_probs = torch.where(in_vocabulary, log_probs, math.nan)
+    return log_probs, entropy
+
+
+def _check(logits: Tensor, targets: Tensor, vocab_size: int, num_ranks: int, temperature: float) -> None:
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be a float tensor [N, V_tp], got {logits.dtype} {list(logits.shape)}")
+    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1] or targets.device != logits.device:
+        raise ValueError(
+            f"targets must be int64 [{logits.shape[0]}] on {logits.device} like the logits' rows, "
+            f"got {targets.dtype} {list(targets.shape)} on {targets.device}"
+        )
+    if not 1 <= vocab_size <= logits.shape[1] * num_ranks:
+        raise ValueError(
+            f"vocab_size ({vocab_size}) must be in [1, {logits.shape[1] * num_ranks}]: "
+            f"{logits.shape[1]} columns on each of {num_ranks} tensor-parallel ranks"
+        )
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on")
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    """Keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16) the logits, to make it again."""
+
+    @staticmethod
+    def forward(ctx, logits, local_targets, num_real, group, temperature, with_entropy, inplace, keep):
+        full_precision = logits.dtype in (torch.float32, torch.float64)
+        dtype = logits.dtype if full_precision else torch.float32
+        # A token of another rank: any column that exists, and what is read there or added to it becomes 0.
+        targets = local_targets.clamp(0, max(num_real - 1, 0))
+        is_local = (local_targets >= 0) & (local_targets < num_real)
+        kept = None
+        if keep and full_precision:
+            kept = logits if inplace else torch.empty_like(logits)
+        log_probs, entropy, log_z = torch.zeros((3, len(logits)), dtype=dtype, device=logits.device)
+        log_z.fill_(-math.inf if num_real == 0 else 0)
+        for rows, scaled in _scaled_chunks(logits, num_real, temperature, dtype, alias=not inplace):
+            log_q = torch.log_softmax(scaled, dim=-1, out=None if kept is None else kept[rows])
+            log_probs[rows] = log_q.gather(1, targets[rows, None])[:, 0]
+            if group is not None:
+                log_z[rows] = scaled.amax(-1) - log_q.amax(-1)
+            if with_entropy:
+                log2_q = (log_q * _LOG2E).clamp_min_(_MIN_LOG2)
+                entropy[rows] = torch.linalg.vecdot(log2_q.exp2(), log2_q).mul_(-_LN2)
+        log_probs.masked_fill_(~is_local, 0)
+        if group is not None:
+            log_probs, entropy, log_z = _merge(log_probs, entropy, log_z, is_local, with_entropy, group)
+        if keep:
+            ctx.save_for_backward(logits if kept is None else kept, targets, is_local, entropy, None if group is None else log_z)
+            ctx.num_real, ctx.temperature, ctx.inplace, ctx.recompute = num_real, temperature, inplace, kept is None
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        kept, targets, is_local, entropy, log_z = ctx.saved_tensors
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 8
+        at_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / ctx.temperature
+        row_scale, entropy_scale = -at_target, None
+        if grad_entropy is not None:
+            row_scale = row_scale - grad_entropy / ctx.temperature * entropy
+            entropy_scale = (grad_entropy * (-_LN2 / ctx.temperature))[:, None]
+        row_scale, at_target = row_scale[:, None], torch.where(is_local, at_target, 0)[:, None]
+        grad = kept if ctx.inplace or not ctx.recompute else torch.empty_like(kept)
+        for rows, log_q in _log_q_chunks(ctx, kept, entropy.dtype):
+            log2_p = log_q.mul_(_LOG2E)
+            if log_z is not None:
+                log2_p.add_(log_z[rows, None], alpha=_LOG2E)
+            log2_p.clamp_min_(_MIN_LOG2)
+            if entropy_scale is None:
+                part = log2_p.exp2_().mul_(row_scale[rows])
+            else:
+                p = log2_p.exp2()
+                part = log2_p.mul_(entropy_scale[rows]).add_(row_scale[rows]).mul_(p)
+            part.scatter_add_(1, targets[rows, None], at_target[rows])
+            if ctx.recompute:
+                grad[rows] = part
+        grad[:, ctx.num_real :] = 0
+        return grad, None, None, None, None, None, None, None
+
+
+def _merge(log_probs, entropy, log_z, is_local, with_entropy, group) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all ranks' columns: log-probs [N], entropy [N], and [N] what turns this rank's log_q into log p."""
+    largest = log_z.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    offset = log_z - largest
+    share = offset.exp()
+    sums = [share, torch.where(is_local, log_probs + offset, 0)]
+    if with_entropy:
+        sums.append(torch.where(share > 0, share * (entropy - offset), 0))
+    sums = torch.stack(sums)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+    log_sum = sums[0].log()
+    return sums[1] - log_sum, sums[2] / sums[0] + log_sum if with_entropy else entropy, offset - log_sum
+
+
+def _scaled_chunks(
+    logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a time; none without a column.
+    Each is overwritten by the next, or, where nothing has to change and `alias` allows it, is the logits themselves."""
+    elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
+    num_rows = min(max(1, elements // logits.shape[1]), len(logits))
+    unchanged = logits.dtype == dtype and temperature == 1 and num_real == logits.shape[1]
+    scratch = None
+    if not (unchanged and alias):
+        scratch = torch.full((num_rows, logits.shape[1]), -math.inf, dtype=dtype, device=logits.device)
+    for first in range(0, len(logits) if num_real else 0, max(num_rows, 1)):
+        rows = slice(first, min(first + num_rows, len(logits)))
+        if scratch is None:
+            yield rows, logits[rows]
+            continue
+        real = scratch[: rows.stop - first, :num_real].copy_(logits[rows, :num_real])
+        if temperature != 1:
+            real.div_(temperature)
+        yield rows, scratch[: rows.stop - first]
+
+
+def _log_q_chunks(ctx, kept: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or made again from kept logits."""
+    if ctx.recompute:
+        for rows, scaled in _scaled_chunks(kept, ctx.num_real, ctx.temperature, dtype, alias=False):
+            yield rows, torch.log_softmax(scaled, dim=-1)
+    else:
+        for rows, log_q in _scaled_chunks(kept, kept.shape[1] if ctx.num_real else 0, 1.0, dtype, alias=True):
+            yield rows, log_q
