@@ -99,7 +99,7 @@ def test_kernels_are_installed_under_megarl_only(tmp_path):
 
 
 def test_vllm_does_not_take_our_kernels_for_openai_s():
-    """In the checkout, as workers start. The second answer is vLLM's with the checkout on the path: the mistake that the first rules out."""
+    """In the checkout, as workers start. The second answer is with the checkout on the path: the mistake that the first rules out."""
     # A CUDA vLLM may bring the real package itself.
     code = f"""
 import sys

@@ -85,7 +85,7 @@ class _Loader:
 
     def _set_all(self, occurrences: list[Occurrence]) -> None:
         """Lower levels first; within a level, flags of every role before flags of one role. So the last value holds."""
-        found = [(flag, negated, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) for flag, negated in [pair]]
+        found = [(*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None]
         found.sort(key=lambda item: (item[2].level, item[0].one_role))
         seen: dict[tuple[int, str], tuple[bool, Occurrence]] = {}
         for flag, negated, occurrence in found:

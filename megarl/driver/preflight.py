@@ -10,7 +10,8 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
-from megarl.rewards import load_reward, probe_reward
+from megarl.rewards import load_reward
+from megarl.rewards.base import probe_reward
 
 
 @dataclass(frozen=True)

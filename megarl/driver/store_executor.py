@@ -161,8 +161,8 @@ class StoreExecutor:
                 elif self.failure is None:
                     self._accept(result)
                     self._inbox.delete(self._read_by_all())
-        except dist.DistError as error:
-            self._fail(RuntimeError(f"[driver] lost the connection to the job's store {self.where()}: {str(error).splitlines()[0]}"))
+        except Exception as error:  # thread boundary: the main thread would wait for ever
+            self._fail(RuntimeError(f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}".splitlines()[0]))
 
     def _accept(self, result: Result) -> None:
         """Store one value; tell the main thread if it was the call's last."""

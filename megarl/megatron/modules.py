@@ -27,6 +27,8 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale: float | None = None, **_) -> None:
         super().__init__()
+        if config.attention_dropout:
+            raise ValueError(f"--attention-dropout ({config.attention_dropout}): packed attention on CPU has none. Leave it at 0.")
         self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):

@@ -46,5 +46,5 @@ def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, train
     """One tick per training step (which may hold several updates)."""
     return OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr, lr_warmup_steps=config.lr_warmup_iters,
-        lr_decay_steps=max(config.lr_decay_iters or train_iters, config.lr_warmup_iters + 1), lr_decay_style=config.lr_decay_style,
+        lr_decay_steps=config.lr_decay_iters or max(train_iters, config.lr_warmup_iters + 1), lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay, end_wd=config.weight_decay, wd_incr_steps=1, wd_incr_style="constant")

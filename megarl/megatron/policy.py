@@ -84,10 +84,10 @@ class Policy:
 
     @torch.no_grad()
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
-        """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage."""
-        self.model.eval()
+        """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage.
+
+        In training mode, so that the gate sees the model as it is trained: with dropout on it fails."""
         out = self._run(micro_batches, temperature, with_entropy=False, loss=None)
-        self.model.train()
         return [log_probs.cpu() for log_probs in out] if self.is_last_stage else None
 
     def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False) -> dict[str, float]:

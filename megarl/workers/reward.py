@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
-from megarl.rewards import load_reward, score
+from megarl.rewards import load_reward
+from megarl.rewards.base import RewardSample, score
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.rollout import RolloutRole
 
@@ -26,7 +27,9 @@ class RewardRole:
             return []
         made, tokenizer, dataset = self.plane.rollouts[purpose], self.rollout.tokenizer, self.rollout.datasets[purpose]
         texts = tokenizer.decode_batch(made.responses)
-        rewards = score(self.function, [(dataset[row], text) for row, text in zip(made.rows, texts, strict=True)])
+        rewards = score(self.function, [
+            RewardSample(dataset[row].data_source, text, dataset[row].ground_truth, dataset[row].extra_info, sample_id)
+            for row, text, sample_id in zip(made.rows, texts, made.sample_ids, strict=True)])  # fmt: skip
         out = []
         for i, (sample_id, reward) in enumerate(zip(made.sample_ids, rewards, strict=True)):
             record: dict[str, object] = {"sample_id": sample_id, "reward": reward}

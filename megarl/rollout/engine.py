@@ -1,0 +1,199 @@
+"""A vLLM engine in the trainer's process, whose weights are pulled from Megatron's shards.
+
+    engine = RolloutEngine(config, shape, ranks)        every rank, after Megatron has built its groups
+    engine.connect(atlases, parameters)                 once, and again if a parameter moved
+    engine.sync(version)                                a transaction: only a committed version generates
+    engine.generate(prompts, seeds, temperature=1.0)
+    engine.shutdown()                                   last: no collective works afterwards
+
+Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine pass the same
+prompts and seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+from megarl.reshard.atlas import Atlas
+from megarl.reshard.plan import make_plan
+from megarl.reshard.vllm_atlas import vllm_atlases
+from megarl.rollout.environment import prepare_environment, preserved_random_state, sweep_shared_memory
+from megarl.rollout.plugin import BACKEND, check_version, register
+
+CPU_BLOCK_SIZE = 128
+"""vLLM's default number of tokens in a KV-cache block on CPU."""
+MAX_CPU_KV_CACHE_BYTES = 2**30
+"""Most KV cache that an engine takes on a CPU without being told; with less than it could use, requests wait for each other."""
+
+
+class Response(NamedTuple):
+    """One sampled response."""
+
+    token_ids: list[int]
+    """Including the end-of-sequence or stop token that ended it."""
+    log_probs: list[float]
+    """log pi(token) of each, at the sampling temperature."""
+    finish_reason: str
+    """"stop" or "length"."""
+
+
+class RolloutEngine:
+    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int]) -> None:
+        """Start vLLM on this rank. Collective over the world; its weights are undefined until the first `sync`.
+
+        Args:
+            ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world that it finds,
+                so these must be all ranks.
+        Raises: ValueError for ranks or engine arguments that cannot work."""
+        if list(ranks) != list(range(dist.get_world_size())):
+            raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in this version engines are on all {dist.get_world_size()} "
+                             "ranks of the job. Leave the flag out.")
+        self.shape, self.ranks, self._tp = shape, tuple(ranks), config.rollout.tensor_parallel_size
+        self._sampling = config.sampling
+        self.version: int | None = None
+        """Version of the weights that generate; None before the first sync, and after one that failed."""
+        self._bytes_per_sync: int | None = None
+        prepare_environment()
+        _be_launched_externally()
+        from vllm import LLM
+
+        register()
+        arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available())
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            sweep_shared_memory()
+        dist.barrier()
+        with preserved_random_state():
+            self.llm = LLM(**arguments)
+        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+
+    def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
+        """Plan how the weights come from the ranks in `sources`, and remember this rank's own.
+
+        Args:
+            sources: atlas of every source rank, the same on all ranks.
+            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
+        Raises: PlanError if the sources do not hold every weight of every engine."""
+        plan = make_plan(sources, vllm_atlases(self.shape, self.ranks, self._tp))
+        self.llm.init_weight_transfer_engine({"init_info": {"plan": plan, "sources": parameters}})
+        rank = dist.get_rank()
+        self._bytes_per_sync = sum(n for (_, dst), n in plan.num_bytes(self.dtype.itemsize).items() if dst == rank)
+
+    def sync(self, version: int) -> int:
+        """Bring the sources' current weights into the engine and commit them as `version`.
+
+        Returns: bytes written on this rank. Raises: RuntimeError if not connected; then no version is committed."""
+        self.version = None
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {}})
+        self.llm.finish_weight_update(str(version))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(f"the prefix cache of version {version - 1} could not be cleared: requests are still running")
+        self.version = version
+        return self._bytes_per_sync
+
+    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, max_tokens: int | None = None,
+                 top_p: float = 1.0, top_k: int = 0) -> list[Response]:  # fmt: skip
+        """Sample one response to each prompt.
+
+        A response depends on the weights, its prompt, its seed and the sampling arguments, on nothing else: not on the other
+        prompts, and not on how many ranks the engine has.
+
+        Args:
+            prompts: token ids, each at least 1. seeds: one per prompt.
+            temperature: 0 is greedy. max_tokens: default --max-response-length.
+        Raises: RuntimeError before the first sync; ValueError for prompts that are too long or seeds that do not pair up."""
+        if self.version is None:
+            raise RuntimeError("generate was called before a sync was committed: the engine's weights are noise. Call sync(version) first.")
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds must pair up.")
+        if not prompts:
+            return []
+        from vllm import SamplingParams
+
+        stop = list(self._sampling.stop)
+        shared = dict(
+            temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens or self._sampling.max_response_length,
+            stop=stop or None, include_stop_str_in_output=bool(stop), detokenize=bool(stop),
+            stop_token_ids=list(self._sampling.stop_token_ids) or None, logprobs=0, flat_logprobs=True, skip_clone=True)  # fmt: skip
+        params = [SamplingParams(seed=seed, **shared) for seed in seeds]
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [_response(output.outputs[0]) for output in outputs]
+
+    def shutdown(self) -> None:
+        """Stop vLLM. It destroys torch's default process group with its own, so this is the last collective of the process."""
+        dist.barrier()
+        self.version = None
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _response(completion) -> Response:
+    token_ids, log_probs = list(completion.token_ids), completion.logprobs.logprobs
+    if len(token_ids) != len(log_probs):
+        raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
+    return Response(token_ids, log_probs, completion.finish_reason)
+
+
+def _be_launched_externally() -> None:
+    """vLLM's external launcher reads torchrun's variables; a single process that was started by hand has none."""
+    os.environ.setdefault("RANK", str(dist.get_rank()))
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+
+
+_FIXED = ("model", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode", "load_format", "weight_transfer_config",
+          "skip_tokenizer_init", "seed", "max_model_len")  # fmt: skip
+
+
+def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool) -> dict[str, object]:
+    """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that training depends on.
+
+    Raises: ValueError naming an engine argument that cannot be chosen."""
+    rollout, sampling = config.rollout, config.sampling
+    taken = [name for name in _FIXED if name in rollout.engine_args]
+    if taken:
+        flags = ", ".join(f"--rollout-{name.replace('_', '-')} ({rollout.engine_args[name]})" for name in taken)
+        raise ValueError(f"{flags} cannot be chosen: megarl sets it. Remove the flag.")
+    dtype = rollout.dtype if rollout.dtype != "auto" else "bfloat16" if config.model.bf16 else "float32"
+    max_model_len = sampling.max_prompt_length + sampling.max_response_length
+    arguments: dict[str, object] = dict(
+        model=config.model.model, tokenizer=_tokenizer(config), skip_tokenizer_init=not sampling.stop, dtype=dtype, load_format="dummy",
+        seed=config.batch.seed, tensor_parallel_size=rollout.tensor_parallel_size, distributed_executor_backend="external_launcher",
+        max_model_len=max_model_len, max_num_seqs=rollout.max_num_seqs, max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        enable_prefix_caching=rollout.enable_prefix_caching, block_size=rollout.block_size,
+        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes, logprobs_mode="processed_logprobs",
+        weight_transfer_config={"backend": BACKEND}, disable_log_stats=True)  # fmt: skip
+    if on_cpu:
+        check_version()
+        arguments["worker_cls"] = "megarl.rollout.worker.NamedCPUWorker"
+        if rollout.kv_cache_memory_bytes is None:
+            arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
+                shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, rollout.max_num_seqs, max_model_len,
+                rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
+    else:
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
+
+
+def _tokenizer(config: TrainConfig) -> str | None:
+    """vLLM needs a tokenizer only to match stop strings, and then one that transformers can load."""
+    tokenizer = config.model.tokenizer_model
+    if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
+        raise ValueError(f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, --tokenizer-model ({tokenizer}) is a "
+                         "SentencePiece file. Use --stop-token-ids.")
+    return tokenizer if config.sampling.stop else None
+
+
+def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """KV cache for max_num_seqs sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
+    per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
+    blocks_per_sequence = -(-max_model_len // block_size)
+    per_sequence = per_token * block_size * blocks_per_sequence
+    one_block = per_token * block_size  # vLLM keeps one block for itself
+    return max(2 * per_sequence, min(max_num_seqs * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block

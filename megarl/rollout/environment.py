@@ -1,0 +1,78 @@
+"""The process around vLLM: what it reads when it is imported, what it changes behind our back, and what a crash leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+SHM_PREFIX = "megarl-"
+_SHM_FOLDER = Path("/dev/shm")
+
+_EVERYWHERE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: the external launcher demands it
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_ON_CPU = {
+    "OMP_NUM_THREADS": "1",  # threads of several ranks on one machine wait for each other in busy loops
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" refuses two ranks on one NUMA node
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler compiles a C++ kernel for log-probs, 9 s at the first request, for no gain
+}
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment when it is imported. What the user has set stays.
+
+    Raises: RuntimeError if our Triton kernels are importable under the name that vLLM takes for OpenAI's."""
+    for name, value in (_EVERYWHERE if torch.cuda.is_available() else _EVERYWHERE | _ON_CPU).items():
+        os.environ.setdefault(name, value)
+    _check_no_triton_kernels()
+
+
+def _check_no_triton_kernels() -> None:
+    """vLLM uses a top-level package called triton_kernels for mixture-of-experts layers if it finds one."""
+    found, ours = importlib.util.find_spec("triton_kernels"), importlib.util.find_spec("megarl.kernels")
+    same = _folders(found) & _folders(ours)
+    if same:
+        raise RuntimeError(f"Python finds megarl's kernels as the package triton_kernels ({min(same)}), which vLLM would take for "
+                           "OpenAI's. Start with PYTHONSAFEPATH=1, or from another folder than the checkout.")
+
+
+def _folders(spec: ModuleSpec | None) -> set[Path]:
+    return {Path(folder).resolve() for folder in (spec.submodule_search_locations or ())} if spec else set()
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """vLLM seeds torch, numpy and random process-wide when an engine is built; the trainer's state must not notice."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+def sweep_shared_memory() -> list[str]:
+    """Remove the shared memory of jobs that died: ours are named megarl-<pid of a process on this machine>-... .
+
+    Returns: the names removed."""
+    removed = []
+    for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed

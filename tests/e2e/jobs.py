@@ -1,0 +1,55 @@
+"""Run whole jobs as a user would, on the sums task's untrained 0.37M-parameter model, and read what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", "--num-prompts", "4", "--num-samples-per-prompt", "4",
+          "--global-batch-size", "8", "--lr", "1e-3", "--max-prompt-length", "32", "--max-response-length", "16", "--temperature", "0.9",
+          "--rollout-max-num-seqs", "32"]  # fmt: skip
+
+
+@dataclass
+class Job:
+    returncode: int
+    output: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def steps(self) -> list[dict]:
+        return [row for row in self.metrics if "reward/mean" in row]
+
+
+def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout: float = 240) -> Job:
+    """`megarl train`; with a fault, torchrun on faulty_train.py, which plants it in the workers."""
+    arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save)]
+    arguments = replace_flags(arguments, list(flags))
+    if fault is None:
+        command = [sys.executable, "-m", "megarl.cli", "train", *arguments]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                   str(Path(__file__).with_name("faulty_train.py")), fault, *arguments]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, cwd=save.parent,
+                          env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+    return Job(done.returncode, done.stdout, save)
+
+
+def replace_flags(arguments: list[str], flags: list[str]) -> list[str]:
+    """Flags given twice are an error, so those of the test take the place of the common ones."""
+    given = {f for f in flags if f.startswith("--")}
+    kept, skip = [], False
+    for word in arguments:
+        if word.startswith("--"):
+            skip = word in given
+        if not skip:
+            kept.append(word)
+    return kept + flags

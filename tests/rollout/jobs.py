@@ -1,0 +1,80 @@
+"""What the engine scripts share: tiny random models in Hugging Face folders, jobs on them, and transformers as the reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+
+EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
+_COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+               max_position_embeddings=256, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, rope_theta=10000.0)  # fmt: skip
+CONFIGS = {  # biases and tied embeddings; q/k norms; neither, and a vocabulary that needs no padding
+    "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
+    "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **_COMMON),
+}
+
+
+def reference_model(name: str, seed: int) -> PreTrainedModel:
+    """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot hide."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0, 0.2) if parameter.dim() == 1 else parameter.normal_(0.0, 0.15)
+    return model
+
+
+def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
+    """config.json only: the engine starts without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    CONFIGS[name].architectures = [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[name]]
+    CONFIGS[name].save_pretrained(folder)
+    if with_tokenizer:
+        from tokenizers import Tokenizer, decoders, models
+
+        tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(CONFIGS[name].vocab_size)}, unk_token="<0>"))
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"<{EOS}>"}))
+    return folder
+
+
+def job(folder: Path, *, sampling: dict | None = None, **rollout) -> TrainConfig:
+    return TrainConfig(
+        algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1), data=DataConfig(train_data=()),
+        run=RunConfig(save=""), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
+        sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
+
+
+def full_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors as [rows, cols] views of the live model."""
+    names = dict(model.named_parameters())  # a tied lm_head is not among them
+    return {name: p.data if p.dim() == 2 else p.data.unsqueeze(1) for name, p in names.items()}
+
+
+def prompts(count: int, vocab_size: int, seed: int = 0, length: tuple[int, int] = (1, 20)) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(*length, (count,), generator=generator).tolist()
+    return [torch.randint(10, vocab_size, (size,), generator=generator).tolist() for size in sizes]
+
+
+@torch.no_grad()
+def log_probs(model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[len(response), V] log-softmax(logits / T) of the reference at each response position."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1)
+
+
+def largest_gap(model: PreTrainedModel, asked: list[list[int]], responses: list, temperature: float = 1.0) -> float:
+    """max |engine log-prob - reference log-prob| over all sampled tokens."""
+    gaps = []
+    for prompt, response in zip(asked, responses, strict=True):
+        expected = log_probs(model, prompt, response.token_ids, temperature).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        gaps.append((expected - torch.tensor(response.log_probs)).abs())
+    return torch.cat(gaps).max().item()

@@ -1,0 +1,154 @@
+"""One process, one engine after the other (TP=1). Writes a JSON report; test_engine.py judges it.
+
+    python tests/rollout/run_engine.py FOLDER"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import jobs
+
+from megarl.config.hf_config import read_model_shape
+from megarl.config.schema import TrainConfig
+from megarl.reshard.atlas import hf_atlas
+from megarl.rollout.engine import RolloutEngine
+
+SEEDS = [1000 + i for i in range(16)]
+
+
+@contextlib.contextmanager
+def engine_for(config: TrainConfig, name: str, seed: int):
+    """(engine, its reference model), connected but not yet synced. The world is destroyed with the engine."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shape = read_model_shape(config.model.model)
+    engine, reference = RolloutEngine(config, shape, [0]), jobs.reference_model(name, seed)
+    engine.connect({0: hf_atlas(shape)}, jobs.full_tensors(reference))
+    yield engine, reference
+    engine.shutdown()
+
+
+def refusal(call) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def whole_story(folder: Path) -> dict:
+    """Qwen3, fp32, block_size=32: first sync, sampling, greedy, seeds, stops, stale prefixes, a failed sync."""
+    config = jobs.job(jobs.make_folder(folder / "qwen3", "qwen3"), block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS})
+    random_state = torch.get_rng_state()
+    with engine_for(config, "qwen3", seed=1) as (engine, reference):
+        report = {"before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0)), "version_before": engine.version}
+        torch.set_rng_state(random_state)  # building the reference drew from it
+        report["bytes"], report["version"] = engine.sync(7), engine.llm.get_weight_version()
+        asked = jobs.prompts(16, 150)
+        sampled = engine.generate(asked, SEEDS, temperature=0.7)
+        report["sampled"] = sampled
+        report["gap"] = {"T=0.7": jobs.largest_gap(reference, asked, sampled, 0.7),
+                         "T=1.3": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.3), 1.3)}  # fmt: skip
+        report["gap_if_temperature_were_ignored"] = jobs.largest_gap(reference, asked, sampled, 1.0)
+        report |= greedy(engine, reference, asked) | seeds(engine, asked, sampled) | prefixes(engine, reference)
+        engine.llm.start_weight_update()
+        report["failed_sync"] = [refusal(lambda: engine.sync(9)), refusal(lambda: engine.generate([[11]], [0], temperature=1.0))]
+        engine.llm.finish_weight_update()
+        engine.sync(10)
+        report["works_again"] = jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0))
+        report["refused"] = [refusal(lambda: engine.generate([[11], [12]], [0], temperature=1.0)),
+                             refusal(lambda: engine.generate([[11] * 300], [0], temperature=1.0))]  # fmt: skip
+        report["nothing"] = engine.generate([], [], temperature=1.0)
+    return report
+
+
+def greedy(engine: RolloutEngine, reference, asked) -> dict:
+    responses = engine.generate(asked, SEEDS, temperature=0.0)
+    best = [jobs.log_probs(reference, p, r.token_ids).argmax(-1).tolist() for p, r in zip(asked, responses)]
+    return {"greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)), "gap_greedy": jobs.largest_gap(reference, asked, responses)}
+
+
+def seeds(engine: RolloutEngine, asked, sampled) -> dict:
+    """The same samples alone, in reverse, and among others; other samples with other seeds."""
+    alone = [engine.generate([p], [s], temperature=0.7)[0].token_ids for p, s in zip(asked[:4], SEEDS)]
+    backwards = engine.generate(asked[::-1], SEEDS[::-1], temperature=0.7)[::-1]
+    others = engine.generate(asked, [s + 1 for s in SEEDS], temperature=0.7)
+    twins = engine.generate([asked[0]] * 40, list(range(40)), temperature=0.7)  # more than max_num_seqs
+    return {"alone": alone == [r.token_ids for r in sampled[:4]], "backwards": [r.token_ids for r in backwards] == [r.token_ids for r in sampled],
+            "same_with_other_seeds": sum(a.token_ids == b.token_ids for a, b in zip(others, sampled)),
+            "different_twins": len({tuple(r.token_ids) for r in twins})}  # fmt: skip
+
+
+def prefixes(engine: RolloutEngine, reference) -> dict:
+    """A prompt of 150 tokens is cached in blocks of 32; then the weights change."""
+    asked = [jobs.prompts(1, 150, seed=5, length=(150, 151))[0]]
+    engine.generate(asked, [0], temperature=1.0)
+    for new, old in zip(reference.parameters(), jobs.reference_model("qwen3", seed=2).parameters()):
+        new.data.copy_(old.data)
+    engine.llm.start_weight_update()
+    engine.llm.update_weights({"update_info": {}})
+    engine.llm.finish_weight_update("8")
+    stale = jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))
+    engine.sync(8)
+    return {"gap_stale": stale, "gap_fresh": jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))}
+
+
+def family(folder: Path, name: str) -> dict:
+    config = jobs.job(jobs.make_folder(folder / name, name))
+    with engine_for(config, name, seed=3) as (engine, reference):
+        engine.sync(0)
+        asked = jobs.prompts(16, jobs.CONFIGS[name].vocab_size)
+        return {"gap": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0))}
+
+
+def stop_strings(folder: Path) -> dict:
+    """Text stops need a tokenizer; here token i is the text <i>."""
+    config = jobs.job(jobs.make_folder(folder / "llama_tokenizer", "llama", with_tokenizer=True), sampling={"stop": ("<11><", "7>")})
+    with engine_for(config, "llama", seed=3) as (engine, reference):
+        engine.sync(0)
+        asked = jobs.prompts(16, 128)
+        responses = engine.generate(asked, SEEDS, temperature=1.0)
+        return {"responses": responses, "gap": jobs.largest_gap(reference, asked, responses)}
+
+
+def bf16(folder: Path) -> dict:
+    """A bf16 engine from fp32 sources, against the reference with its weights rounded."""
+    config = jobs.job(jobs.make_folder(folder / "bf16", "qwen3"), dtype="bfloat16")
+    with engine_for(config, "qwen3", seed=4) as (engine, reference):
+        written = engine.sync(0)
+        asked = jobs.prompts(16, 150)
+        responses = engine.generate(asked, SEEDS, temperature=1.0)
+        num_parameters = sum(p.numel() for p in reference.parameters())
+        reference.bfloat16()
+        gaps = torch.cat([(jobs.log_probs(reference, p, r.token_ids).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0] - torch.tensor(r.log_probs)).abs()
+                          for p, r in zip(asked, responses)])  # fmt: skip
+        return {"bytes": written / num_parameters, "mean": gaps.mean().item(), "max": gaps.max().item()}
+
+
+def keeps_random_state(folder: Path) -> dict:
+    before = torch.get_rng_state()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = jobs.job(jobs.make_folder(folder / "rng", "llama"))
+    engine = RolloutEngine(dataclasses.replace(config), read_model_shape(config.model.model), [0])
+    same = torch.equal(before, torch.get_rng_state())
+    engine.shutdown()
+    return {"same": same}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    report = {"story": whole_story(folder), "qwen2": family(folder, "qwen2"), "llama": family(folder, "llama"), "stops": stop_strings(folder),
+              "bf16": bf16(folder), "random_state": keeps_random_state(folder)}  # fmt: skip
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
