@@ -58,6 +58,9 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
 
 def convert(arguments: argparse.Namespace, world_size: int) -> int:
     """One rank's part. Rank 0 compares what was written with what was read."""
+    from megarl.workers.process import quiet_libraries
+
+    quiet_libraries()
     import torch
     import torch.distributed as dist
 

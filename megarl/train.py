@@ -14,7 +14,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
 
-
 InlineJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
 
@@ -56,7 +55,11 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     """Start the driver on rank 0 (it checks the job while this process imports), join the world, serve."""
     from megarl.driver.torchrun import start_driver
 
+    from megarl.workers.process import end_on_signals, quiet_libraries
+
+    end_on_signals()
     driver = start_driver(argv, module=driver_module) if rank == 0 else None
+    quiet_libraries()
     from megarl.workers.mailbox import connect
     from megarl.workers.serve import serve
     from megarl.workers.worker import build_roles, join_world
@@ -71,9 +74,16 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     from megarl.driver.__main__ import train_job
     from megarl.driver.inline import InlineExecutor
     from megarl.driver.preflight import read_inputs
+    from megarl.workers.process import quiet_libraries
+
+    quiet_libraries()
     from megarl.workers.worker import build_roles, join_world
 
-    inputs = read_inputs(config, 1, new_run)
+    try:
+        inputs = read_inputs(config, 1, new_run)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     join_world(config.placement.call_timeout_s)
     (job or train_job)(InlineExecutor(build_roles(config, world_size=1)), config, inputs, 1)
     return 0

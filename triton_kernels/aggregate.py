@@ -32,9 +32,7 @@ def token_weights_ref(
     return torch.tensor([weight(length) for length in response_lengths.tolist()], dtype=torch.float64)
 
 
-def token_weights(
-    mode: LossAggregation, response_lengths: Tensor, num_tokens: int, num_sequences: int, max_response_length: int
-) -> Tensor:
+def token_weights(mode: LossAggregation, response_lengths: Tensor, num_tokens: int, num_sequences: int, max_response_length: int) -> Tensor:
     """Weight of each of N response tokens in the loss of the mini-batch.
 
     Args:

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 # Elements of one chunk of rows. CPU: 2 MiB in fp32, about what a core caches. Others: 128 MiB in fp32, many waves of work.
 _CHUNK_ELEMENTS_CPU = 2**19
 _CHUNK_ELEMENTS = 2**25
-# A smaller probability counts as 2**-100: invisible in any sum, and no denormals, which CPUs crawl through, nor 0 * inf.
+# In an entropy a smaller probability counts as 2**-100: invisible in the sum, and p log p is never 0 * inf.
 _MIN_LOG2 = -100.0
 _LN2, _LOG2E = math.log(2.0), math.log2(math.e)
 
@@ -129,8 +129,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         kept = None
         if keep and full_precision:
             kept = logits if inplace else torch.empty_like(logits)
-        log_probs, entropy, log_z = torch.zeros((3, len(logits)), dtype=dtype, device=logits.device)
-        log_z.fill_(-math.inf if num_real == 0 else 0)
+        log_probs, entropy, log_z = (torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3))
+        if num_real == 0:
+            log_z.fill_(-math.inf)
         for rows, scaled in _scaled_chunks(logits, num_real, temperature, dtype, alias=not inplace):
             log_q = torch.log_softmax(scaled, dim=-1, out=None if kept is None else kept[rows])
             log_probs[rows] = log_q.gather(1, targets[rows, None])[:, 0]
@@ -139,7 +140,6 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             if with_entropy:
                 log2_q = (log_q * _LOG2E).clamp_min_(_MIN_LOG2)
                 entropy[rows] = torch.linalg.vecdot(log2_q.exp2(), log2_q).mul_(-_LN2)
-        log_probs.masked_fill_(~is_local, 0)
         if group is not None:
             log_probs, entropy, log_z = _merge(log_probs, entropy, log_z, is_local, with_entropy, group)
         if keep:
@@ -165,11 +165,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             log2_p = log_q.mul_(_LOG2E)
             if log_z is not None:
                 log2_p.add_(log_z[rows, None], alpha=_LOG2E)
-            log2_p.clamp_min_(_MIN_LOG2)
             if entropy_scale is None:
                 part = log2_p.exp2_().mul_(row_scale[rows])
             else:
-                p = log2_p.exp2()
+                p = log2_p.clamp_min_(_MIN_LOG2).exp2()
                 part = log2_p.mul_(entropy_scale[rows]).add_(row_scale[rows]).mul_(p)
             part.scatter_add_(1, targets[rows, None], at_target[rows])
             if ctx.recompute:
@@ -193,9 +192,7 @@ def _merge(log_probs, entropy, log_z, is_local, with_entropy, group) -> tuple[Te
     return sums[1] - log_sum, sums[2] / sums[0] + log_sum if with_entropy else entropy, offset - log_sum
 
 
-def _scaled_chunks(
-    logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool
-) -> Iterator[tuple[slice, Tensor]]:
+def _scaled_chunks(logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool) -> Iterator[tuple[slice, Tensor]]:
     """(rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a time; none without a column.
     Each is overwritten by the next, or, where nothing has to change and `alias` allows it, is the logits themselves."""
     elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS

@@ -91,9 +91,7 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(ctx, log_probs, old_log_probs, advantages, weights, clip_eps_low, clip_eps_high, clip_ratio_c):
         difference = log_probs - old_log_probs
         log_ratio = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        # Exactly 0 for equal log-probs, and exact to the last bits near it.
-        deviation = torch.expm1(log_ratio)
-        ratio = deviation + 1
+        ratio = torch.exp(log_ratio)
         loss = -advantages * ratio
         clipped_loss = -advantages * ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
         is_clipped = clipped_loss > loss
@@ -108,8 +106,8 @@ class _PolicyLoss(torch.autograd.Function):
             num_dual_clipped = is_dual_clipped.sum().to(loss.dtype)
         ctx.save_for_backward(gradient)
         num_clipped = is_clipped.sum().to(loss.dtype)
-        kl_sum = (deviation - log_ratio).sum()
-        ratio_deviation_max = deviation.abs().max() if len(deviation) else loss.new_zeros(())
+        kl_sum = (torch.expm1(log_ratio) - log_ratio).sum()
+        ratio_deviation_max = (ratio - 1).abs().max() if len(ratio) else loss.new_zeros(())
         ctx.mark_non_differentiable(num_clipped, num_dual_clipped, kl_sum, ratio_deviation_max)
         return (loss * weights).sum(), num_clipped, num_dual_clipped, kl_sum, ratio_deviation_max
 

@@ -140,6 +140,7 @@ class Job:
         for name, answer in answers.items():
             self.run.keep_answer(step, name, answer)
         self.run.record_evaluation(step, scores)
+        self.executor.take_seconds()  # evaluation is not part of the next step
 
     def export(self, step: int, last: bool = False) -> None:
         """Write hf/ every --save-interval steps and at the end."""

@@ -34,14 +34,13 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> I
     evaluation = None
     if config.data.eval_data:
         evaluation = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data")
-    tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+    tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model, "--tokenizer-model" if config.model.tokenizer_model else "--model")
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
-    for dataset, flag in ((train, "--train-data"), (evaluation, "--eval-data")):
-        if dataset is not None:
-            PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
+    datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
+    for dataset, flag in datasets:
+        PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
     if config.algorithm.needs_rollout:
         function = load_reward(config.data.reward, config.data.reward_function)
-        for dataset in (train, evaluation):
-            if dataset is not None:
-                probe_reward(function, dataset)
+        for dataset, flag in datasets:
+            probe_reward(function, dataset, flag)
     return Inputs(shape, train, evaluation)

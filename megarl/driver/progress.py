@@ -92,7 +92,8 @@ class _LiveDisplay:
     def __init__(self, num_steps: int, stream: TextIO):
         from rich.console import Console, Group
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
         from rich.text import Text
 
         self._bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), expand=True)

@@ -105,7 +105,8 @@ class StoreExecutor:
         """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
         with self._changed:
             calls = [f"{f.command.role}.{f.command.method} on rank {', '.join(map(str, f.missing()))}" for f in self._futures.values()]
-        return f"{at_step(self.step).strip() or 'before the first step'}, " + (f"waiting for {' and '.join(calls)}" if calls else "no call in flight")
+        when = at_step(self.step).strip() or "before the first step"
+        return f"{when}, waiting for {' and '.join(calls)}" if calls else f"{when}, no call in flight"
 
     def _end(self) -> None:
         """End the reader thread: a process that exits while a thread is in the store's C++ code may be terminated by it."""
@@ -162,7 +163,8 @@ class StoreExecutor:
                     self._accept(result)
                     self._inbox.delete(self._read_by_all())
         except Exception as error:  # thread boundary: the main thread would wait for ever
-            self._fail(RuntimeError(f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}".splitlines()[0]))
+            text = f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
+            self._fail(RuntimeError(text.splitlines()[0]))
 
     def _accept(self, result: Result) -> None:
         """Store one value; tell the main thread if it was the call's last."""
@@ -172,7 +174,8 @@ class StoreExecutor:
             try:
                 future.values[result.rank] = pickle.loads(result.value)
             except Exception as error:  # a class that only exists on the worker, say
-                return self._fail(RemoteError(c.role, result.rank, c.method, c.step, f"its result cannot be read by the driver: {error!r}", ""))
+                text = f"its result cannot be read by the driver: {error!r}"
+                return self._fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
             self._queues[result.rank].popleft()
             self._free_since[result.rank] = time.monotonic()
             self._answered[result.rank] = result.index
@@ -200,6 +203,6 @@ class StoreExecutor:
 def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
     placed = {rank for of_role in ranks.values() for rank in of_role}
     if outside := sorted(placed - set(range(world_size))):
-        raise ValueError(f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to {world_size - 1}). Start more ranks.")
+        raise ValueError(f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to {world_size - 1}). Start more.")
     if idle := sorted(set(range(world_size)) - placed):
         raise ValueError(f"no role is placed on ranks {idle} of the {world_size} that were started. Start fewer, or place a role there.")

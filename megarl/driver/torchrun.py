@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.driver.store_executor import StoreExecutor
 
 logger = logging.getLogger(__name__)
-_UNWIND_S = 3.0
+_UNWIND_S, _OVERTAKE_S = 3.0, 0.2
 _OF_RANK_0 = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 
 
@@ -124,8 +125,9 @@ def _explain(error: BaseException, executor: StoreExecutor | None) -> str:
         return str(error)
     where = "before the workers were reached" if executor is None else executor.where()
     if isinstance(error, Stopped):
-        cause = "interrupted" if error.signal == signal.SIGINT else f"stopped by {error.signal.name} (a worker died, or torchrun was told to stop)"
-        return f"[driver] {cause} {where}"
+        if error.signal == signal.SIGINT:
+            return f"[driver] interrupted {where}"
+        return f"[driver] stopped by {error.signal.name} (a worker died, or torchrun was told to stop) {where}"
     last = "".join(traceback.format_exception_only(error)).strip()
     step = None if executor is None else executor.step
     return f"[driver] failed{at_step(step)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
@@ -141,7 +143,13 @@ def _abort(executor: StoreExecutor | None, exit_code: int) -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """First signal: unwind `main`, but not for longer than _UNWIND_S. The others, e.g. of rank 0's death just after, say nothing new."""
+    """First signal: unwind `main`, but not for longer than _UNWIND_S. The others, e.g. of rank 0's death just after, say nothing new.
+
+    Ctrl-C also kills rank 0, whose death is a SIGTERM here and may come first: so that one waits for a SIGINT to overtake it.
+    """
+    if signum == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, _nothing)
+        time.sleep(_OVERTAKE_S)
     _ignore_signals()
     deadline = threading.Timer(_UNWIND_S, os._exit, args=(128 + signum,))
     deadline.daemon = True
@@ -150,5 +158,9 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _ignore_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _nothing)
+    signal.signal(signal.SIGTERM, _nothing)
+
+
+def _nothing(signum: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN: Python complains on stderr when a signal that came before finds its handler gone."""

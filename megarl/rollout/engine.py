@@ -25,7 +25,7 @@ from megarl.reshard.atlas import Atlas
 from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import vllm_atlases
 from megarl.rollout.environment import prepare_environment, preserved_random_state, sweep_shared_memory
-from megarl.rollout.plugin import BACKEND, check_version, register
+from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
 
 CPU_BLOCK_SIZE = 128
 """vLLM's default number of tokens in a KV-cache block on CPU."""
@@ -113,6 +113,10 @@ class RolloutEngine:
             raise RuntimeError("generate was called before a sync was committed: the engine's weights are noise. Call sync(version) first.")
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds must pair up.")
+        longest = self._sampling.max_prompt_length
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= longest:
+                raise ValueError(f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) are possible.")
         if not prompts:
             return []
         from vllm import SamplingParams
@@ -171,7 +175,8 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool) -> di
         weight_transfer_config={"backend": BACKEND}, disable_log_stats=True)  # fmt: skip
     if on_cpu:
         check_version()
-        arguments["worker_cls"] = "megarl.rollout.worker.NamedCPUWorker"
+        arguments |= {"worker_cls": "megarl.rollout.worker.NamedCPUWorker", "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
+                      "ir_op_priority": {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}}  # fmt: skip
         if rollout.kv_cache_memory_bytes is None:
             arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
                 shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, rollout.max_num_seqs, max_model_len,

@@ -10,13 +10,21 @@ SUPPORTED_VLLM = "0.32.0"
 BACKEND = "megarl"
 """Name of the weight-transfer backend: LLM(weight_transfer_config={"backend": "megarl"})."""
 
+CPU_NORMS = "megarl_c"
+"""Name of the provider of norms in cpu_norms.py."""
+
 
 def register() -> None:
-    """Make the weight-transfer backend known. Repeatable."""
+    """Make the weight-transfer backend known, and on CPU the norms. Repeatable."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     with contextlib.suppress(ValueError):  # vLLM's word for: registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine")
+    if current_platform.is_cpu():
+        from megarl.rollout import cpu_norms
+
+        cpu_norms.register()
 
 
 def check_version() -> None:

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with shared memory of its own name."""
+"""vLLM's CPU worker with shared memory of its own name, and our sampler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import uuid
 import torch.distributed as dist
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megarl.rollout.cpu_sampler import SeededSampler
 from megarl.rollout.environment import SHM_PREFIX
 
 
@@ -18,6 +19,11 @@ class NamedCPUWorker(CPUWorker):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **{**kwargs, "distributed_init_method": f"env://:{_unique_name()}"})
+
+    def init_device(self) -> None:
+        super().init_device()
+        sampler = self.model_runner.sampler
+        sampler.topk_topp_sampler = SeededSampler(sampler.logprobs_mode, sampler.use_fp64_gumbel)
 
 
 def _unique_name() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.exchange import exchange
+from megarl.workers.process import peak_rss_bytes
 
 if TYPE_CHECKING:
     from megarl.megatron.policy import Policy
@@ -177,6 +177,4 @@ class ActorRole(_MegatronRole):
 
 def peak_memory_bytes() -> int:
     """Most memory this process has held: on the GPU if there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_rss_bytes()

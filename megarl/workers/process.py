@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -42,6 +44,18 @@ def end_on_signals() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def quiet_libraries() -> None:
+    """Before torch, Megatron and vLLM are imported: about thirty lines in every process about what is not installed, not on a GPU
+    or renamed in a later torch. PYTHONWARNINGS and the libraries' own logging variables bring them back."""
+    if os.environ.get("PYTHONWARNINGS"):
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for module in (r"megatron\.", r"torch\.distributed\.", r"vllm\."):
+        warnings.filterwarnings("ignore", module=module)
+    for name in ("megatron", "vllm"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def peak_rss_bytes() -> int:

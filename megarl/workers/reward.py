@@ -19,10 +19,10 @@ class RewardRole:
     def setup(self) -> None:
         self.function = load_reward(self.config.data.reward, self.config.data.reward_function)
 
-    def score(self, purpose: str, num_logged: int = 0) -> list[dict[str, object]]:
+    def score(self, purpose: str, num_logged: int | None = None) -> list[dict[str, object]]:
         """Rewards of this engine's samples, from its first rank only: sample_id, reward (None: the reward failed).
 
-        The samples with ids below num_logged also carry their texts, for the rollouts/ files."""
+        The first num_logged samples of the step (default: --num-rollouts-to-log) also carry their texts, for the rollouts/ files."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
         made, tokenizer, dataset = self.plane.rollouts[purpose], self.rollout.tokenizer, self.rollout.datasets[purpose]
@@ -30,10 +30,11 @@ class RewardRole:
         rewards = score(self.function, [
             RewardSample(dataset[row].data_source, text, dataset[row].ground_truth, dataset[row].extra_info, sample_id)
             for row, text, sample_id in zip(made.rows, texts, made.sample_ids, strict=True)])  # fmt: skip
+        limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
         out = []
         for i, (sample_id, reward) in enumerate(zip(made.sample_ids, rewards, strict=True)):
             record: dict[str, object] = {"sample_id": sample_id, "reward": reward}
-            if sample_id < num_logged:
+            if limit < 0 or sample_id < limit:
                 prompt = dataset[made.rows[i]]
                 record |= {"row": made.rows[i], "prompt": prompt.messages, "response": texts[i], "ground_truth": prompt.ground_truth,
                            "response_length": len(made.responses[i]), "rollout_log_prob": sum(made.log_probs[i])}  # fmt: skip

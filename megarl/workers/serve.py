@@ -27,9 +27,10 @@ from megarl.workers.process import end_on_signals, end_with_parent
 
 logger = logging.getLogger(__name__)
 _ABORT_WAIT_S = 5.0
+Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
-def serve(roles: dict[str, object] | Callable[[], dict[str, object]], rank: int, store: dist.Store, driver: subprocess.Popen | None = None) -> int:
+def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen | None = None) -> int:
     """Serve the driver until it shuts the job down.
 
     Args:
@@ -52,7 +53,7 @@ def serve(roles: dict[str, object] | Callable[[], dict[str, object]], rank: int,
     return driver.wait() if driver is not None else 0
 
 
-def _serve(roles: dict[str, object] | Callable[[], dict[str, object]], rank: int, mailbox: Mailbox) -> None:
+def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:
     hosted = roles if isinstance(roles, dict) else _build(roles, rank, mailbox)
     index = 0
     while isinstance(command := mailbox.next_command(index), Command):

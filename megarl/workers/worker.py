@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from datetime import timedelta
 
 import torch
@@ -16,21 +14,16 @@ from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.workers.actor import ActorRole, ReferenceRole
 from megarl.workers.data_plane import DataPlane
+from megarl.workers.mailbox import world_store
 
 
 def join_world(timeout_s: float) -> None:
     """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there is a GPU."""
-    quiet_libraries()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # before vLLM replaces this function by a no-op
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s))
-
-
-def quiet_libraries() -> None:
-    """Megatron warns about twenty optional packages in every process."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s),
+                            store=world_store(timeout_s), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
 
 
 def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:

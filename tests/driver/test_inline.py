@@ -71,7 +71,7 @@ def test_a_timeout_names_exactly_who_is_missing():
 
 
 @pytest.mark.parametrize("ranks, message", [
-    ({"actor": [0, 1, 2]}, r"placed on ranks \[2\], but the job has 2 ranks \(0 to 1\). Start more ranks."),
+    ({"actor": [0, 1, 2]}, r"placed on ranks \[2\], but the job has 2 ranks \(0 to 1\). Start more."),
     ({"actor": [1]}, r"no role is placed on ranks \[0\] of the 2 that were started"),
 ])  # fmt: skip
 def test_every_rank_needs_a_role(ranks, message):
@@ -83,8 +83,8 @@ def test_every_rank_needs_a_role(ranks, message):
 
 def test_peak_memory_is_this_process_alone():
     """A child of a large parent: getrusage would report the parent's size at the fork."""
-    code = "from megarl.workers.process import peak_rss_bytes as peak; a = peak(); x = bytearray(100 << 20); x[::4096] = bytes(len(x[::4096])); " \
-           "b = peak(); del x; print(a, b, peak())"  # fmt: skip
+    code = ("from megarl.workers.process import peak_rss_bytes as peak; a = peak(); x = bytearray(100 << 20); "
+            "x[::4096] = bytes(len(x[::4096])); b = peak(); del x; print(a, b, peak())")  # fmt: skip
     ballast = bytearray(300 << 20)
     ballast[::4096] = bytes(len(ballast[::4096]))
     before, with_100_mib, after = map(int, subprocess.check_output([sys.executable, "-P", "-c", code], timeout=60).split())

@@ -4,12 +4,14 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 import time
 from io import StringIO
 
 from megarl.driver.progress import Progress, clock
 
-METRICS = {"step": 3, "reward/mean": 0.5124, "response/length_mean": 21.42, "throughput/tokens_per_s": 3210.4, "time/step_s": 0.434, "other": 1.0}
+METRICS = {"step": 3, "reward/mean": 0.5124, "response/length_mean": 21.42, "throughput/tokens_per_s": 3210.4, "time/step_s": 0.434,
+           "other": 1.0}  # fmt: skip
 
 
 def test_plain_lines_are_one_per_step_and_keep_the_last_evaluation():
@@ -39,16 +41,28 @@ def test_time_left_is_measured_between_steps(monkeypatch):
 
 def test_a_terminal_gets_a_live_display_that_leaves_notes_standing():
     master, slave = pty.openpty()
+    chunks: list[bytes] = []
+    reader = threading.Thread(target=drain, args=(master, chunks))
+    reader.start()
     with os.fdopen(slave, "w") as stream:
         progress = Progress(20, stream)
         progress.note("actor ready [1.2 s]")
         progress.update(3, METRICS)
         progress.close()
-        stream.flush()
-        shown = os.read(master, 1 << 16).decode()
+    reader.join(10)
     os.close(master)
+    shown = b"".join(chunks).decode()
     assert "\x1b[" in shown and "3/20" in shown and "reward 0.512" in shown
     assert "actor ready [1.2 s]\r\n" in shown  # brackets are not markup
+
+
+def drain(master: int, chunks: list[bytes]) -> None:
+    """Read a pseudo-terminal until its other end is closed, which Linux tells as an I/O error."""
+    try:
+        while chunk := os.read(master, 4096):
+            chunks.append(chunk)
+    except OSError:
+        return
 
 
 def test_off_a_terminal_nothing_heavy_is_imported():

@@ -116,6 +116,7 @@ def test_to_json_line_keeps_integers_and_every_name():
 
 
 def test_phase_times_sum_to_what_the_calls_took():
-    calls = {("rollout", "generate"): 1.0, ("actor", "update"): 2.0, ("rollout", "sync"): 0.25, ("actor", "receive"): 0.125, ("actor", "advantages"): 0.5}
+    calls = {("rollout", "generate"): 1.0, ("actor", "update"): 2.0, ("rollout", "sync"): 0.25,
+             ("actor", "receive"): 0.125, ("actor", "advantages"): 0.5}  # fmt: skip
     times = phase_times(calls)
     assert times == {"time/rollout_s": 1.0, "time/update_s": 2.0, "time/reshard_s": 0.25, "time/other_s": 0.625}

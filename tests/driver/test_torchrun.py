@@ -115,8 +115,9 @@ def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
     stderr = job.stderr()
     assert code == 0, stderr
     assert "[actor rank 1] update failed at step 10: ValueError: learning rate (-1) must be positive\n" in stderr
-    assert "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) at step 11, waiting for left.sleep on rank 0\n" in stderr
-    assert "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) at step 12, waiting for right.sleep on rank 1\n" in stderr
+    stopped = "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) "
+    assert f"{stopped}at step 11, waiting for left.sleep on rank 0\n" in stderr
+    assert f"{stopped}at step 12, waiting for right.sleep on rank 1\n" in stderr
     assert "[rank 0] the driver process was killed by signal 9; ending the job\n" in stderr
     assert "[right] sleep timed out at step 14: no answer from rank 1 within call_timeout_s (2 s)." in stderr
     assert "[worker rank 1] start-up failed: ValueError: num_layers (0) must be at least 1.\n" in stderr
@@ -226,3 +227,21 @@ def test_without_torchrun_rank_0_hosts_the_store(job):
     check_healthy(job.seen(), world_is="/none/attempt_0")
     assert job.stderr() == ""
     job.wait_until_gone(5)
+
+
+@pytest.mark.parametrize("first, second, told", [
+    ("SIGTERM", "SIGINT", "SIGINT"), ("SIGINT", "SIGTERM", "SIGINT"), ("SIGTERM", "SIGTERM", "SIGTERM"),
+])  # fmt: skip
+def test_a_ctrl_c_is_told_as_one_whichever_signal_comes_first(first, second, told):
+    """Ctrl-C reaches the driver as SIGINT and, by rank 0's death, as SIGTERM, in either order."""
+    code = ("import os, signal, threading, time\n"
+            "from megarl.driver import torchrun\n"
+            f"first, second = signal.{first}, signal.{second}\n"
+            "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, torchrun._stop)\n"
+            "def send():\n"
+            "    for s in (first, second): time.sleep(0.05); os.kill(os.getpid(), s)\n"
+            "threading.Thread(target=send).start()\n"
+            "try: time.sleep(20)\n"
+            "except torchrun.Stopped as stopped: print(stopped.signal.name)\n")  # fmt: skip
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == (f"{told}\n", "")

@@ -6,7 +6,6 @@ import sys
 
 import megarl.batch
 from megarl.megatron.policy import Policy
-from megarl.reshard.transfer import Transfer
 from megarl.train import main
 
 
@@ -20,20 +19,23 @@ def labels_off_by_one() -> None:
 
 
 def stale_shard() -> None:
-    """After the first sync one local parameter is never copied again."""
-    original, runs = Transfer.run, []
+    """After the first sync one of the engine's weights is never written again."""
+    from megarl.rollout.environment import prepare_environment
 
-    def run(self):
-        runs.append(None)
-        if len(runs) > 1:
-            name, tensor = next((n, t) for n, t in self.dst_tensors.items() if "down_proj" in n)
-            before = tensor.clone()
-            result = original(self)
-            tensor.copy_(before)
-            return result
-        return original(self)
+    prepare_environment()
+    from megarl.rollout.weight_transfer import MegarlWeightTransferEngine
 
-    Transfer.run = run
+    original, syncs = MegarlWeightTransferEngine.receive_weights, []
+
+    def receive_weights(self, update_info):
+        weight = next(tensor for name, tensor in self.tensors.items() if "down_proj" in name)
+        before = weight.clone()
+        original(self, update_info)
+        syncs.append(None)
+        if len(syncs) > 1:
+            weight.copy_(before)
+
+    MegarlWeightTransferEngine.receive_weights = receive_weights
 
 
 FAULTS = {f.__name__: f for f in (temperature_not_applied, labels_off_by_one, stale_shard)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", "--num-prompts", "4", "--num-samples-per-prompt", "4",
           "--global-batch-size", "8", "--lr", "1e-3", "--max-prompt-length", "32", "--max-response-length", "16", "--temperature", "0.9",
-          "--rollout-max-num-seqs", "32"]  # fmt: skip
+          "--rollout-max-num-seqs", "32", "--reward-function", f"{Path(__file__).with_name('reward.py')}:lower_case"]  # fmt: skip
 
 
 @dataclass

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
 
 EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
-_COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+_COMMON = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                max_position_embeddings=256, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, rope_theta=10000.0)  # fmt: skip
 CONFIGS = {  # biases and tied embeddings; q/k norms; neither, and a vocabulary that needs no padding
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
@@ -47,8 +47,8 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
 
 def job(folder: Path, *, sampling: dict | None = None, **rollout) -> TrainConfig:
     return TrainConfig(
-        algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1), data=DataConfig(train_data=()),
-        run=RunConfig(save=""), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
+        algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1), data=DataConfig(train_data=("unused.jsonl",)),
+        run=RunConfig(save="unused"), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
         sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
 
 

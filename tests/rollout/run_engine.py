@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 import jobs
 
-from megarl.config.hf_config import read_model_shape
+from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.reshard.atlas import hf_atlas
 from megarl.rollout.engine import RolloutEngine
@@ -28,7 +28,7 @@ SEEDS = [1000 + i for i in range(16)]
 def engine_for(config: TrainConfig, name: str, seed: int):
     """(engine, its reference model), connected but not yet synced. The world is destroyed with the engine."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    shape = read_model_shape(config.model.model)
+    shape = ModelShape.load(config.model.model)
     engine, reference = RolloutEngine(config, shape, [0]), jobs.reference_model(name, seed)
     engine.connect({0: hf_atlas(shape)}, jobs.full_tensors(reference))
     yield engine, reference
@@ -136,7 +136,7 @@ def keeps_random_state(folder: Path) -> dict:
     before = torch.get_rng_state()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = jobs.job(jobs.make_folder(folder / "rng", "llama"))
-    engine = RolloutEngine(dataclasses.replace(config), read_model_shape(config.model.model), [0])
+    engine = RolloutEngine(dataclasses.replace(config), ModelShape.load(config.model.model), [0])
     same = torch.equal(before, torch.get_rng_state())
     engine.shutdown()
     return {"same": same}

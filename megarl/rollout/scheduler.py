@@ -1,0 +1,182 @@
+"""vLLM's scheduler with a short way through the plain decode step.
+
+On a small model vLLM spends more time on scheduling than on arithmetic: each step looks at every request for encoder inputs,
+drafts, adapters, connectors, preemption, and reports every token to the front end. Between two admissions none of that can
+happen to a batch of plain requests: each has exactly one new token, has a slot for it in its last block, and its user wants
+the response only when it is complete. So here
+
+    schedule             one token for every running request, unless a request waits or one needs a new block
+    update_from_output   append it, and report a request once, with all its tokens, when it stops
+
+and everything else is vLLM's own. vLLM is given this class by its `scheduler_cls` argument. It touches the base class's
+state, therefore it is used only with the version that it was written for (plugin.SUPPORTED_VLLM)."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop, remove_all
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
+
+
+class _Decoding:
+    """A running request, and what it produced that the front end does not know yet."""
+
+    __slots__ = ("request", "stops", "limit", "tokens", "log_probs", "ranks")
+
+    def __init__(self, request: Request, max_model_len: int) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.stops = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
+        self.limit = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.ranks: list[int] = []
+
+    def new_logprobs(self) -> LogprobsLists | None:
+        """In vLLM's form: [n, 1] token ids and log-probs, [n] ranks."""
+        if not self.log_probs:
+            return None
+        return LogprobsLists(np.array(self.tokens, np.int32)[:, None], np.array(self.log_probs, np.float32)[:, None], np.array(self.ranks))
+
+
+class DecodeScheduler(Scheduler):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._known: dict[str, _Decoding] = {}  # every plain request that has been running
+        self._decoding: dict[str, _Decoding] = {}  # those of the current short steps
+        self._short_steps = 0  # how many more steps no running request needs a block
+        self._short_output: SchedulerOutput | None = None  # scheduled the short way, not yet executed
+        groups = self.kv_cache_config.kv_cache_groups
+        self._is_plain_engine = (
+            len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+            and not any((self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.log_stats, self.use_pp,
+                         self.num_spec_tokens, self.num_lookahead_tokens, self.is_encoder_decoder, self.enable_kv_cache_events,
+                         self.defer_block_free, self.use_v2_model_runner, self.return_sampling_mask, self.finished_req_ids_dict is not None,
+                         self.scheduler_config.async_scheduling, self.dcp_world_size > 1))
+        )  # fmt: skip
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self._short_steps and not self._interrupted():
+            return self._schedule_decode()
+        for decoding in self._decoding.values():
+            decoding.request.update_block_hashes()
+        self._decoding = {}
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        if scheduler_output is self._short_output:
+            return self._update_decode(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                self._prepend_unreported(output)
+        self._start_decoding()
+        return outputs
+
+    def _interrupted(self) -> bool:
+        """A request can be admitted, one was aborted, or the engine is paused."""
+        return len(self.running) != len(self._decoding) or self._pause_state != PauseState.UNPAUSED or self._can_admit()
+
+    def _can_admit(self) -> bool:
+        return bool(self.kv_holding_waiting or self.deferred_waiting or (self.waiting and len(self.running) < self.max_num_active_reqs))
+
+    def _start_decoding(self) -> None:
+        """Count the coming steps that can go the short way; 0 unless all running requests are plain and past their prompts."""
+        # Preempted requests are not running, but what they hold back must not be lost.
+        self._known = {request_id: decoding for request_id, decoding in self._known.items() if request_id in self.requests}
+        self._short_steps, steps = 0, self.block_size
+        if not self._is_plain_engine or self._can_admit():
+            return
+        for request in self.running:
+            if request.request_id not in self._known:
+                if not _is_plain(request):
+                    return
+                self._known[request.request_id] = _Decoding(request, self.max_model_len)
+            if request.num_computed_tokens != request.num_tokens - 1:
+                return
+            steps = min(steps, -request.num_computed_tokens % self.block_size)
+        self._decoding = {request.request_id: self._known[request.request_id] for request in self.running}
+        self._short_steps = steps
+
+    def _schedule_decode(self) -> SchedulerOutput:
+        self.current_step += 1
+        self._short_steps -= 1
+        self.kv_cache_manager.new_step_starts()
+        computed, produced = [], []
+        for decoding in self._decoding.values():
+            request = decoding.request
+            computed.append(request.num_computed_tokens)
+            produced.append(request.num_output_tokens)
+            request.num_computed_tokens += 1
+        ids = list(self._decoding)
+        cached = CachedRequestData(req_ids=ids, resumed_req_ids=set(), new_token_ids=[], all_token_ids={}, new_block_ids=[None] * len(ids),
+                                   num_computed_tokens=computed, num_output_tokens=produced)  # fmt: skip
+        self._short_output = SchedulerOutput(
+            scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(ids, 1), total_num_scheduled_tokens=len(ids),
+            scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids, free_encoder_mm_hashes=[])  # fmt: skip
+        if self.finished_req_ids:
+            self.prev_step_scheduled_req_ids.clear()
+            self.prev_step_scheduled_req_ids.update(ids)
+            self.finished_req_ids = set()
+        return self._short_output
+
+    def _update_decode(self, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        self._short_output = None
+        sampled, index, logprobs = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index, model_runner_output.logprobs
+        if logprobs is not None:
+            log_probs, ranks = logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
+        stopped: list[_Decoding] = []
+        for request_id, decoding in self._decoding.items():
+            at = index[request_id]
+            token = sampled[at][0]
+            request = decoding.request
+            request._output_token_ids.append(token)  # append_output_token_ids, but for the block hashes: see schedule
+            request._all_token_ids.append(token)
+            decoding.tokens.append(token)
+            if logprobs is not None:
+                decoding.log_probs.append(log_probs[at])
+                decoding.ranks.append(ranks[at])
+            if token in decoding.stops or len(request._all_token_ids) >= decoding.limit:
+                stopped.append(decoding)
+        if not stopped:
+            return {}
+        outputs = [self._finish(decoding) for decoding in stopped]
+        self.running = remove_all(self.running, {decoding.request for decoding in stopped})
+        return {0: EngineCoreOutputs(outputs=outputs)}
+
+    def _finish(self, decoding: _Decoding) -> EngineCoreOutput:
+        request = decoding.request
+        assert check_stop(request, self.max_model_len)
+        del self._decoding[request.request_id], self._known[request.request_id]
+        prefill_stats = request.take_prefill_stats()
+        self._free_request(request)
+        return EngineCoreOutput(
+            request_id=request.request_id, new_token_ids=decoding.tokens, new_logprobs=decoding.new_logprobs(),
+            finish_reason=request.get_finished_reason(), stop_reason=request.stop_reason, prefill_stats=prefill_stats)  # fmt: skip
+
+    def _prepend_unreported(self, output: EngineCoreOutput) -> None:
+        """vLLM's own way reports each token at once; what was held back goes first."""
+        decoding = self._known.pop(output.request_id, None)
+        if decoding is None or not decoding.tokens:
+            return
+        output.new_token_ids = decoding.tokens + output.new_token_ids
+        if (held := decoding.new_logprobs()) is not None:
+            output.new_logprobs = LogprobsLists(*(np.concatenate(pair) for pair in zip(held[:3], output.new_logprobs[:3], strict=True)))
+
+
+def _is_plain(request: Request) -> bool:
+    """Reported when complete, stopped by token ids or length alone, with no more log-probs than that of the sampled token."""
+    params = request.sampling_params
+    return (
+        params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and params.num_logprobs in (None, 0)
+        and not any((params.stop, params.prompt_logprobs is not None, params.structured_outputs, params.repetition_detection,
+                     request.use_structured_output, request.resumable, request.has_encoder_inputs, request.lora_request))
+    )  # fmt: skip
