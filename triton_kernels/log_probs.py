@@ -70,7 +70,8 @@ def vocab_parallel_log_probs(
         temperature: what the logits are divided by; the sampler's.
         with_entropy: also return the entropy of each row's softmax.
         inplace: the memory of `logits` becomes the backward's buffer and then its gradient. The caller must not read it
-            afterwards; if autograd needs its values for another gradient, backward raises RuntimeError.
+            afterwards; if autograd needs its values for another gradient, backward raises RuntimeError. Nothing is overwritten
+            where no gradient is recorded.
 
     Returns:
         log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64 for fp64 logits).

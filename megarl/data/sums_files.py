@@ -12,9 +12,9 @@ from megarl.data.sums_model import write_model_folder
 
 NUM_TRAIN_ROWS = 4096
 NUM_TEST_ROWS = 200
-# Stage A reads up to 600 steps x 64 rows. 8192 rows are a fifth of that and read up to five times over: measured, the model
-# learns the steps as fast from them as from ever new ones, and the file is written in half a second.
-NUM_WORKED_ROWS = 8192
+# Stage A reads 360 steps x 64 rows, each row once: from rows read several times the model learns the steps as fast, but it
+# remembers them, and is less sure on held-out ones (0.88 instead of 0.95 after GRPO).
+NUM_WORKED_ROWS = 23_040
 # Stage B is 40 steps x 64 rows, each row once.
 NUM_MIXED_ROWS = 2560
 WORKED_SHARE = 0.3

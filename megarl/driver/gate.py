@@ -14,7 +14,7 @@ class GateError(RuntimeError):
     def __init__(self, finding: str, worst_tokens: list[dict[str, float]]) -> None:
         rows = [f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer {t['trainer']:.6f}, engine {t['engine']:.6f}"
                 for t in sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]]  # fmt: skip
-        super().__init__("\n".join([finding, *rows, "The weights were not updated with this batch if this is the first step."]))
+        super().__init__("\n".join([finding, *rows]))
 
 
 def gate_finding(mismatch: dict[str, float], config: TrainConfig) -> str | None:

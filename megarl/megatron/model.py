@@ -59,7 +59,7 @@ class PolicyModel(GPTModel):
         logits, _ = self.output_layer(hidden_states[labels.predict_positions], weight=weight)  # [N, 1, V_tp]
         return vocab_parallel_log_probs(
             logits.squeeze(1), labels.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp,
-            temperature=labels.temperature, with_entropy=labels.with_entropy)
+            temperature=labels.temperature, with_entropy=labels.with_entropy, inplace=True)
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:

@@ -179,6 +179,10 @@ def test_inplace_gives_the_gradient_in_the_memory_of_the_logits(dtype):
     log_probs, _ = vocab_parallel_log_probs(product, targets, vocab_size=16, inplace=True)
     (gradient,) = torch.autograd.grad(log_probs.sum(), product)
     assert gradient.data_ptr() == product.data_ptr()
+    with torch.no_grad():  # no backward, no buffer: the logits stay
+        before = logits.clone()
+        vocab_parallel_log_probs(logits, targets, vocab_size=16, inplace=True)
+        assert torch.equal(logits, before)
 
 
 def test_inplace_is_refused_where_the_logits_are_needed_again():

@@ -73,6 +73,8 @@ def test_statistics_by_hand():
     assert stats.ratio_deviation_max.item() == pytest.approx(3, rel=1e-6)
     assert stats.kl_sum.item() == pytest.approx(2 * sum(r - 1 - math.log(r) for r in (0.5, 1, 1.5, 4)), rel=1e-6)
     assert policy_loss(*arguments, **CLIPS["dapo"])[1].num_dual_clipped == 0
+    of_the_halves = policy_loss(*(x[::4] for x in arguments), **CLIPS["dapo"])[1]
+    assert of_the_halves.ratio_deviation_max.item() == pytest.approx(0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("clips", [*CLIPS.values(), dict(clip_eps_low=0.0, clip_eps_high=0.0)])

@@ -71,10 +71,13 @@ def log_probs(model: PreTrainedModel, prompt: list[int], response: list[int], te
     return (logits / temperature).log_softmax(-1)
 
 
+def sampled_log_probs(model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[len(response)] log pi(token) of the reference."""
+    return log_probs(model, prompt, response, temperature).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
 def largest_gap(model: PreTrainedModel, asked: list[list[int]], responses: list, temperature: float = 1.0) -> float:
     """max |engine log-prob - reference log-prob| over all sampled tokens."""
-    gaps = []
-    for prompt, response in zip(asked, responses, strict=True):
-        expected = log_probs(model, prompt, response.token_ids, temperature).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
-        gaps.append((expected - torch.tensor(response.log_probs)).abs())
+    gaps = [(sampled_log_probs(model, prompt, r.token_ids, temperature) - torch.tensor(r.log_probs)).abs()
+            for prompt, r in zip(asked, responses, strict=True)]  # fmt: skip
     return torch.cat(gaps).max().item()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import counting
 import jobs
 
 from megarl.config.hf_config import ModelShape
@@ -22,15 +22,19 @@ from megarl.reshard.atlas import hf_atlas
 from megarl.rollout.engine import RolloutEngine
 
 SEEDS = [1000 + i for i in range(16)]
+COUNTING = {"scheduler_cls": "counting.CountingScheduler"}
 
 
 @contextlib.contextmanager
 def engine_for(config: TrainConfig, name: str, seed: int):
     """(engine, its reference model), connected but not yet synced. The world is destroyed with the engine."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    shape = ModelShape.load(config.model.model)
-    engine, reference = RolloutEngine(config, shape, [0]), jobs.reference_model(name, seed)
-    engine.connect({0: hf_atlas(shape)}, jobs.full_tensors(reference))
+    counting.COUNTS.clear()
+    before = torch.get_rng_state()
+    engine = RolloutEngine(config, ModelShape.load(config.model.model), [0])
+    engine.kept_random_state = torch.equal(before, torch.get_rng_state())
+    reference = jobs.reference_model(name, seed)
+    engine.connect({0: hf_atlas(engine.shape)}, jobs.full_tensors(reference))
     yield engine, reference
     engine.shutdown()
 
@@ -45,15 +49,14 @@ def refusal(call) -> str:
 
 def whole_story(folder: Path) -> dict:
     """Qwen3, fp32, block_size=32: first sync, sampling, greedy, seeds, stops, stale prefixes, a failed sync."""
-    config = jobs.job(jobs.make_folder(folder / "qwen3", "qwen3"), block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS})
-    random_state = torch.get_rng_state()
+    config = jobs.job(jobs.make_folder(folder / "qwen3", "qwen3"), block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=COUNTING)
     with engine_for(config, "qwen3", seed=1) as (engine, reference):
-        report = {"before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0)), "version_before": engine.version}
-        torch.set_rng_state(random_state)  # building the reference drew from it
+        report = {"kept_random_state": engine.kept_random_state, "version_before": engine.version,
+                  "before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0))}  # fmt: skip
         report["bytes"], report["version"] = engine.sync(7), engine.llm.get_weight_version()
         asked = jobs.prompts(16, 150)
         sampled = engine.generate(asked, SEEDS, temperature=0.7)
-        report["sampled"] = sampled
+        report |= {"sampled": sampled, "counts": dict(counting.COUNTS)}
         report["gap"] = {"T=0.7": jobs.largest_gap(reference, asked, sampled, 0.7),
                          "T=1.3": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.3), 1.3)}  # fmt: skip
         report["gap_if_temperature_were_ignored"] = jobs.largest_gap(reference, asked, sampled, 1.0)
@@ -64,9 +67,18 @@ def whole_story(folder: Path) -> dict:
         engine.sync(10)
         report["works_again"] = jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0))
         report["refused"] = [refusal(lambda: engine.generate([[11], [12]], [0], temperature=1.0)),
-                             refusal(lambda: engine.generate([[11] * 300], [0], temperature=1.0))]  # fmt: skip
+                             refusal(lambda: engine.generate([[11], [11] * 201], [0, 0], temperature=1.0))]  # fmt: skip
         report["nothing"] = engine.generate([], [], temperature=1.0)
     return report
+
+
+def vllm_as_it_is(folder: Path) -> dict:
+    """The same samples by vLLM's own scheduler and sampler."""
+    own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler", "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
+    config = jobs.job(folder / "qwen3", block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=own)
+    with engine_for(config, "qwen3", seed=1) as (engine, _):
+        engine.sync(7)
+        return {"sampled": engine.generate(jobs.prompts(16, 150), SEEDS, temperature=0.7), "counts": dict(counting.COUNTS)}
 
 
 def greedy(engine: RolloutEngine, reference, asked) -> dict:
@@ -100,54 +112,46 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
     return {"gap_stale": stale, "gap_fresh": jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))}
 
 
-def family(folder: Path, name: str) -> dict:
-    config = jobs.job(jobs.make_folder(folder / name, name))
-    with engine_for(config, name, seed=3) as (engine, reference):
+def too_little_cache(folder: Path) -> dict:
+    """Qwen2, tied: 16 requests of up to 44 tokens in a cache of 12 blocks of 32, so requests wait and are preempted."""
+    per_block = 2 * 2 * 2 * 32 * 4 * 32  # keys and values, layers, heads, head_dim, bytes, tokens
+    config = jobs.job(jobs.make_folder(folder / "qwen2", "qwen2"), block_size=32, kv_cache_memory_bytes=13 * per_block, engine_args=COUNTING)
+    with engine_for(config, "qwen2", seed=3) as (engine, reference):
         engine.sync(0)
-        asked = jobs.prompts(16, jobs.CONFIGS[name].vocab_size)
-        return {"gap": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0))}
+        asked = jobs.prompts(16, 130, length=(19, 21))
+        responses = engine.generate(asked, SEEDS, temperature=1.0)
+        return {"gap": jobs.largest_gap(reference, asked, responses), "counts": dict(counting.COUNTS), "responses": responses}
 
 
 def stop_strings(folder: Path) -> dict:
-    """Text stops need a tokenizer; here token i is the text <i>."""
-    config = jobs.job(jobs.make_folder(folder / "llama_tokenizer", "llama", with_tokenizer=True), sampling={"stop": ("<11><", "7>")})
+    """Llama. Text stops need a tokenizer; here token i is the text <i>."""
+    config = jobs.job(jobs.make_folder(folder / "llama", "llama", with_tokenizer=True), sampling={"stop": ("<11><", "7>")}, engine_args=COUNTING)
     with engine_for(config, "llama", seed=3) as (engine, reference):
         engine.sync(0)
         asked = jobs.prompts(16, 128)
         responses = engine.generate(asked, SEEDS, temperature=1.0)
-        return {"responses": responses, "gap": jobs.largest_gap(reference, asked, responses)}
+        return {"responses": responses, "gap": jobs.largest_gap(reference, asked, responses), "counts": dict(counting.COUNTS)}
 
 
 def bf16(folder: Path) -> dict:
-    """A bf16 engine from fp32 sources, against the reference with its weights rounded."""
+    """A bf16 engine from fp32 sources. Errors are means over tokens, against the rounded weights in fp32 arithmetic."""
     config = jobs.job(jobs.make_folder(folder / "bf16", "qwen3"), dtype="bfloat16")
     with engine_for(config, "qwen3", seed=4) as (engine, reference):
-        written = engine.sync(0)
+        per_parameter = engine.sync(0) / sum(p.numel() for p in reference.parameters())
         asked = jobs.prompts(16, 150)
         responses = engine.generate(asked, SEEDS, temperature=1.0)
-        num_parameters = sum(p.numel() for p in reference.parameters())
-        reference.bfloat16()
-        gaps = torch.cat([(jobs.log_probs(reference, p, r.token_ids).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0] - torch.tensor(r.log_probs)).abs()
-                          for p, r in zip(asked, responses)])  # fmt: skip
-        return {"bytes": written / num_parameters, "mean": gaps.mean().item(), "max": gaps.max().item()}
-
-
-def keeps_random_state(folder: Path) -> dict:
-    before = torch.get_rng_state()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = jobs.job(jobs.make_folder(folder / "rng", "llama"))
-    engine = RolloutEngine(dataclasses.replace(config), ModelShape.load(config.model.model), [0])
-    same = torch.equal(before, torch.get_rng_state())
-    engine.shutdown()
-    return {"same": same}
+        exact = [jobs.sampled_log_probs(reference.bfloat16().float(), p, r.token_ids) for p, r in zip(asked, responses)]
+        rough = [jobs.sampled_log_probs(reference.bfloat16(), p, r.token_ids) for p, r in zip(asked, responses)]
+        engines = torch.cat([torch.tensor(r.log_probs) for r in responses])
+        return {"bytes_per_parameter": per_parameter, "engine_error": (engines - torch.cat(exact)).abs().mean().item(),
+                "transformers_error": (torch.cat(rough) - torch.cat(exact)).abs().mean().item()}  # fmt: skip
 
 
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    report = {"story": whole_story(folder), "qwen2": family(folder, "qwen2"), "llama": family(folder, "llama"), "stops": stop_strings(folder),
-              "bf16": bf16(folder), "random_state": keeps_random_state(folder)}  # fmt: skip
-    (folder / "report.json").write_text(json.dumps(report))
+    scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16)
+    (folder / "report.json").write_text(json.dumps({scenario.__name__: scenario(folder) for scenario in scenarios}))
 
 
 if __name__ == "__main__":

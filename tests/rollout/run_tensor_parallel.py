@@ -1,0 +1,67 @@
+"""One of two ranks of a job: an engine with TP=2, fed from Megatron shards with TP=2. Two such jobs run side by side.
+
+    python tests/rollout/run_tensor_parallel.py FOLDER RANK PORT OWN_NAME OTHER_NAME      a job called "crash" ends without shutdown"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "reshard")]
+import cuts
+import jobs
+
+from megarl.config.hf_config import ModelShape
+from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.rollout.engine import RolloutEngine
+
+SEEDS = [1000 + i for i in range(16)]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    folder, rank, port, own, other = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    if rank == 0:
+        jobs.make_folder(folder / own, "qwen3")
+    dist.barrier()
+    shape = ModelShape.load(folder / own)
+    config = jobs.job(folder / own, tensor_parallel_size=2, sampling={"stop_token_ids": jobs.STOP_IDS})
+    engine = RolloutEngine(config, shape, [0, 1])
+    reference = jobs.reference_model("qwen3", seed=1)
+    full = {name: tensor.squeeze(1) if tensor.shape[1] == 1 else tensor for name, tensor in jobs.full_tensors(reference).items()}
+    shard = {name: tensor.contiguous() for name, tensor in cuts.megatron_shard(shape, full, 2, rank).items()}
+    engine.connect({r: megatron_atlas(shape, 2, r) for r in (0, 1)}, shard)
+    engine.sync(1)
+    torch.manual_seed(rank)  # the ranks' own generators differ: sampling must not use them
+    asked = jobs.prompts(16, 150)
+    sampled = engine.generate(asked, SEEDS, temperature=0.7)
+    report = {"sampled": sampled, "gap": jobs.largest_gap(reference, asked, sampled, 0.7), "pid": os.getpid(),
+              "shared_memory": sorted(path.name for path in Path("/dev/shm").glob("megarl-*"))}  # fmt: skip
+    (folder / f"{own}-{rank}.json").write_text(json.dumps(report))
+    for name in (own, other):  # until here both jobs have an engine
+        for r in (0, 1):
+            wait_for(folder / f"{name}-{r}.json")
+    if own == "crash":
+        os._exit(7)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The engine against transformers, on tiny random models of three families, with real vLLM.
+
+Two programs run: run_engine.py, one engine after the other, and run_tensor_parallel.py, two jobs of two ranks at once. The
+tests judge what they report. Log-probs in fp32 agree to 1e-4 (the step-0 gate's limit; 1e-5 is seen), where any wrong weight,
+mask or temperature shows as 0.1 or more: the random models' log-probs spread over several nats.
+
+    pytest tests/rollout/test_engine.py"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.environment import sweep_shared_memory
+
+FP32_LIMIT = 1e-4
+EOS, STOP_IDS = 3, {4, 5, 6, 7, 8, 9}
+HERE = Path(__file__).parent
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def report(folder) -> dict:
+    process = start("run_engine.py", folder)
+    errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 0 and "Traceback" not in errors, errors
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def story(report) -> dict:
+    return report["whole_story"]
+
+
+@pytest.fixture(scope="module")
+def two_jobs(folder) -> dict:
+    """Job "clean" shuts down, job "crash" leaves by os._exit while its engine is up."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    names = ("clean", "crash")
+    processes = {(own, rank): start("run_tensor_parallel.py", folder, rank, port, own, other)
+                 for own, other, port in zip(names, names[::-1], ports) for rank in (0, 1)}  # fmt: skip
+    errors = {key: process.communicate(timeout=300)[1] for key, process in processes.items()}
+    for (own, rank), process in processes.items():
+        assert process.returncode == (7 if own == "crash" else 0), errors[own, rank]
+        assert "Traceback" not in errors[own, rank], errors[own, rank]
+    return {key: json.loads((folder / f"{key[0]}-{key[1]}.json").read_text()) for key in processes}
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_log_probs_after_a_sync_are_those_of_transformers(report, story):
+    assert story["gap"]["T=0.7"] <= FP32_LIMIT and story["gap"]["T=1.3"] <= FP32_LIMIT  # untied, q/k norms, vocabulary 150
+    assert report["too_little_cache"]["gap"] <= FP32_LIMIT  # tied, biases, vocabulary 130
+    assert report["stop_strings"]["gap"] <= FP32_LIMIT  # Llama, vocabulary 128
+    assert story["gap_if_temperature_were_ignored"] > 0.1
+
+
+def test_nothing_is_generated_before_the_first_sync(story):
+    assert story["version_before"] is None and "before a sync was committed" in story["before_first_sync"]
+    assert story["version"] == "7"
+
+
+def test_sync_reports_the_bytes_it_writes(report, story):
+    hidden, ffn, vocab, heads, groups, head = 128, 96, 150, 4, 2, 32
+    layer = hidden * head * (heads + 2 * groups) + heads * head * hidden + 3 * hidden * ffn + 2 * hidden + 2 * head
+    assert story["bytes"] == 4 * (2 * layer + 2 * vocab * hidden + hidden)
+    assert report["bf16"]["bytes_per_parameter"] == 2
+
+
+def test_a_sync_clears_the_prefix_cache(story):
+    assert story["gap_stale"] > 0.1  # without it, 128 cached tokens of the old weights are used: the test can see the fault
+    assert story["gap_fresh"] <= FP32_LIMIT
+
+
+def test_a_failed_sync_commits_nothing_and_can_be_repeated(story):
+    assert "already" in story["failed_sync"][0] and "before a sync was committed" in story["failed_sync"][1]
+    assert story["works_again"] <= FP32_LIMIT
+
+
+def test_bf16_engine_from_fp32_weights(report):
+    """At most twice the error that transformers makes in bf16 with the same rounded weights."""
+    assert report["bf16"]["engine_error"] <= 2 * report["bf16"]["transformers_error"]
+
+
+# ------------------------------------------------------------------ sampling
+
+
+def test_greedy_takes_the_most_likely_token(story):
+    assert story["greedy_is_argmax"] and story["gap_greedy"] <= FP32_LIMIT
+
+
+def test_a_sample_depends_on_its_seed_and_nothing_else(story):
+    assert story["alone"] and story["backwards"]
+    assert story["same_with_other_seeds"] <= 2  # a response may be one token long
+    assert story["different_twins"] >= 35
+
+
+def test_responses_end_with_the_token_that_stops_them(story):
+    reasons = set()
+    for token_ids, log_probs, reason in story["sampled"]:
+        reasons.add(reason)
+        assert len(log_probs) == len(token_ids) <= 24
+        assert not ({EOS} | STOP_IDS) & set(token_ids[:-1])
+        assert (token_ids[-1] in {EOS} | STOP_IDS) if reason == "stop" else len(token_ids) == 24
+    assert reasons == {"stop", "length"}
+
+
+def test_stop_strings_stay_in_the_response(report):
+    reasons = []
+    for token_ids, _, reason in report["stop_strings"]["responses"]:
+        text = "".join(f"<{i}>" for i in token_ids)
+        reasons.append(reason)
+        if reason == "stop" and token_ids[-1] != EOS:
+            last = f"<{token_ids[-1]}>"
+            assert "7>" in last or "<11><" in text[: -len(last) + 1]
+        before = "".join(f"<{i}>" for i in token_ids[:-1])
+        assert "7>" not in before and "<11><" not in before
+    assert reasons.count("stop") >= 8
+    assert "short" not in report["stop_strings"]["counts"]  # text is matched token by token
+
+
+def test_refusals_name_the_prompt_and_the_limit(story):
+    assert story["refused"] == ["2 prompts and 1 seeds must pair up.", "prompt 1 has 201 tokens; 1 to --max-prompt-length (200) are possible."]
+    assert story["nothing"] == []
+
+
+def test_the_trainers_random_state_survives(story):
+    assert story["kept_random_state"]
+
+
+# ------------------------------------------------------------------ our scheduler and sampler
+
+
+def test_scheduler_and_sampler_change_nothing(report, story):
+    """Tokens, log-probs and finish reasons are those of vLLM's own classes, bit for bit, on most steps by the short way."""
+    assert story["sampled"] == report["vllm_as_it_is"]["sampled"]
+    assert story["counts"]["short"] >= 2 * story["counts"]["long"]
+    assert report["vllm_as_it_is"]["counts"] == {}
+
+
+def test_requests_that_wait_and_are_preempted_lose_nothing(report):
+    counts = report["too_little_cache"]["counts"]
+    assert counts["preempted"] >= 1 and counts["short"] >= 1 and counts["long"] >= 1
+    for token_ids, log_probs, reason in report["too_little_cache"]["responses"]:
+        assert len(token_ids) == len(log_probs)
+        assert token_ids[-1] == EOS if reason == "stop" else len(token_ids) == 24
+
+
+# ------------------------------------------------------------------ two ranks
+
+
+def test_two_ranks_draw_the_same_samples_as_one(two_jobs, story):
+    for result in two_jobs.values():
+        assert result["gap"] <= FP32_LIMIT
+        assert [tokens for tokens, _, _ in result["sampled"]] == [tokens for tokens, _, _ in story["sampled"]]
+
+
+def test_jobs_side_by_side_use_shared_memory_of_their_own(two_jobs):
+    pids = {own: two_jobs[own, 0]["pid"] for own in ("clean", "crash")}
+    names = set(two_jobs["clean", 1]["shared_memory"] + two_jobs["crash", 1]["shared_memory"])
+    for pid in pids.values():
+        assert any(name.startswith(f"megarl-{pid}-") for name in names)
+    left = [path.name for path in Path("/dev/shm").glob(f"megarl-{pids['crash']}-*")]
+    assert left and not list(Path("/dev/shm").glob(f"megarl-{pids['clean']}-*"))
+    assert set(left) <= set(sweep_shared_memory())  # what the next start does
+    assert not list(Path("/dev/shm").glob(f"megarl-{pids['crash']}-*"))
