@@ -64,7 +64,7 @@ class Batch:
     @property
     def response_lengths(self) -> torch.Tensor:
         """[B] int64."""
-        return torch.segment_reduce(self.response_mask.float(), "sum", lengths=self.lengths).long()
+        return _cumulative(self.response_mask)[self.cu_seqlens].diff()
 
     def scatter(self, response_values: Iterable[float] | torch.Tensor) -> torch.Tensor:
         """[N] values of the response tokens, in order -> a [T] fp32 column."""

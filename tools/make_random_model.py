@@ -39,6 +39,7 @@ CONFIG = {
     "sliding_window": 32768,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 151936,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from megarl.config.hf_config import ModelShape
 
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The rectangle [row_start:row_end, col_start:col_end] of `hf_name`, stored from (local_row, local_col) on."""

@@ -24,7 +24,7 @@ from megarl.config.schema import TrainConfig
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import vllm_atlases
-from megarl.rollout.environment import prepare_environment, preserved_random_state, sweep_shared_memory
+from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
 
 CPU_BLOCK_SIZE = 128
@@ -62,14 +62,13 @@ class RolloutEngine:
         self._bytes_per_sync: int | None = None
         prepare_environment()
         _be_launched_externally()
-        from vllm import LLM
-
-        register()
         arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available())
         if int(os.environ["LOCAL_RANK"]) == 0:
             sweep_shared_memory()
-        dist.barrier()
-        with preserved_random_state():
+        with undisturbed():
+            from vllm import LLM
+
+            register()
             self.llm = LLM(**arguments)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
 
@@ -122,11 +121,11 @@ class RolloutEngine:
         from vllm import SamplingParams
 
         stop = list(self._sampling.stop)
-        shared = dict(
-            temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens or self._sampling.max_response_length,
+        params = [SamplingParams(
+            seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens or self._sampling.max_response_length,
             stop=stop or None, include_stop_str_in_output=bool(stop), detokenize=bool(stop),
-            stop_token_ids=list(self._sampling.stop_token_ids) or None, logprobs=0, flat_logprobs=True, skip_clone=True)  # fmt: skip
-        params = [SamplingParams(seed=seed, **shared) for seed in seeds]
+            stop_token_ids=list(self._sampling.stop_token_ids) or None, logprobs=0, flat_logprobs=True, skip_clone=True)
+            for seed in seeds]  # fmt: skip
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [_response(output.outputs[0]) for output in outputs]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,6 +36,7 @@ def prepare_environment() -> None:
     Raises: RuntimeError if our Triton kernels are importable under the name that vLLM takes for OpenAI's."""
     for name, value in (_EVERYWHERE if torch.cuda.is_available() else _EVERYWHERE | _ON_CPU).items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it configures its logging
     _check_no_triton_kernels()
 
 
@@ -51,8 +54,16 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 
 @contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """vLLM seeds torch, numpy and random process-wide when an engine is built; the trainer's state must not notice."""
+def undisturbed() -> Iterator[None]:
+    """Around the construction of an engine: vLLM seeds torch, numpy and random process-wide, and touches every attribute of
+    every module, which makes deprecated ones warn. The trainer's random state and the user notice neither."""
+    with warnings.catch_warnings(), _preserved_random_state():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _preserved_random_state() -> Iterator[None]:
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:

@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 class _Decoding:
     """A running request, and what it produced that the front end does not know yet."""
 
-    __slots__ = ("request", "stops", "limit", "tokens", "log_probs", "ranks")
+    __slots__ = ("limit", "log_probs", "ranks", "request", "stops", "tokens")
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         params = request.sampling_params
@@ -119,8 +119,8 @@ class DecodeScheduler(Scheduler):
         cached = CachedRequestData(req_ids=ids, resumed_req_ids=set(), new_token_ids=[], all_token_ids={}, new_block_ids=[None] * len(ids),
                                    num_computed_tokens=computed, num_output_tokens=produced)  # fmt: skip
         self._short_output = SchedulerOutput(
-            scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(ids, 1), total_num_scheduled_tokens=len(ids),
-            scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, preempted_req_ids=self.reset_preempted_req_ids,
+            scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(ids, 1),
+            total_num_scheduled_tokens=len(ids), scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids, free_encoder_mm_hashes=[])  # fmt: skip
         if self.finished_req_ids:
             self.prev_step_scheduled_req_ids.clear()

@@ -145,7 +145,7 @@ class ActorRole(_MegatronRole):
         if per_token is None:
             return None
         row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()])
+        rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64)  # of no samples it would be a float
         total = torch.zeros(len(sample_ids)).index_add_(0, rows.repeat_interleave(batch.response_lengths), per_token)
         total = total.to(self.policy.device)
         dist.all_reduce(total, group=self.policy.groups.dp)

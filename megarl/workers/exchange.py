@@ -36,8 +36,8 @@ def exchange(batch: Batch | None, moves: list[Move], samples: list[Sample], want
         for request in dist.batch_isend_irecv(operations):
             request.wait()
     received = [_from_bytes(buffers[peer], ids, [length_of[i] for i in ids]) for peer, ids in incoming.items()]
-    parts = ([batch] if batch is not None else []) + received
-    return Batch.cat(parts).select_samples(wanted)
+    held = Batch.from_samples([], [], [], []) if batch is None else batch
+    return Batch.cat([held, *received]).select_samples(wanted)
 
 
 _BYTES_PER_TOKEN = 8 + 4 + 1  # token, rollout log-prob, mask

@@ -43,9 +43,9 @@ def random_layouts(rng: random.Random):
     groups = rng.choice([1, 2, 4, 8])
     heads = max(tp, vtp, groups) * rng.choice([1, 2])
     pp = rng.choice([1, 2, 3, 4])
-    shape = make_shape(rng.choice(["qwen2", "qwen3", "llama"]), layers=pp * rng.choice([1, 2]) if pp < 3 else pp, heads=heads, groups=groups,
-                       head_dim=rng.choice([8, 4]), ffn=8 * rng.randint(1, 5), hidden=rng.choice([8, 12]), vocab=rng.randint(1, 200),
-                       tied=rng.random() < 0.5)  # fmt: skip
+    layers = pp * rng.choice([1, 2]) if pp < 3 else pp
+    shape = make_shape(rng.choice(["qwen2", "qwen3", "llama"]), layers=layers, heads=heads, groups=groups, head_dim=rng.choice([8, 4]),
+                       ffn=8 * rng.randint(1, 5), hidden=rng.choice([8, 12]), vocab=rng.randint(1, 200), tied=rng.random() < 0.5)  # fmt: skip
     return shape, tp, pp, rng.choice([1, 2]), vtp, rng.choice([1, 2])
 
 
@@ -66,7 +66,7 @@ def test_any_megatron_layout_into_any_vllm_layout(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_out_of_a_checkpoint_and_back(seed):
-    shape, tp, pp, dp, _, _ = random_layouts(random.Random(100 + seed))
+    shape, tp, pp, _, _, _ = random_layouts(random.Random(100 + seed))
     model = {name: matrix(tensor) for name, tensor in hf_model(shape, seed).items()}
     atlases = {s * tp + r: megatron_atlas(shape, tp, r, pp, s) for s in range(pp) for r in range(tp)}
     shards = execute(make_plan({0: hf_atlas(shape)}, atlases), {0: model}, atlases)

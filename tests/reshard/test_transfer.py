@@ -136,6 +136,14 @@ def test_load_then_save_is_bit_equal(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
+def test_fp16_engines_and_exports(tmp_path):
+    """Conversions that the C++ copier does not know."""
+    source, atlas = write_source(tmp_path / "source"), megatron_atlas(SHAPE, 1, 0)
+    shard = megatron_shard(SHAPE, hf_model(SHAPE, seed=11), 1, 0)
+    save_hf(tmp_path / "out", source, SHAPE, {0: atlas}, shard, dtype=torch.float16)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), {name: t.half() for name, t in hf_model(SHAPE, 11).items()})
+
+
 def test_save_does_not_replace_what_is_not_an_export(tmp_path):
     source = write_source(tmp_path / "source")
     (tmp_path / "home").mkdir()

@@ -47,8 +47,8 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
 
 def job(folder: Path, *, sampling: dict | None = None, **rollout) -> TrainConfig:
     return TrainConfig(
-        algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1), data=DataConfig(train_data=("unused.jsonl",)),
-        run=RunConfig(save="unused"), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
+        algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1),
+        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
         sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
 
 

@@ -49,7 +49,8 @@ def refusal(call) -> str:
 
 def whole_story(folder: Path) -> dict:
     """Qwen3, fp32, block_size=32: first sync, sampling, greedy, seeds, stops, stale prefixes, a failed sync."""
-    config = jobs.job(jobs.make_folder(folder / "qwen3", "qwen3"), block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=COUNTING)
+    model = jobs.make_folder(folder / "qwen3", "qwen3")
+    config = jobs.job(model, block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=COUNTING)
     with engine_for(config, "qwen3", seed=1) as (engine, reference):
         report = {"kept_random_state": engine.kept_random_state, "version_before": engine.version,
                   "before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0))}  # fmt: skip
@@ -84,7 +85,8 @@ def vllm_as_it_is(folder: Path) -> dict:
 def greedy(engine: RolloutEngine, reference, asked) -> dict:
     responses = engine.generate(asked, SEEDS, temperature=0.0)
     best = [jobs.log_probs(reference, p, r.token_ids).argmax(-1).tolist() for p, r in zip(asked, responses)]
-    return {"greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)), "gap_greedy": jobs.largest_gap(reference, asked, responses)}
+    return {"greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)),
+            "gap_greedy": jobs.largest_gap(reference, asked, responses)}  # fmt: skip
 
 
 def seeds(engine: RolloutEngine, asked, sampled) -> dict:
@@ -93,7 +95,8 @@ def seeds(engine: RolloutEngine, asked, sampled) -> dict:
     backwards = engine.generate(asked[::-1], SEEDS[::-1], temperature=0.7)[::-1]
     others = engine.generate(asked, [s + 1 for s in SEEDS], temperature=0.7)
     twins = engine.generate([asked[0]] * 40, list(range(40)), temperature=0.7)  # more than max_num_seqs
-    return {"alone": alone == [r.token_ids for r in sampled[:4]], "backwards": [r.token_ids for r in backwards] == [r.token_ids for r in sampled],
+    return {"alone": alone == [r.token_ids for r in sampled[:4]],
+            "backwards": [r.token_ids for r in backwards] == [r.token_ids for r in sampled],
             "same_with_other_seeds": sum(a.token_ids == b.token_ids for a, b in zip(others, sampled)),
             "different_twins": len({tuple(r.token_ids) for r in twins})}  # fmt: skip
 
@@ -115,7 +118,8 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
 def too_little_cache(folder: Path) -> dict:
     """Qwen2, tied: 16 requests of up to 44 tokens in a cache of 12 blocks of 32, so requests wait and are preempted."""
     per_block = 2 * 2 * 2 * 32 * 4 * 32  # keys and values, layers, heads, head_dim, bytes, tokens
-    config = jobs.job(jobs.make_folder(folder / "qwen2", "qwen2"), block_size=32, kv_cache_memory_bytes=13 * per_block, engine_args=COUNTING)
+    model = jobs.make_folder(folder / "qwen2", "qwen2")
+    config = jobs.job(model, block_size=32, kv_cache_memory_bytes=13 * per_block, engine_args=COUNTING)
     with engine_for(config, "qwen2", seed=3) as (engine, reference):
         engine.sync(0)
         asked = jobs.prompts(16, 130, length=(19, 21))
@@ -125,7 +129,8 @@ def too_little_cache(folder: Path) -> dict:
 
 def stop_strings(folder: Path) -> dict:
     """Llama. Text stops need a tokenizer; here token i is the text <i>."""
-    config = jobs.job(jobs.make_folder(folder / "llama", "llama", with_tokenizer=True), sampling={"stop": ("<11><", "7>")}, engine_args=COUNTING)
+    model = jobs.make_folder(folder / "llama", "llama", with_tokenizer=True)
+    config = jobs.job(model, sampling={"stop": ("<11><", "7>")}, engine_args=COUNTING)
     with engine_for(config, "llama", seed=3) as (engine, reference):
         engine.sync(0)
         asked = jobs.prompts(16, 128)
@@ -147,10 +152,37 @@ def bf16(folder: Path) -> dict:
                 "transformers_error": (torch.cat(rough) - torch.cat(exact)).abs().mean().item()}  # fmt: skip
 
 
+def norms(folder: Path) -> dict:
+    """Our norms and vLLM's own, both against float64: largest relative errors, worst over shapes, fp32 and bf16."""
+    from vllm import ir
+
+    from megarl.rollout.plugin import CPU_NORMS
+
+    generator, errors = torch.Generator().manual_seed(0), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((5, 48), (7, 3, 32), (1, 1024)):
+            wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)
+            x, residual = wide.to(dtype)[..., : shape[-1]], torch.randn(shape, generator=generator).to(dtype)  # q and k are slices too
+            weight = torch.randn(shape[-1], generator=generator).to(dtype)
+
+            def exact(v, weight=weight):
+                v = v.double()
+                return v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+
+            for provider in (CPU_NORMS, "native"):
+                plain = ir.ops.rms_norm.impls[provider].impl_fn(x.clone(), weight, 1e-6)
+                fused, summed = ir.ops.fused_add_rms_norm.impls[provider].impl_fn(x.contiguous().clone(), residual.clone(), weight, 1e-6)
+                error = max((plain - exact(x)).abs().max().item(), (fused - exact(x.double() + residual.double())).abs().max().item(),
+                            (summed - (x.double() + residual.double())).abs().max().item())  # fmt: skip
+                errors[f"{dtype} {provider}"] = max(error, errors.get(f"{dtype} {provider}", 0.0))
+    chosen = {size: ir.ops.rms_norm.dispatch(torch.ones(2, size), torch.ones(size), 1e-6).provider for size in (32, 40)}
+    return {"errors": errors, "chosen": chosen}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16)
+    scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16, norms)
     (folder / "report.json").write_text(json.dumps({scenario.__name__: scenario(folder) for scenario in scenarios}))
 
 

@@ -26,7 +26,7 @@ SEEDS = [1000 + i for i in range(16)]
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} did not appear")
@@ -37,7 +37,7 @@ def main() -> None:
     folder, rank, port, own, other = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     if rank == 0:
         jobs.make_folder(folder / own, "qwen3")
     dist.barrier()

@@ -19,12 +19,22 @@ import pytest
 from megarl.rollout.environment import sweep_shared_memory
 
 FP32_LIMIT = 1e-4
+TIMEOUT_S = 300  # 25 s on two free cores
 EOS, STOP_IDS = 3, {4, 5, 6, 7, 8, 9}
 HERE = Path(__file__).parent
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+
+
+def finish(processes: dict) -> dict:
+    """Key -> (process, what it wrote to stderr). None survives."""
+    try:
+        return {key: (process, process.communicate(timeout=TIMEOUT_S)[1]) for key, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +44,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder) -> dict:
-    process = start("run_engine.py", folder)
-    errors = process.communicate(timeout=300)[1]
+    process, errors = finish({"one": start("run_engine.py", folder)})["one"]
     assert process.returncode == 0 and "Traceback" not in errors, errors
     return json.loads((folder / "report.json").read_text())
 
@@ -56,10 +65,8 @@ def two_jobs(folder) -> dict:
     names = ("clean", "crash")
     processes = {(own, rank): start("run_tensor_parallel.py", folder, rank, port, own, other)
                  for own, other, port in zip(names, names[::-1], ports) for rank in (0, 1)}  # fmt: skip
-    errors = {key: process.communicate(timeout=300)[1] for key, process in processes.items()}
-    for (own, rank), process in processes.items():
-        assert process.returncode == (7 if own == "crash" else 0), errors[own, rank]
-        assert "Traceback" not in errors[own, rank], errors[own, rank]
+    for (own, _), (process, errors) in finish(processes).items():
+        assert process.returncode == (7 if own == "crash" else 0) and "Traceback" not in errors, errors
     return {key: json.loads((folder / f"{key[0]}-{key[1]}.json").read_text()) for key in processes}
 
 
@@ -138,7 +145,8 @@ def test_stop_strings_stay_in_the_response(report):
 
 
 def test_refusals_name_the_prompt_and_the_limit(story):
-    assert story["refused"] == ["2 prompts and 1 seeds must pair up.", "prompt 1 has 201 tokens; 1 to --max-prompt-length (200) are possible."]
+    assert story["refused"] == ["2 prompts and 1 seeds must pair up.",
+                                "prompt 1 has 201 tokens; 1 to --max-prompt-length (200) are possible."]  # fmt: skip
     assert story["nothing"] == []
 
 
@@ -162,6 +170,13 @@ def test_requests_that_wait_and_are_preempted_lose_nothing(report):
     for token_ids, log_probs, reason in report["too_little_cache"]["responses"]:
         assert len(token_ids) == len(log_probs)
         assert token_ids[-1] == EOS if reason == "stop" else len(token_ids) == 24
+
+
+def test_norms_are_as_exact_as_vllms_own(report):
+    errors = report["norms"]["errors"]
+    for dtype in ("torch.float32", "torch.bfloat16"):
+        assert errors[f"{dtype} megarl_c"] <= 2 * errors[f"{dtype} native"]
+    assert report["norms"]["chosen"] == {"32": "megarl_c", "40": "native"}  # the kernels take 16 elements at once
 
 
 # ------------------------------------------------------------------ two ranks

@@ -1,0 +1,123 @@
+"""What vLLM is told, and the process around it. No engine is started.
+
+    pytest tests/rollout/test_arguments.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.rollout.engine import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes, engine_arguments
+from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+
+SHAPE = ModelShape(
+    model_type="qwen3", num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, head_dim=32, ffn_hidden_size=256,
+    vocab_size=283, tie_word_embeddings=False, qkv_bias=False, qk_layernorm=True, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+    max_position_embeddings=512, eos_token_ids=(1,), torch_dtype="float32")  # fmt: skip
+
+
+def job(bf16: bool = False, tokenizer: str | None = None, sampling: dict | None = None, **rollout) -> TrainConfig:
+    return TrainConfig(
+        algorithm=None, model=ModelConfig(model="folder", bf16=bf16, tokenizer_model=tokenizer), batch=BatchConfig(train_iters=1, seed=5),
+        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), rollout=RolloutConfig(**rollout),
+        sampling=SamplingConfig(**{"max_prompt_length": 100, "max_response_length": 60, **(sampling or {})}))  # fmt: skip
+
+
+def test_training_depends_on_these_arguments():
+    on_cpu, on_gpu = (engine_arguments(job(), SHAPE, on_cpu=cpu) for cpu in (True, False))
+    for arguments in (on_cpu, on_gpu):
+        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["weight_transfer_config"] == {"backend": "megarl"}
+        assert arguments["distributed_executor_backend"] == "external_launcher" and arguments["load_format"] == "dummy"
+        assert arguments["max_model_len"] == 160 and arguments["seed"] == 5 and arguments["skip_tokenizer_init"] is True
+        assert "max_num_batched_tokens" not in arguments and "block_size" not in arguments  # None leaves vLLM's default
+    assert on_cpu["enforce_eager"] and not on_gpu["enforce_eager"]
+    assert "gpu_memory_utilization" not in on_cpu and on_gpu["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in on_gpu
+    assert {"worker_cls", "scheduler_cls", "ir_op_priority"} & on_gpu.keys() == set()
+
+
+@pytest.mark.parametrize("bf16, dtype, expected", [(False, "auto", "float32"), (True, "auto", "bfloat16"), (True, "float32", "float32")])
+def test_the_engine_computes_as_the_actor_trains(bf16, dtype, expected):
+    assert engine_arguments(job(bf16, dtype=dtype), SHAPE, on_cpu=True)["dtype"] == expected
+
+
+def test_other_engine_arguments_pass_through_but_not_those_that_training_needs():
+    assert engine_arguments(job(engine_args={"swap_space": 2, "enforce_eager": False}), SHAPE, on_cpu=True)["enforce_eager"] is False
+    with pytest.raises(ValueError, match=r"--rollout-logprobs-mode \(raw_logprobs\), --rollout-load-format \(auto\) cannot be chosen"):
+        engine_arguments(job(engine_args={"load_format": "auto", "logprobs_mode": "raw_logprobs"}), SHAPE, on_cpu=True)
+
+
+def test_stop_strings_need_a_hugging_face_tokenizer(tmp_path):
+    assert engine_arguments(job(tokenizer="t", sampling={"stop": ("x",)}), SHAPE, on_cpu=True)["tokenizer"] == "t"
+    assert "tokenizer" not in engine_arguments(job(tokenizer="t"), SHAPE, on_cpu=True)
+    (tmp_path / "spiece.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"--stop x needs a Hugging Face tokenizer, .*spiece.model\) is a SentencePiece file"):
+        engine_arguments(job(tokenizer=str(tmp_path / "spiece.model"), sampling={"stop": ("x",)}), SHAPE, on_cpu=True)
+
+
+def test_kv_cache_on_cpu_holds_every_sequence_within_a_bound():
+    per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head_dim, bytes
+    # 256 sequences of 160 tokens, each in two blocks of 128, and the block that vLLM keeps for itself
+    assert cpu_kv_cache_bytes(SHAPE, 1, 4, 256, 160, 128) == per_token * 128 * (256 * 2 + 1)
+    assert cpu_kv_cache_bytes(SHAPE, 2, 4, 256, 160, 128) == per_token // 2 * 128 * (256 * 2 + 1)
+    assert cpu_kv_cache_bytes(SHAPE, 4, 2, 256, 160, 128) == per_token // 4 * 128 * (256 * 2 + 1)  # two ranks share a head
+    large = dataclasses.replace(SHAPE, num_layers=64, num_query_groups=4, head_dim=128)
+    assert MAX_CPU_KV_CACHE_BYTES <= cpu_kv_cache_bytes(large, 1, 4, 256, 2048, 128) <= 1.05 * MAX_CPU_KV_CACHE_BYTES
+    assert cpu_kv_cache_bytes(large, 1, 4, 256, 32768, 128) >= 2 * 32768 * 2 * 64 * 4 * 128 * 4  # two long sequences fit whatever it takes
+
+
+# ------------------------------------------------------------------ environment
+
+
+def test_environment_keeps_what_the_user_set(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    prepare_environment()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_our_kernels_under_vllms_name_are_refused():
+    """Started in the checkout without PYTHONSAFEPATH, Python would find triton_kernels/ there."""
+    checkout = Path(__file__).parents[2]
+    code = "from megarl.rollout.environment import prepare_environment; prepare_environment()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+
+    def start(environment: dict[str, str]) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-c", code], check=False, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+
+    found, safe = start(environment), start(environment | {"PYTHONSAFEPATH": "1"})
+    assert found.returncode != 0 and "Start with PYTHONSAFEPATH=1" in found.stderr
+    assert safe.returncode == 0, safe.stderr
+
+
+def test_random_state_is_put_back():
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    with undisturbed():
+        torch.manual_seed(9), np.random.seed(9), random.seed(9)
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
+
+
+def test_shared_memory_of_dead_jobs_is_swept():
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait(timeout=30)
+    shm = Path("/dev/shm")
+    dead, alive, foreign = (shm / f"megarl-{name}-test" for name in (gone.pid, os.getpid(), "notes"))
+    try:
+        for path in (dead, alive, foreign):
+            path.touch()
+        assert dead.name in sweep_shared_memory()
+        assert not dead.exists() and alive.exists() and foreign.exists()
+    finally:
+        for path in (dead, alive, foreign):
+            path.unlink(missing_ok=True)

