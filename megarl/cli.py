@@ -6,13 +6,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import megarl
-from megarl.config.errors import ConfigError, did_you_mean, raise_findings
-
-if TYPE_CHECKING:
-    from megarl.config.schema import TrainConfig
+from megarl.config.errors import ConfigError, did_you_mean
 
 USAGE = """\
 usage: megarl <command> [@file.args ...] [--flag value ...]
@@ -47,13 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: list[str]) -> int:
     """Check the job, then run it: here if the executor is inline, else on ranks that this process starts."""
+    from megarl.config.check import check_job
     from megarl.config.loader import load_config
 
     config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
         sys.stderr.write("megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n")
         return 2
-    check_everything(config, config.placement.nproc_per_node)
+    check_job(config, config.placement.nproc_per_node)
     if config.placement.executor == "inline":
         from megarl.train import run_inline
 
@@ -65,9 +62,11 @@ def train(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
+    from megarl.config.check import check_job
     from megarl.config.loader import load_config
 
     config = load_config(argv, _registry(), "megarl eval")
+    check_job(config, config.placement.nproc_per_node, new_run=False)
     if config.placement.executor == "inline":
         from megarl.evaluate import main as evaluate_here
 
@@ -85,12 +84,12 @@ def convert(argv: list[str]) -> int:
 
 def check(argv: list[str]) -> int:
     """Load and check; print 'ok' with what the job amounts to, or all findings."""
-    from megarl.config.check import data_parallel_size
+    from megarl.config.check import check_job, data_parallel_size
     from megarl.config.loader import load_config
 
     config = load_config(argv, _registry(), "megarl check")
     world_size, batch = config.placement.nproc_per_node, config.batch
-    check_everything(config, world_size)
+    check_job(config, world_size)
     samples = batch.num_prompts * batch.num_samples_per_prompt if config.algorithm.needs_rollout else batch.global_batch_size
     updates = samples // batch.global_batch_size * (batch.num_epochs if config.algorithm.needs_rollout else 1)
     dp = data_parallel_size(config, world_size)
@@ -99,19 +98,6 @@ def check(argv: list[str]) -> int:
         f"{updates} updates\n"
     )
     return 0
-
-
-def check_everything(config: TrainConfig, world_size: int) -> None:
-    """The rules across fields and the model's config.json, reported together. Raises: ConfigError."""
-    from megarl.config.check import check as findings_of
-    from megarl.config.hf_config import ModelShape
-
-    shape, findings = None, []
-    try:
-        shape = ModelShape.load(config.model.model)
-    except ConfigError as error:
-        findings = list(error.findings)
-    raise_findings(findings + findings_of(config, shape, world_size))
 
 
 def _registry() -> dict[str, type]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
+from megarl.config.check import split_findings
+from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ModelConfig, ParallelConfig
@@ -43,17 +46,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def find_problems(arguments: argparse.Namespace) -> list[str]:
     """Everything that is wrong with the arguments, each with a value that works."""
+    shape, save = ModelShape.load(arguments.model), Path(arguments.save)
+    tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     problems = []
-    if os.path.exists(arguments.save) and (not os.path.isdir(arguments.save) or os.listdir(arguments.save)):
-        problems.append(f"--save ({arguments.save}) exists and is not empty: name a new folder, e.g. {arguments.save.rstrip('/')}-2")
-    shape = ModelShape.load(arguments.model)
-    for flag, size, what, count in (
-        ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size, "num_key_value_heads", shape.num_query_groups),
-        ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size, "num_hidden_layers", shape.num_layers)):  # fmt: skip
-        if size < 1 or count % size:
-            fits = max(d for d in range(1, count + 1) if count % d == 0 and d <= max(size, 1))
-            problems.append(f"{flag} ({size}) must divide the model's {what} ({count}). Try {fits}.")
-    return problems
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        problems.append(f"--save ({save}): exists and is not empty. Try --save {free_name(save)}.")
+    if not any(Path(arguments.model).glob("*.safetensors")):
+        problems.append(f"--model ({arguments.model}): holds no *.safetensors. Give a folder with weights.")
+    for name, size in (("tensor", tp), ("pipeline", pp)):
+        if size < 1:
+            problems.append(f"--{name}-model-parallel-size ({size}): must be at least 1.")
+    return problems + (list(split_findings(shape, tp, pp)) if min(tp, pp) >= 1 else [])
 
 
 def convert(arguments: argparse.Namespace, world_size: int) -> int:
@@ -65,6 +68,7 @@ def convert(arguments: argparse.Namespace, world_size: int) -> int:
     import torch.distributed as dist
 
     from megarl.megatron.mesh import create_groups
+    from megarl.megatron.model import uses_transformer_engine
     from megarl.megatron.policy import Policy
     from megarl.reshard.megatron_atlas import megatron_atlas
     from megarl.reshard.transfer import load_hf, save_hf
@@ -77,8 +81,8 @@ def convert(arguments: argparse.Namespace, world_size: int) -> int:
     parallel = ParallelConfig(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp)
     policy = Policy(shape, mesh, ModelConfig(model=arguments.model, bf16=arguments.bf16), parallel)
     coordinates = {rank: mesh.coordinates(rank) for rank in mesh.ranks}
-    atlases = {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"]) for rank, c in coordinates.items()}
-    load_hf(arguments.model, atlases[dist.get_rank()], policy.parameters)
+    atlases = {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine()) for rank, c in coordinates.items()}
+    load_hf(arguments.model, atlases[dist.get_rank()], policy.parameters, shape)
     save_hf(arguments.save, arguments.model, shape, atlases, policy.parameters)
     if dist.get_rank() == 0:
         compare(arguments.model, arguments.save, torch.bfloat16 if arguments.bf16 else torch.float32)

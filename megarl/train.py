@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 from megarl.algorithms import REGISTRY
+from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
@@ -30,15 +31,17 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = load_config(argv, REGISTRY)
+        if config.placement.executor == "inline":
+            return run_inline(config, inline_job, new_run)
+        if "RANK" not in os.environ:
+            sys.stderr.write("megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m megarl.train ..., or "
+                             "megarl train ..., which does it for you\n")
+            return 2
+        if rank == 0:  # torchrun's own count may not suit the job; only here, as others may come when the run has begun
+            check_job(config, int(os.environ["WORLD_SIZE"]), new_run)
     except ConfigError as error:
         if rank == 0:
             sys.stderr.write(f"{error}\n")
-        return 2
-    if config.placement.executor == "inline":
-        return run_inline(config, inline_job, new_run)
-    if "RANK" not in os.environ:
-        sys.stderr.write("megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m megarl.train ..., or "
-                         "megarl train ..., which does it for you\n")
         return 2
     return work(config, argv, rank, driver)
 
@@ -71,19 +74,19 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
 def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool = True) -> int:
     """Driver and the only rank in one process: a debugger stands where the error is."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    from megarl.driver.__main__ import train_job
-    from megarl.driver.inline import InlineExecutor
-    from megarl.driver.preflight import read_inputs
     from megarl.workers.process import quiet_libraries
 
     quiet_libraries()
-    from megarl.workers.worker import build_roles, join_world
-
+    from megarl.driver.__main__ import train_job
+    from megarl.driver.inline import InlineExecutor
+    from megarl.driver.preflight import read_inputs
     try:
         inputs = read_inputs(config, 1, new_run)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    from megarl.workers.worker import build_roles, join_world
+
     join_world(config.placement.call_timeout_s)
     (job or train_job)(InlineExecutor(build_roles(config, world_size=1)), config, inputs, 1)
     return 0

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config.check_paths import path_findings
-from megarl.config.errors import raise_findings
+from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES, flag_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.placement import parse_ranks
 from megarl.config.schema import ParallelConfig, TrainConfig
 
-__all__ = ["check", "raise_findings"]
+__all__ = ["check", "check_job", "raise_findings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
     Args:
         shape: of config.model.model. None leaves the rules about it out, for when config.json itself is wrong.
         world_size: ranks of the job.
-        new_run: --save is going to be written, so it must not hold a run.
+        new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
     """
     ranks, findings = {}, []
     for role, text in (("actor", config.placement.actor_ranks), ("rollout", config.placement.rollout_ranks)):
@@ -53,10 +53,21 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
             ranks[role] = None
             findings.append(f"--{role}-{error}")
     job = _Job(config, shape, world_size, ranks)
-    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else [])]
+    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
     return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+
+
+def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
+    """Raises: ConfigError with all findings of `check`, together with what is wrong in the model's config.json. Returns its shape."""
+    shape, findings = None, []
+    try:
+        shape = ModelShape.load(config.model.model)
+    except ConfigError as error:
+        findings = list(error.findings)
+    raise_findings(findings + check(config, shape, world_size, new_run))
+    return shape
 
 
 def data_parallel_size(config: TrainConfig, world_size: int) -> int:
@@ -145,17 +156,28 @@ def _optimizer(job: _Job) -> Iterator[str]:
         yield f"--eval-interval ({run.eval_interval}): needs --eval-data. Leave it out, or name held-out files."
 
 
+def _evaluation(job: _Job) -> Iterator[str]:
+    if not job.config.data.eval_data:
+        yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+    if not job.uses_rollout:
+        yield "--algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo."
+
+
 def _actor_shape(job: _Job) -> Iterator[str]:
-    tp, pp = job.config.actor.tensor_model_parallel_size, job.config.actor.pipeline_model_parallel_size
-    sizes = {**_split_sizes(job.shape), "key-value heads": job.shape.num_query_groups}
-    fits = [n for n in _divisors(job.shape.num_attention_heads) if not any(size % n for size in sizes.values())]
+    yield from split_findings(job.shape, job.config.actor.tensor_model_parallel_size, job.config.actor.pipeline_model_parallel_size)
+
+
+def split_findings(shape: ModelShape, tp: int, pp: int) -> Iterator[str]:
+    """Why Megatron cannot split the model over `tp` x `pp` ranks."""
+    sizes = {**_split_sizes(shape), "key-value heads": shape.num_query_groups}
+    fits = [n for n in _divisors(shape.num_attention_heads) if not any(size % n for size in sizes.values())]
     for name, size in sizes.items():
         if size % tp:
             yield f"--tensor-model-parallel-size ({tp}): must divide the model's {name} ({size}).{_try(fits, tp)}"
-    if job.shape.num_layers % pp:
+    if shape.num_layers % pp:
         yield (
-            f"--pipeline-model-parallel-size ({pp}): must divide the model's layers ({job.shape.num_layers})."
-            f"{_try(_divisors(job.shape.num_layers), pp)}"
+            f"--pipeline-model-parallel-size ({pp}): must divide the model's layers ({shape.num_layers})."
+            f"{_try(_divisors(shape.num_layers), pp)}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +51,12 @@ def _reward_function(name: str | None) -> Iterator[str]:
 def _save(folder: Path) -> Iterator[str]:
     taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
     if taken is not None:
-        free = next(path for number in range(2, 1_000_000) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
-        yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. Try --save {free}."
+        yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. Try --save {free_name(folder)}."
     elif folder.exists() and not folder.is_dir():
         yield f"--save ({folder}): is a file. Name a folder; it is created."
+
+
+def free_name(folder: Path) -> Path:
+    """`folder` with the lowest number behind it that nothing is called yet: run-2."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    return next(path for number in itertools.count(2) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())

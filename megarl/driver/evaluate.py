@@ -29,10 +29,6 @@ def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], 
 
 def evaluate_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
     """Load --model into the engines, answer --eval-data, write one JSON line to stdout."""
-    if inputs.evaluation is None:
-        raise ValueError("--eval-data: megarl eval needs held-out rows. Give one or more *.jsonl or *.parquet files.")
-    if not config.algorithm.needs_rollout:
-        raise ValueError("--algorithm (sft): megarl eval samples answers and scores them. Try --algorithm grpo.")
     for future in [executor.call(name, "setup") for name in role_meshes(config, world_size)]:
         future.result()
     rollout = executor.role("rollout")

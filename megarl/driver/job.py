@@ -47,8 +47,7 @@ class Job:
         self.config, self.shape, self.executor, self.run = config, shape, executor, run
         self.meshes = role_meshes(config, world_size)
         self.cursor = DataCursor(len(train), config.batch.seed, config.data.shuffle)
-        limit = config.run.eval_num_prompts
-        self.eval_rows = list(range(len(evaluation)))[: limit if limit else None] if evaluation is not None else []
+        self.eval_rows = list(range(len(evaluation or ())))[: config.run.eval_num_prompts]
         self.gate_passed = False
 
     def role(self, name: str) -> RoleHandle | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.check import check, raise_findings
+from megarl.config.check import check_job
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
@@ -27,8 +27,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> I
     """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is wrong.
 
     new_run: --save must not hold a run yet (training), or is not written to (evaluation)."""
-    shape = ModelShape.load(config.model.model)
-    raise_findings(check(config, shape, world_size, new_run))
+    shape = check_job(config, world_size, new_run)
     needs = "response" if not config.algorithm.needs_rollout else None if config.data.reward_function else "ground_truth"
     train = PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
     evaluation = None

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from megarl.config.check_paths import free_name
 from megarl.config.schema import TrainConfig
 from megarl.driver.events import EventFile
 from megarl.driver.metrics import to_json_line
@@ -29,14 +30,9 @@ def check_folder_is_free(save: str) -> None:
     """Raise ValueError if `save` holds a run, naming a folder that is free. Creates nothing."""
     folder = Path(save)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--save ({save}) is a file; it must be a folder that can be created. Try --save {_free_name(folder)}.")
+        raise ValueError(f"--save ({save}) is a file; it must be a folder that can be created. Try --save {free_name(folder)}.")
     if any((folder / mark).exists() for mark in _MARKS):
-        raise ValueError(f"--save ({save}) already holds a run, and no run overwrites another. Try --save {_free_name(folder)}.")
-
-
-def _free_name(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 1 << 31))
-    return next(name for name in names if not name.exists())
+        raise ValueError(f"--save ({save}) already holds a run, and no run overwrites another. Try --save {free_name(folder)}.")
 
 
 class Run:

@@ -47,7 +47,7 @@ class _MegatronRole:
         if config.model.random_init:
             random_weights(self.shape, atlas, self.policy.parameters, config.batch.seed)
         else:
-            load_hf(config.model.model, atlas, self.policy.parameters)
+            load_hf(config.model.model, atlas, self.policy.parameters, self.shape)
         self.policy.parameters_changed()
 
     def _atlas(self, rank: int):

@@ -89,12 +89,22 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
     module("megarl.train", run_inline=lambda config: calls.append(config.placement.executor) or 4)
     module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
-    inline = [job, "--executor", "inline", "--nproc-per-node", "1"]
+    inline, held_out = ["--executor", "inline", "--nproc-per-node", "1"], [job, "--eval-data", str(tmp_path / "train.jsonl")]
     (tmp_path / "run").mkdir()
-    assert [
-        cli.main(argv) for argv in (["train", job], ["train", *inline], ["eval", job], ["eval", *inline], ["convert", "--to", "x"])
-    ] == [3, 4, 3, 5, 6]
-    assert calls == [(2, [job], "megarl.train"), "inline", (2, [job], "megarl.evaluate"), inline, ["--to", "x"]]
+    commands = (["train", job], ["train", job, *inline], ["eval", *held_out], ["eval", *held_out, *inline], ["convert", "--to", "x"])
+    assert [cli.main(argv) for argv in commands] == [3, 4, 3, 5, 6]
+    assert calls == [(2, [job], "megarl.train"), "inline", (2, held_out, "megarl.evaluate"), [*held_out, *inline], ["--to", "x"]]
+
+
+def test_evaluation_needs_held_out_rows_and_minds_no_run(job, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "resolved.args").touch()
+    assert cli.main(["eval", job, "--algorithm", "sft"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "2 configuration errors:",
+        "  - --eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.",
+        "  - --algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo.",
+    ]
 
 
 def test_ctrl_c(tmp_path):

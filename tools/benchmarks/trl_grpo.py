@@ -141,8 +141,8 @@ def grpo_config(job: dict) -> GRPOConfig:
 
     loss_type bnpo is the loss that equals megarl's token-mean: it divides by the response tokens of the mini-batch at hand, which
     one process holds whole. dapo, TRL's default, divides by the tokens of the whole generation (128 samples) times the mini-batch's
-    share of the *samples*, so its two updates weigh a token differently by how long the other half's responses are. On two
-    processes bnpo takes the mean of two token-means: nearly the same, and no slower.
+    share of the *samples*, so the weight of a token depends on how long the responses of the other update are. On two processes
+    bnpo takes the mean of two token-means: nearly the same, and as fast.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return GRPOConfig(
@@ -186,13 +186,14 @@ def read_rows(file: str, tokenizer, order: list[int] | None = None) -> list[dict
 
 
 def held_out(trainer: TimedTrainer, job: dict) -> Callable[[], float]:
-    """Accuracy on the held-out rows: one sampled answer each, by plain transformers generation."""
+    """Accuracy on the held-out rows: one sampled answer each, by plain transformers generation. All processes call it, the first one
+    works, and all leave together, so that none waits for another in the step that follows."""
     tokenizer, score = trainer.processing_class, load_reward(job["reward_file"], job["reward_name"])
     rows = read_rows(job["eval_data"], tokenizer)
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     inputs.pop("token_type_ids", None)
 
-    def evaluate() -> float:
+    def accuracy() -> float:
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -202,6 +203,11 @@ def held_out(trainer: TimedTrainer, job: dict) -> Callable[[], float]:
         model.train()
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return sum(score(row["data_source"], text, row["ground_truth"]) for row, text in zip(rows, texts, strict=True)) / len(rows)
+
+    def evaluate() -> float:
+        scored = accuracy() if trainer.accelerator.is_main_process else 0.0
+        trainer.accelerator.wait_for_everyone()
+        return scored
 
     return evaluate
 

@@ -1,0 +1,170 @@
+"""What a user can get wrong, given to `megarl train` as he would: exit code 2, one message with the flag or file, its value and a
+value that works, no traceback, and nothing written. The first group ends before torch is imported.
+
+    pytest tests/e2e/test_bad_input.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import COMMON, replace_flags
+
+MEGARL = ["-m", "megarl.cli", "train"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "megarl.train"]
+
+
+@pytest.fixture
+def refused(sums_data, tmp_path):
+    """refused("--flag", "value", ...) runs the job with these flags in place of its own -> what it says, after the common checks.
+    A flag that is followed by None is left out."""
+
+    def run(*flags: str | Path | None, program: list[str] = MEGARL, exit_code: int = 2) -> str:
+        left_out = [str(flag) for flag, value in zip(flags, flags[1:]) if value is None]
+        job = [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl"), "--save", str(tmp_path / "run")]
+        job = [word for word in replace_flags(job, [str(f) for f in flags if f is not None]) if word not in left_out]
+        before = snapshot(tmp_path)
+        done = subprocess.run([sys.executable, *program, *job], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                              env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+        assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
+        assert snapshot(tmp_path) == before, "something was written"
+        return done.stderr
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file's and folder's bytes and time of change."""
+    return {str(p.relative_to(folder)): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns) for p in folder.rglob("*")}
+
+
+def lines(message: str) -> list[str]:
+    assert "Traceback" not in message
+    return message.splitlines()
+
+
+# flags -> the whole message
+AT_ONCE = {
+    "missing data file": (("--train-data", "nowhere.jsonl"), ["--train-data (nowhere.jsonl): there is no such file."]),
+    "indivisible heads": (
+        ("--nproc-per-node", "8", "--tensor-model-parallel-size", "8"),
+        ["2 configuration errors:",
+         "  - --tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 1 or 2.",
+         "  - --tensor-model-parallel-size (8): must divide the model's key-value heads (2). Try 1 or 2."],
+    ),
+    "indivisible batch": (
+        ("--global-batch-size", "6"),
+        ["--global-batch-size (6): must divide num_prompts (4) x num_samples_per_prompt (4) = 16. Try 4 or 8."],
+    ),
+    "too few ranks": (
+        ("--nproc-per-node", "1", "--tensor-model-parallel-size", "2"),
+        ["--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the actor has 1. "
+         "Try --nproc-per-node 2."],
+    ),
+    "truncated sampling": (
+        ("--top-p", "0.9", "--top-k", "50"),
+        ["2 configuration errors:",
+         "  - --top-p (0.9): must be 1 in training: the engine would draw from a truncated distribution, whose log-probs are not the "
+         "policy's. Leave it out.",
+         "  - --top-k (50): must be 0 (off) in training: the engine would draw from a truncated distribution, whose log-probs are not "
+         "the policy's. Leave it out."],
+    ),
+    "unknown flag": (
+        ("--global-batch-sizes", "8"),
+        ["--global-batch-sizes (8): no such flag. Did you mean --global-batch-size? [command line]"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_refused_at_once(refused, name):
+    flags, expected = AT_ONCE[name]
+    assert lines(refused(*flags)) == expected
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is(refused, tmp_path):
+    for name in ("resolved.args", "metrics.jsonl", "hf/model.safetensors", "rollouts/step_000001.jsonl"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(f"precious {name}")
+    (tmp_path / "run-2").mkdir()
+    (line,) = lines(refused())
+    assert line == f"--save ({tmp_path}/run): holds another run (resolved.args), which would be overwritten. Try --save {tmp_path}/run-3."
+
+
+def test_too_few_ranks_under_torchrun(refused):
+    """torchrun chooses their number itself. Its own report about the process that ended follows ours."""
+    message = refused("--tensor-model-parallel-size", "2", program=TORCHRUN, exit_code=1)
+    ours = [line for line in message.splitlines() if "--tensor-model-parallel-size" in line]
+    assert message.startswith(ours[0]) and len(ours) == 1 and ours[0].endswith("the actor has 1. Try --nproc-per-node 2.")
+    assert "megarl/" not in message  # no traceback of ours
+
+
+# ------------------------------------------------------------------ needs the data, the tokenizer or the reward: the driver says it
+
+
+def write_rows(path: Path, *changes: dict) -> Path:
+    """Rows of the sums task; each change replaces columns, None removes one."""
+    row = {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5 ?"}],
+           "reward_model": {"style": "rule", "ground_truth": "18"}}  # fmt: skip
+    path.write_text("".join(json.dumps({k: v for k, v in (row | change).items() if v is not None}) + "\n" for change in changes))
+    return path
+
+
+def test_unusable_rows_and_empty_files_are_told_together(refused, tmp_path):
+    bad = write_rows(tmp_path / "bad.jsonl", {}, {"prompt": None}, {"reward_model": {"style": "rule"}}, {})
+    empty = write_rows(tmp_path / "empty.jsonl")
+    message = lines(refused("--train-data", empty, bad, "--nproc-per-node", "1", "--reward-function", None))
+    assert message == [
+        f"--train-data: {empty} is empty: wanted at least one row.",
+        "--train-data: 2 of 4 rows cannot be used. They are:",
+        f"  {bad}:2: no column 'prompt' (there: data_source, reward_model), wanted a non-empty list of "
+        '{"role": str, "content": str}, or a string (or GSM8K\'s own question and answer)',
+        f"  {bad}:3: no column 'reward_model.ground_truth' (there: data_source, prompt, reward_model), wanted the right answer as a string",
+    ]
+
+
+def test_a_tokenizer_of_another_model(refused, sums_data, tmp_path):
+    """On two ranks: the message comes once."""
+    small = tmp_path / "small"
+    small.mkdir()
+    for file in (sums_data / "model").iterdir():
+        (small / file.name).write_bytes(file.read_bytes())
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    (line,) = lines(refused("--model", small))
+    size = config["vocab_size"]
+    assert line == (
+        f"the tokenizer has ids up to {size - 1} ({small}), but the model's vocab_size is 200 ({small}/config.json), so it has no "
+        f"embedding for {size - 200} of them. Give --tokenizer-model the tokenizer the model was trained with."
+    )
+
+
+REWARDS = '''
+def raises(data_source, solution_str, ground_truth, extra_info):
+    return 1 / len(solution_str)
+
+def not_a_number(data_source, solution_str, ground_truth, extra_info):
+    return float("nan")
+'''
+
+
+def test_a_reward_function_that_raises(refused, tmp_path):
+    """Called before training starts, with an empty response. Its own traceback is what helps, so that one is shown."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+    message = refused("--reward-function", "mine.py:raises", "--nproc-per-node", "1")
+    first = message.splitlines()[0]
+    assert first.startswith("before training, on row 0 (from 0) of --train-data: the reward function raises (data_source 'megarl/sums'")
+    assert first.endswith("solution_str '') raised ZeroDivisionError: division by zero")
+    assert message.count("Traceback (most recent call last)") == 1 and 'mine.py", line 3, in raises' in message
+
+
+def test_a_reward_function_that_returns_nan(refused, tmp_path):
+    """With everything in one process, which reads the same inputs."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+    (line,) = lines(refused("--reward-function", "mine.py:not_a_number", "--nproc-per-node", "1", "--executor", "inline"))
+    assert line.endswith("returned nan (float); wanted a finite number, e.g. 0.0 or 1.0.")
