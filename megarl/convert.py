@@ -68,10 +68,9 @@ def convert(arguments: argparse.Namespace, world_size: int) -> int:
     import torch.distributed as dist
 
     from megarl.megatron.mesh import create_groups
-    from megarl.megatron.model import uses_transformer_engine
     from megarl.megatron.policy import Policy
-    from megarl.reshard.megatron_atlas import megatron_atlas
     from megarl.reshard.transfer import load_hf, save_hf
+    from megarl.workers.actor import megatron_atlases
     from megarl.workers.worker import join_world
 
     join_world(timeout_s=1800)
@@ -80,8 +79,7 @@ def convert(arguments: argparse.Namespace, world_size: int) -> int:
     shape = ModelShape.load(arguments.model)
     parallel = ParallelConfig(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp)
     policy = Policy(shape, mesh, ModelConfig(model=arguments.model, bf16=arguments.bf16), parallel)
-    coordinates = {rank: mesh.coordinates(rank) for rank in mesh.ranks}
-    atlases = {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine()) for rank, c in coordinates.items()}
+    atlases = megatron_atlases(shape, mesh)
     load_hf(arguments.model, atlases[dist.get_rank()], policy.parameters, shape)
     save_hf(arguments.save, arguments.model, shape, atlases, policy.parameters)
     if dist.get_rank() == 0:

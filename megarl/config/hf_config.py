@@ -21,13 +21,14 @@ class Family:
     qkv_bias: bool = False
     qk_layernorm: bool = False
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    head_dim_is_a_key: bool = True  # False: vLLM ignores the key
     num_key_value_heads: int | None = 32  # None: num_attention_heads
     max_position_embeddings: int = 32768
     eos_token_id: int | None = None
 
 
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
     "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2),
 }
@@ -139,6 +140,9 @@ def _unsupported(config: dict[str, object], family: Family) -> Iterator[str]:
     for key, (accepted, reason) in ONLY.items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
+    head_dim, heads, hidden_size = config.get("head_dim"), config.get("num_attention_heads"), config.get("hidden_size")
+    if head_dim is not None and not family.head_dim_is_a_key and heads and hidden_size and head_dim * heads != hidden_size:
+        yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         yield f"architectures ({', '.join(map(str, architectures))}): must be {family.architecture}, a causal language model."

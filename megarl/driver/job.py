@@ -82,6 +82,12 @@ class Job:
         blocks = [actor.ranks_where(dp=dp_rank) for dp_rank in range(actor.dp)]
         return {s: blocks[dp_rank] for m in mini_batches for dp_rank in range(actor.dp) for s in m.samples_of(dp_rank)}
 
+    def hand_over(self, plan: StepPlan) -> None:
+        """Bring every sample to the ranks that train on it."""
+        self.role("actor").receive(plan.samples, plan.moves, plan.mini_batches)
+        if set(self.meshes["rollout"].ranks) - set(self.meshes["actor"].ranks):  # those are not asked by the first call
+            self.role("rollout").hand_over(plan.samples, plan.moves)
+
     def plan_rows(self, rows: list[int], lengths: list[tuple[int, int]]) -> StepPlan:
         """One mini-batch of dataset rows (SFT); (length, response length) by row."""
         batch = self.config.batch

@@ -20,7 +20,7 @@ def train_rl(job: Job) -> None:
         generated = rollout.generate("train", rows, step)
         scored = reward.score("train")
         plan = job.plan_step(generated.result(), step)
-        actor.receive(plan.samples, plan.moves, plan.mini_batches)
+        job.hand_over(plan)
         gap = actor.log_probs()
         if reference:
             reference.log_probs()

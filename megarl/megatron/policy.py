@@ -20,6 +20,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import ResponseTokens, build_policy_model, transformer_config
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
@@ -70,6 +71,8 @@ class Policy:
             use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True)
         ddp = DistributedDataParallel(self.config, ddp_config, self.model, pg_collection=self.groups)
+        if self.bf16 and self.device.type == "cpu":
+            accumulate_in_pieces(self.model)
         self.config.no_sync_func = ddp.no_sync
         # Losses are divided by global denominators already: no token count for Megatron to divide by.
         self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(

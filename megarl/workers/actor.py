@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import Algorithm, LossInputs
-from megarl.batch import Batch, MicroBatch
+from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch, Move, Sample
+from megarl.reshard.atlas import Atlas
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane
@@ -22,6 +23,14 @@ from megarl.workers.process import peak_rss_bytes
 
 if TYPE_CHECKING:
     from megarl.megatron.policy import Policy
+
+
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec) -> dict[int, Atlas]:
+    """What each rank of the mesh holds."""
+    from megarl.megatron.model import uses_transformer_engine
+
+    where = {rank: mesh.coordinates(rank) for rank in mesh.ranks}
+    return {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine()) for rank, c in where.items()}
 
 
 class _MegatronRole:
@@ -42,19 +51,13 @@ class _MegatronRole:
         config = self.config
         self.policy = Policy(self.shape, self.mesh, config.model, config.actor, config.optimizer if self.trains else None,
                              config.batch.train_iters, config.transformer)
-        self.atlases = {rank: self._atlas(rank) for rank in self.mesh.ranks}
+        self.atlases = megatron_atlases(self.shape, self.mesh)
         atlas = self.atlases[self.rank]
         if config.model.random_init:
             random_weights(self.shape, atlas, self.policy.parameters, config.batch.seed)
         else:
             load_hf(config.model.model, atlas, self.policy.parameters, self.shape)
         self.policy.parameters_changed()
-
-    def _atlas(self, rank: int):
-        from megarl.megatron.model import uses_transformer_engine
-
-        where = self.mesh.coordinates(rank)
-        return megatron_atlas(self.shape, self.mesh.tp, where["tp"], self.mesh.pp, where["pp"], te_spec=uses_transformer_engine())
 
     @property
     def dp_rank(self) -> int:
@@ -89,12 +92,9 @@ class ActorRole(_MegatronRole):
 
     def receive(self, samples: list[Sample], moves: list[Move], mini_batches: list[MiniBatch]) -> None:
         """Take over the step's samples: pack what this process rolled out, fetch the rest from the ranks that have it."""
-        own = self.plane.rollouts.get("train")
-        batch = None
-        if own is not None and own.sample_ids:
-            batch = Batch.from_samples(own.sample_ids, own.prompts, own.responses, own.log_probs)
         wanted = [s for mini_batch in mini_batches for s in mini_batch.samples_of(self.dp_rank)]
-        self.plane.batch, self.plane.mini_batches = exchange(batch, moves, samples, wanted), mini_batches
+        self.plane.batch = exchange(self.plane.pack("train"), moves, samples, wanted)
+        self.plane.mini_batches = mini_batches
 
     def log_probs(self) -> dict[str, float]:
         """Write the column old_log_probs and compare it with what the engine reported when it sampled.

@@ -28,3 +28,10 @@ class DataPlane:
     batch: Batch | None = None
     """This rank's share of the step, in the order of its micro-batches."""
     mini_batches: list[MiniBatch] = field(default_factory=list)
+
+    def pack(self, purpose: str) -> Batch | None:
+        """What this rank rolled out, with the column rollout_log_probs; None if it rolled out nothing."""
+        own = self.rollouts.get(purpose)
+        if own is None or not own.sample_ids:
+            return None
+        return Batch.from_samples(own.sample_ids, own.prompts, own.responses, own.log_probs)

@@ -14,17 +14,20 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.packing import Sample
-from megarl.workers.actor import ActorRole
+from megarl.packing import Move, Sample
+from megarl.workers.actor import ActorRole, megatron_atlases
 from megarl.workers.data_plane import DataPlane, Rollouts
+from megarl.workers.exchange import exchange
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import RolloutEngine
 
 
 class RolloutRole:
-    def __init__(self, config: TrainConfig, shape: ModelShape, mesh: MeshSpec, plane: DataPlane, actor: ActorRole) -> None:
-        self.config, self.shape, self.mesh, self.plane, self.actor = config, shape, mesh, plane, actor
+    def __init__(self, config: TrainConfig, shape: ModelShape, mesh: MeshSpec, plane: DataPlane, actor: ActorRole | None,
+                 actor_mesh: MeshSpec) -> None:  # fmt: skip
+        """actor: the actor in this process, if there is one."""
+        self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = config, shape, mesh, plane, actor, actor_mesh
         self.rank = dist.get_rank()
         self.engine: RolloutEngine | None = None
 
@@ -40,7 +43,7 @@ class RolloutRole:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
         self.engine = RolloutEngine(config, self.shape, self.mesh.ranks)
-        self.engine.connect(self.actor.atlases, self.actor.policy.parameters)
+        self.engine.connect(megatron_atlases(self.shape, self.actor_mesh), self.actor.policy.parameters if self.actor else {})
 
     @property
     def replica(self) -> int:
@@ -71,6 +74,11 @@ class RolloutRole:
             return []
         return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), holders, truncated=o.finish_reason == "length")
                 for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
+
+    def hand_over(self, samples: list[Sample], moves: list[Move]) -> None:
+        """On a rank without an actor: send what it rolled out to the ranks that train on it, which meanwhile call ActorRole.receive."""
+        if self.actor is None:
+            exchange(self.plane.pack("train"), moves, samples, wanted=[])
 
     def shut_down(self) -> None:
         self.engine.shutdown()

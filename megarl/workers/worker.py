@@ -46,6 +46,6 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     if "reference" in meshes and rank in meshes["reference"].ranks:
         roles["reference"] = ReferenceRole(config, shape, meshes["reference"], plane)
     if rank in meshes["rollout"].ranks:
-        roles["rollout"] = RolloutRole(config, shape, meshes["rollout"], plane, roles.get("actor"))
+        roles["rollout"] = RolloutRole(config, shape, meshes["rollout"], plane, roles.get("actor"), meshes["actor"])
         roles["reward"] = RewardRole(config, meshes["reward"], plane, roles["rollout"])
     return roles

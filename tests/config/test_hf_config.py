@@ -171,6 +171,7 @@ def test_end_of_sequence_ids_of_both_files(write_model):
             "architectures (Qwen2ForSequenceClassification): must be Qwen2ForCausalLM",
         ),
         ({**QWEN2, "quantization_config": {"quant_method": "awq"}}, "quantization_config ("),
+        ({**QWEN2, "head_dim": 999}, "head_dim (999): must be hidden_size / num_attention_heads"),
         ({**QWEN2, "num_key_value_heads": 3}, "num_key_value_heads (3): "),
         ({**QWEN2, "hidden_size": "64"}, "hidden_size (64): must be a positive whole number."),
         ({"model_type": "qwen3"}, "hidden_size (missing): "),

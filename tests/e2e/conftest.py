@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.jobs import LAYOUTS, Job, train
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +17,11 @@ def sums_data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sums")
     make_sums(folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def layout_job(sums_data, tmp_path_factory) -> Callable[[str], Job]:
+    """layout_job("tp2_to_tp2") -> three steps in this layout of LAYOUTS; run once, by the first test that asks for it."""
+    folder = tmp_path_factory.mktemp("layouts")
+    evaluate = ("--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "3", "--eval-num-prompts", "20")
+    return functools.cache(lambda name: train(sums_data, folder / name, *LAYOUTS[name], *(evaluate if name == "dp2_to_tp1" else ())))

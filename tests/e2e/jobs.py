@@ -13,6 +13,16 @@ COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", 
           "--global-batch-size", "8", "--lr", "1e-3", "--max-prompt-length", "32", "--max-response-length", "16", "--temperature", "0.9",
           "--rollout-max-num-seqs", "32", "--reward-function", f"{Path(__file__).with_name('reward.py')}:lower_case"]  # fmt: skip
 
+LAYOUTS = {  # actor -> engines
+    "one": ("--nproc-per-node", "1"),
+    "dp2_to_tp1": (),
+    "tp2_to_tp2": ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2"),
+    "dp2_to_tp2": ("--rollout-tensor-parallel-size", "2"),
+    "tp2_to_tp1": ("--tensor-model-parallel-size", "2"),
+    "pp2_to_tp1": ("--pipeline-model-parallel-size", "2"),
+    "rank_0_to_tp1": ("--actor-ranks", "0"),
+}
+
 
 @dataclass
 class Job:
@@ -27,6 +37,11 @@ class Job:
     @property
     def steps(self) -> list[dict]:
         return [row for row in self.metrics if "reward/mean" in row]
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file's and folder's bytes and time of change."""
+    return {str(p.relative_to(folder)): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns) for p in folder.rglob("*")}
 
 
 def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout: float = 240) -> Job:

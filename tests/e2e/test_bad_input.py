@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import COMMON, replace_flags
+from tests.e2e.jobs import COMMON, replace_flags, snapshot
 
 MEGARL = ["-m", "megarl.cli", "train"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "megarl.train"]
@@ -36,11 +36,6 @@ def refused(sums_data, tmp_path):
         return done.stderr
 
     return run
-
-
-def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file's and folder's bytes and time of change."""
-    return {str(p.relative_to(folder)): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns) for p in folder.rglob("*")}
 
 
 def lines(message: str) -> list[str]:

