@@ -10,11 +10,12 @@ ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test clean
+.PHONY: help quickstart test test-slow clean
 
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
+	@echo 'make test-slow                          run the tests at real size: 15 minutes, 20 GB of memory'
 	@echo 'make clean                              remove the environment and everything that was built; runs/ stays'
 	@echo ''
 	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'
@@ -25,6 +26,9 @@ quickstart: $(ENV)
 
 test: $(ENV)
 	.venv/bin/python -m pytest $(or $(ARGS),tests) --import-mode=importlib
+
+test-slow: $(ENV)
+	.venv/bin/python -m pytest $(or $(ARGS),tests) --import-mode=importlib -m slow
 
 # The stamp is touched by setup_env.py, and only after everything is in place.
 $(ENV): tools/setup_env.py $(SOURCES)

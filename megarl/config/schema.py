@@ -212,7 +212,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """Share of GPU memory for weights and KV cache of the engine. Not used on CPU."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes of KV cache. Default: on CPU enough for max_num_seqs sequences of full length, on GPU by gpu_memory_utilization."""
+    """Bytes of KV cache. Default: on CPU enough for every sequence of a step at full length, at most 1 GiB; on GPU by
+    gpu_memory_utilization."""
     block_size: int | None = None
     """Tokens per KV-cache block. Default: vLLM's (128 on CPU)."""
     enforce_eager: bool | None = None

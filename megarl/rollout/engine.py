@@ -62,7 +62,7 @@ class RolloutEngine:
         self._bytes_per_sync: int | None = None
         prepare_environment()
         _be_launched_externally()
-        arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available())
+        arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
         if int(os.environ["LOCAL_RANK"]) == 0:
             sweep_shared_memory()
         with undisturbed():
@@ -153,7 +153,7 @@ _FIXED = ("model", "tensor_parallel_size", "distributed_executor_backend", "logp
           "skip_tokenizer_init", "seed", "max_model_len")  # fmt: skip
 
 
-def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool) -> dict[str, object]:
+def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_engines: int = 1) -> dict[str, object]:
     """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that training depends on.
 
     Raises: ValueError naming an engine argument that cannot be chosen."""
@@ -178,7 +178,7 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool) -> di
                       "ir_op_priority": {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}}  # fmt: skip
         if rollout.kv_cache_memory_bytes is None:
             arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
-                shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, rollout.max_num_seqs, max_model_len,
+                shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, most_sequences(config, num_engines), max_model_len,
                 rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
@@ -194,10 +194,17 @@ def _tokenizer(config: TrainConfig) -> str | None:
     return tokenizer if config.sampling.stop else None
 
 
-def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """KV cache for max_num_seqs sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
+def most_sequences(config: TrainConfig, num_engines: int) -> int:
+    """Sequences that one engine can have at once: its share of a step's samples or of the evaluation's rows, at most max_num_seqs."""
+    batch, limit = config.batch, config.rollout.max_num_seqs
+    rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
+    return min(limit, max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)))
+
+
+def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int) -> int:
+    """KV cache for that many sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
     per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
     blocks_per_sequence = -(-max_model_len // block_size)
     per_sequence = per_token * block_size * blocks_per_sequence
     one_block = per_token * block_size  # vLLM keeps one block for itself
-    return max(2 * per_sequence, min(max_num_seqs * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
+    return max(2 * per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block

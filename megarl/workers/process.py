@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -56,6 +57,9 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module)
     for name in ("megatron", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # multiprocessing starts its tracker process with these. It removes what vLLM shared between ranks when a failure ends a rank at
+    # once, which is right, but is not to be told after the failure.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 
 
 def peak_rss_bytes() -> int:

@@ -75,6 +75,20 @@ def test_kv_cache_on_cpu_holds_every_sequence_within_a_bound():
     assert cpu_kv_cache_bytes(large, 1, 4, 256, 32768, 128) >= 2 * 32768 * 2 * 64 * 4 * 128 * 4  # two long sequences fit whatever it takes
 
 
+def test_kv_cache_on_cpu_is_for_the_sequences_that_the_job_has():
+    config = job(sampling={"max_prompt_length": 1024, "max_response_length": 1024})  # 16 prompts x 8 samples a step
+
+    def num_sequences(config: TrainConfig, num_engines: int) -> float:
+        return (engine_arguments(config, SHAPE, True, num_engines)["kv_cache_memory_bytes"] / (2 * 2 * 2 * 32 * 4 * 128) - 1) / 16
+
+    evaluated = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_data=("unused.jsonl",)))
+    of_200_rows = dataclasses.replace(evaluated, run=dataclasses.replace(config.run, eval_num_prompts=200))
+    assert [num_sequences(config, n) for n in (1, 2, 3)] == [128, 64, 48]  # of 3 engines the busiest answers 6 prompts
+    assert [num_sequences(of_200_rows, n) for n in (1, 2, 4)] == [200, 100, 50]
+    assert [num_sequences(evaluated, n) for n in (1, 2)] == [256, 256]  # how many rows is not known: as many as run at once
+    assert num_sequences(dataclasses.replace(config, rollout=RolloutConfig(max_num_seqs=20)), 1) == 20
+
+
 # ------------------------------------------------------------------ environment
 
 
