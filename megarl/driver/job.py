@@ -152,3 +152,4 @@ class Job:
         interval = self.config.run.save_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
             self.role("actor").export_hf(str(self.run.folder / "hf")).result()
+            self.executor.take_seconds()  # nor is the export

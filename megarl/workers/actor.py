@@ -99,7 +99,7 @@ class ActorRole(_MegatronRole):
     def log_probs(self) -> dict[str, float]:
         """Write the column old_log_probs and compare it with what the engine reported when it sampled.
 
-        Returns: this rank's share of mismatch/mean_abs, mismatch/max_abs and mismatch/kl (k3 of trainer against engine)."""
+        Returns: this rank's share of mismatch/mean_abs, mismatch/max_abs and mismatch/kl (k3 of KL(engine || trainer), whose samples these are)."""
         batch = self.plane.batch
         batch.old_log_probs = self._compute_log_probs()
         if not self.policy.reports:
@@ -109,7 +109,7 @@ class ActorRole(_MegatronRole):
         return {
             "mismatch/mean_abs": gap.abs().sum().item() / num_tokens,
             "mismatch/max_abs": gap.abs().max().item() if len(gap) else 0.0,
-            "mismatch/kl": ((-gap).expm1() + gap).sum().item() / num_tokens,
+            "mismatch/kl": (gap.expm1() - gap).sum().item() / num_tokens,
         }
 
     def worst_tokens(self, count: int) -> list[dict[str, float]]:

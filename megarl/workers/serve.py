@@ -1,7 +1,7 @@
 """The worker loop: take the next command of the log, run it if it is for a role of this rank, report, again.
 
     command          -> run, report the value
-    command, raises  -> report the failure; wait until the driver has shown it (5 s at most); exit 1
+    command, raises  -> report the failure; wait until the driver has shown it (5 s at most, 60 s at start-up); exit 1
     shutdown         -> report, return
     abort            -> exit with the driver's code
 
@@ -27,6 +27,7 @@ from megarl.workers.process import end_on_signals, end_with_parent
 
 logger = logging.getLogger(__name__)
 _ABORT_WAIT_S = 5.0
+_STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the reason
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
@@ -87,7 +88,7 @@ def _run(command: Command, index: int, rank: int, roles: dict[str, object], mail
 
 def _fail(failure: Failure, index: int, rank: int, mailbox: Mailbox) -> NoReturn:
     mailbox.report(Result(index, rank, b"", failure=failure))
-    deadline = time.monotonic() + _ABORT_WAIT_S
+    deadline = time.monotonic() + (_STARTUP_WAIT_S if index == STARTUP else _ABORT_WAIT_S)
     while not mailbox.aborted() and time.monotonic() < deadline:
         time.sleep(0.05)
     _exit(1)
