@@ -58,9 +58,10 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     """Start the driver on rank 0 (it checks the job while this process imports), join the world, serve."""
     from megarl.driver.torchrun import start_driver
 
-    from megarl.workers.process import end_on_signals, quiet_libraries
+    from megarl.workers.process import end_on_signals, keep_freed_memory, quiet_libraries
 
     end_on_signals()
+    keep_freed_memory()
     driver = start_driver(argv, module=driver_module) if rank == 0 else None
     quiet_libraries()
     from megarl.workers.mailbox import connect
