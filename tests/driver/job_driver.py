@@ -16,6 +16,22 @@ CALL_TIMEOUT_S, LATE_S = 60.0, 2.0
 RANKS = {"actor": [0, 1], "left": [0], "right": [1]}
 
 
+def left_after(pids: list, seconds: float) -> list:
+    """Those still running when the time is over; a failure may take that long to end everything, and torchrun restarts sooner."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def is_running(pid: int) -> bool:
+    """Not so for a zombie, which has ended and waits for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def conversation(executor: Executor, role: str) -> list:
     """What any executor must answer alike: values, keywords, no shared objects, the first error, nothing after it."""
     handle, items = executor.role(role), [1, 2]
@@ -86,7 +102,7 @@ def chain(executor, folder: Path) -> None:
     attempt = int(os.environ["MEGARL_STORE_PREFIX"].rsplit("_", 1)[1])
     pids = executor.call("actor", "setup").result()
     earlier = [int(p) for f in folder.glob("pids_*") for p in f.read_text().split()]
-    (folder / f"left_over_{attempt}").write_text(" ".join(str(p) for p in earlier if Path(f"/proc/{p}").exists()))
+    (folder / f"left_over_{attempt}").write_text(" ".join(map(str, left_after(earlier, seconds=10.0))))
     (folder / f"pids_{attempt}").write_text(" ".join(map(str, [*pids, os.getpid()])))
     executor.step = 10 + attempt
     if attempt == 0:
