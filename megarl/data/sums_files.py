@@ -13,7 +13,7 @@ from megarl.data.sums_model import write_model_folder
 NUM_TRAIN_ROWS = 4096
 NUM_TEST_ROWS = 200
 # Stage A reads 360 steps x 64 rows, each row once: from rows read several times the model learns the steps as fast, but it
-# remembers them, and is less sure on held-out ones (0.88 instead of 0.95 after GRPO).
+# remembers them, and is less sure on held-out ones (seed 0, both stopped early: 0.88 from 8192 rows, 0.91 from 25,600, after GRPO).
 NUM_WORKED_ROWS = 23_040
 # Stage B is 40 steps x 64 rows, each row once.
 NUM_MIXED_ROWS = 2560
