@@ -6,6 +6,7 @@
 #include <string>
 
 #include "copy_plan.h"
+#include "digest.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -13,6 +14,8 @@ using megarl::CopyPlan;
 using megarl::Rect;
 using megarl::TiledRect;
 using Rects = nb::ndarray<const int64_t, nb::shape<-1, 7>, nb::c_contig, nb::device::cpu>;
+using Views = nb::ndarray<const int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+using Digests = nb::ndarray<int64_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<int64_t, nb::shape<-1, 8>, nb::c_contig, nb::device::cpu>;
 
 namespace {
@@ -20,6 +23,18 @@ namespace {
 void fill_table(const CopyPlan& plan, Table table) {
   if (static_cast<int64_t>(table.shape(0)) != plan.num_rects()) throw std::invalid_argument("table must have num_rects rows");
   plan.fill_table(reinterpret_cast<TiledRect*>(table.data()));
+}
+
+// Digests of views[i] into digests[i]; reads host memory without the interpreter's lock.
+void digest(Views views, Digests digests, uint64_t seed, bool sampled, int num_threads) {
+  if (digests.shape(0) != views.shape(0)) throw std::invalid_argument("digests must have as many entries as views");
+  auto first = reinterpret_cast<const megarl::View*>(views.data());
+  auto out = reinterpret_cast<uint64_t*>(digests.data());
+  const auto count = static_cast<int64_t>(views.shape(0));
+  nb::gil_scoped_release release;
+  megarl::check(first, count);
+  if (sampled) megarl::digest_sampled(first, count, seed, out);
+  else megarl::digest_full(first, count, seed, num_threads, out);
 }
 
 #ifdef MEGARL_WITH_CUDA
@@ -44,6 +59,9 @@ NB_MODULE(_C, m) {
            "Copies device memory in one launch on `stream`. `table`: address of fill_table's result on that device.")
 #endif
       .def("fill_table", &fill_table, "table"_a, "Writes what the CUDA kernel reads into an int64 [num_rects, 8] array.");
+
+  m.def("digest", &digest, "views"_a, "digests"_a, "seed"_a, "sampled"_a, "num_threads"_a = 1,
+        "Writes a 64-bit digest per row of views, int64 [N, 5]: address, rows, cols, ld, mode. Raises ValueError naming the first bad one.");
 
 #ifdef MEGARL_WITH_CUDA
   m.attr("built_with_cuda") = true;

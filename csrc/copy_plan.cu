@@ -84,7 +84,7 @@ __device__ void bfloat16_to_float32_tile(const Rect& r, int64_t first, int64_t l
       to[1] = make_uint4(v.z << 16, v.z & 0xffff0000u, v.w << 16, v.w & 0xffff0000u);
     });
   } else {
-    for_each_group<1>(r, first, last, [=](int64_t s, int64_t d) { dst[d] = to_float32(src[s]); });
+    for_each_group<1>(r, first, last, [=](int64_t s, int64_t d) { dst[d] = bfloat16_to_float32(src[s]); });
   }
 }
 

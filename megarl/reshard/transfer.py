@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import OUTPUT, Atlas, Piece, hf_atlas, hf_sizes
-from megarl.reshard.copier import CONVERSIONS, CopyPlan
+from megarl.reshard.copier import CopyPlan
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,9 +54,9 @@ class Transfer:
         self._sends = {peer: _Message.like(views, wire[peer]) for peer, views in sources.items()}
         self._receives = {peer: _Message.like(views, [v.dtype for v in views]) for peer, views in destinations.items()}
         here = plan.copies.get((rank, rank), ())
-        self._pack = _Copies((view, buffer) for peer, views in sources.items() for view, buffer in zip(views, self._sends[peer].views))
-        self._local = _Copies((_src_view(c, src_tensors), _dst_view(c, dst_tensors)) for c in here)
-        self._unpack = _Copies((buffer, view) for peer, views in destinations.items()
+        self._pack = _copies((view, buffer) for peer, views in sources.items() for view, buffer in zip(views, self._sends[peer].views))
+        self._local = _copies((_src_view(c, src_tensors), _dst_view(c, dst_tensors)) for c in here)
+        self._unpack = _copies((buffer, view) for peer, views in destinations.items()
                                for view, buffer in zip(views, self._receives[peer].views))  # fmt: skip
         self.bytes: int = self._local.bytes + self._unpack.bytes
         """Bytes that one run writes on this rank."""
@@ -111,22 +111,10 @@ class _Message:
                             for start, r, dtype in zip(starts, rectangles, dtypes, strict=True)])  # fmt: skip
 
 
-class _Copies:
-    """(source, destination) pairs: a CopyPlan, and PyTorch for the conversions that it does not know (to and from fp16)."""
-
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # What is contiguous on both sides is one row.
-        flat = [(src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst) for src, dst in pairs]
-        known = [src.dtype == dst.dtype or (src.dtype, dst.dtype) in CONVERSIONS for src, dst in flat]
-        planned = [pair for pair, is_known in zip(flat, known, strict=True) if is_known]
-        self._others = [pair for pair, is_known in zip(flat, known, strict=True) if not is_known]
-        self._plan = CopyPlan([dst for _, dst in planned], [src for src, _ in planned])
-        self.bytes: int = sum(dst.numel() * dst.element_size() for _, dst in flat)
-
-    def run(self) -> None:
-        self._plan.run()
-        for src, dst in self._others:
-            dst.copy_(src)
+def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyPlan:
+    """Of (source, destination) pairs. What is contiguous on both sides is one row."""
+    flat = [(src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst) for src, dst in pairs]
+    return CopyPlan([dst for _, dst in flat], [src for src, _ in flat])
 
 
 def _src_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:

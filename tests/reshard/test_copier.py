@@ -16,7 +16,8 @@ from megarl.reshard.copier import CopyPlan, copy_rects
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PAIRS = [(dtype, dtype) for dtype in (torch.int8, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float64)]
-PAIRS += [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS += [(src, dst) for src in FLOATS for dst in FLOATS if src != dst]
 INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +29,7 @@ def device(request):
 @pytest.fixture(params=["extension", "pytorch"])
 def executor(request, monkeypatch):
     if request.param == "pytorch":
-        monkeypatch.setattr(copier, "_extension_for", lambda device_type: None)
+        monkeypatch.setattr(copier, "extension_for", lambda device_type: None)
     return request.param
 
 
@@ -65,7 +66,7 @@ def test_extension_is_built_where_it_can_be():
         pytest.skip("no C++ compiler")
     from megarl import _C
 
-    assert copier._extension_for("cpu") is _C
+    assert copier.extension_for("cpu") is _C
     assert _C.build_info.startswith("with CUDA" if _C.built_with_cuda else "for the CPU only")
 
 
@@ -216,7 +217,7 @@ WIDE = torch.zeros(4, 6)
     [
         ([WIDE], [], r"dst \(1 views\) and src \(0 views\) must pair up"),
         ([WIDE, WIDE[:, :5]], [WIDE, WIDE], r"pair 1: dst shape \[4, 5\] must equal src shape \[4, 6\]"),
-        ([WIDE], [WIDE.half()], "pair 0: torch.float16 to torch.float32 is neither"),
+        ([WIDE], [WIDE.double()], "pair 0: torch.float64 to torch.float32 is neither"),
         ([WIDE], [torch.zeros(4, 6, dtype=torch.int32)], "pair 0: torch.int32 to torch.float32 is neither"),
         ([WIDE], [torch.zeros(6, 4).t()], r"pair 0: src strides \[1, 4\] must end in 1"),
         ([torch.zeros(1, 6).expand(4, 6)], [WIDE], r"pair 0: dst strides \[0, 1\] make rows of 6 elements overlap"),

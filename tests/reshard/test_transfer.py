@@ -137,7 +137,7 @@ def test_load_then_save_is_bit_equal(tmp_path):
 
 
 def test_fp16_engines_and_exports(tmp_path):
-    """Conversions that the C++ copier does not know."""
+    """A dtype that neither side of the reshard has."""
     source, atlas = write_source(tmp_path / "source"), megatron_atlas(SHAPE, 1, 0)
     shard = megatron_shard(SHAPE, hf_model(SHAPE, seed=11), 1, 0)
     save_hf(tmp_path / "out", source, SHAPE, {0: atlas}, shard, dtype=torch.float16)
