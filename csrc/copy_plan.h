@@ -14,7 +14,12 @@ struct TiledRect {
 };
 static_assert(sizeof(TiledRect) == 8 * sizeof(int64_t));
 
-constexpr int64_t kTileElements = 1 << 14;
+// A group is W elements, 16 bytes of the side with the smaller elements. A row needs one more than its size if it starts within one.
+MEGARL_HOST_DEVICE inline int64_t groups_per_row(const Rect& r) {
+  const int64_t from = src_size(r.mode), to = dst_size(r.mode), W = 16 / (from < to ? from : to);
+  return (r.cols + 2 * W - 2) / W;
+}
+constexpr int64_t kTileGroups = 2048;  // 32 KB
 
 // Rectangles that were checked once and are copied many times. It owns no tensor: the caller keeps the memory alive.
 class CopyPlan {
@@ -28,10 +33,10 @@ class CopyPlan {
 
   void run(int num_threads) const;
 
-  // `table` has num_rects() entries of host memory. The caller copies it to the device that runs it.
-  void fill_table(TiledRect* table) const;
-  // One launch; returns a cudaError_t. `table` is on the current device, `stream` is a cudaStream_t.
-  int run_cuda(const TiledRect* table, void* stream) const;
+  // num_rects() and num_tiles() entries of host memory. The caller copies both to the device that runs the plan.
+  void fill_tables(TiledRect* table, int32_t* rect_of_tile) const;
+  // One launch; returns a cudaError_t. Both tables are on the current device, `stream` is a cudaStream_t.
+  int run_cuda(const TiledRect* table, const int32_t* rect_of_tile, void* stream) const;
 
  private:
   std::vector<Rect> rects_;  // non-empty; contiguous ones are a single row

@@ -141,7 +141,12 @@ void digest_full(const View* views, int64_t count, uint64_t seed, int num_thread
       before += words;
     }
   });
-  for (int64_t i = 0; i < count; ++i) digests[i] = finish(sums[static_cast<size_t>(i)], views[i], seed);
+  std::copy(sums.begin(), sums.end(), digests);
+  finish_sums(views, count, seed, digests);
+}
+
+void finish_sums(const View* views, int64_t count, uint64_t seed, uint64_t* sums) {
+  for (int64_t i = 0; i < count; ++i) sums[i] = finish(sums[i], views[i], seed);
 }
 
 void digest_sampled(const View* views, int64_t count, uint64_t seed, uint64_t* digests) {

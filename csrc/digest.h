@@ -56,10 +56,26 @@ MEGARL_HOST_DEVICE inline int64_t sampled_word(const View& view, int64_t s, uint
   return first + static_cast<int64_t>(mix(seed + static_cast<uint64_t>(s) * kWeyl) >> 1) % length;
 }
 
+// A View and the number of tiles before it: what the CUDA kernel reads, int64 [N, 6].
+struct TiledView {
+  View view;
+  int64_t first_tile;
+};
+static_assert(sizeof(TiledView) == 6 * sizeof(int64_t));
+constexpr int64_t kTileWords = 1 << 12;
+MEGARL_HOST_DEVICE inline int64_t num_tiles(const View& view) { return (num_words(view) + kTileWords - 1) / kTileWords; }
+
 // Throws std::invalid_argument naming the index of the first bad view.
 void check(const View* views, int64_t count);
 // One digest per view into `digests`.
 void digest_full(const View* views, int64_t count, uint64_t seed, int num_threads, uint64_t* digests);
 void digest_sampled(const View* views, int64_t count, uint64_t seed, uint64_t* digests);
+// Turns sums over words into digests, in place.
+void finish_sums(const View* views, int64_t count, uint64_t seed, uint64_t* sums);
+
+// Adds the sums over words to `sums`, zeros on the device; returns a cudaError_t. `table` and `view_of_tile`, an entry per tile, are
+// there too; `stream` is a cudaStream_t. Not for packed views.
+int sum_cuda(const TiledView* table, const int32_t* view_of_tile, int64_t num_views, int64_t num_tiles, uint64_t seed, bool sampled,
+             uint64_t* sums, void* stream);
 
 }  // namespace megarl

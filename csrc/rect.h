@@ -34,22 +34,23 @@ MEGARL_HOST_DEVICE inline int64_t dst_size(int64_t mode) {
   return m < 10 ? m : m % 10 == 3 ? 4 : 2;
 }
 inline bool is_known(int64_t mode) {
-  switch (mode < 0 ? mode : element_mode(mode)) {
+  if (mode < 0 || (is_packed(mode) && dst_size(mode) > 4)) return false;
+  switch (element_mode(mode)) {
     case kCopy1: case kCopy2: case kCopy4: case kCopy8: case kBfloat16ToFloat16: case kBfloat16ToFloat32: case kFloat16ToBfloat16:
     case kFloat16ToFloat32: case kFloat32ToBfloat16: case kFloat32ToFloat16: return true;
   }
   return false;
 }
 inline const char* known_modes() {
-  return "1, 2, 4, 8 (copy), 12, 13, 21, 23, 31, 32 (conversion; 1 bfloat16, 2 float16, 3 float32), or one of these + 100 (packed)";
+  return "1, 2, 4, 8 (copy), 12, 13, 21, 23, 31, 32 (conversion; 1 bfloat16, 2 float16, 3 float32), or one of these but 8, + 100 (packed)";
 }
 
 // One row of the int64 [N, 7] array that Python hands over. src, dst: addresses of the first element, in bytes; the rest counts
 // elements.
 //
 // A packed destination (mode >= kPack) is a matrix [N, K] whose element (n, k) is stored at ((n / 16) * K + k) * 16 + n % 16, as
-// vLLM keeps expert weights on a CPU. dst_ld is K, and N a multiple of 16. The matrix starts at a multiple of 16 elements, so dst,
-// the address of element (n0, k0), also tells n0 % 16.
+// vLLM keeps expert weights on a CPU. dst_ld is K, and N a multiple of 16. Elements have at most 4 bytes and the matrix starts
+// at a multiple of 16 of them, so dst, the address of element (n0, k0), also tells n0 % 16.
 struct Rect {
   int64_t src, dst, rows, cols, src_ld, dst_ld, mode;
 };

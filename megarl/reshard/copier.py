@@ -48,13 +48,13 @@ class CopyPlan:
         self._device = self._dst[0].device if self._dst else torch.device("cpu")
         self.bytes: int = sum(view.numel() * view.element_size() for view in self._dst)
         """Bytes that one run writes."""
-        self._plan = self._table = None
+        self._plan = self._tables = None
         if extension := extension_for(self._device.type):
             self._plan = extension.CopyPlan(torch.tensor(rects, dtype=torch.int64).view(-1, 7))
         if self._plan is not None and self._device.type == "cuda":
-            table = torch.empty(self._plan.num_rects, 8, dtype=torch.int64)
-            self._plan.fill_table(table)
-            self._table = table.to(self._device)
+            tables = torch.empty(self._plan.num_rects, 8, dtype=torch.int64), torch.empty(self._plan.num_tiles, dtype=torch.int32)
+            self._plan.fill_tables(*tables)
+            self._tables = [table.to(self._device) for table in tables]
 
     def run(self) -> None:
         """Copies every rectangle. On a GPU this is a launch on the current stream of the destination's device.
@@ -67,7 +67,7 @@ class CopyPlan:
             _copy_with_pytorch(self._dst, self._src)
         elif self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                self._plan.run_cuda(self._table.data_ptr(), torch.cuda.current_stream().cuda_stream)
+                self._plan.run_cuda(*(table.data_ptr() for table in self._tables), torch.cuda.current_stream().cuda_stream)
         else:
             self._plan.run(self._num_threads)
 

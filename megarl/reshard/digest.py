@@ -21,6 +21,7 @@ from megarl.reshard.packed import PackedView
 SAMPLES = 64
 _MASK = 2**64 - 1
 _WEYL, _MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_TILE_WORDS = 4096  # of csrc/digest.h
 _PIECE_WORDS = 1 << 20  # without the extension: 8 MB of words at a time
 
 
@@ -45,8 +46,10 @@ class Digest:
             raise ValueError(f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for all, or left out.")
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
         self._rows = [self._describe(index) for index in range(len(self._views))]
-        on_cpu = all(view.device.type == "cpu" for view in self._views)
-        self._extension = extension_for("cpu") if on_cpu else None
+        self._device = self._views[0].device if self._views else torch.device("cpu")
+        if any(view.device != self._device for view in self._views):
+            raise ValueError(f"views must be on one device, not on {sorted({str(view.device) for view in self._views})}.")
+        self._extension = extension_for(self._device.type)
 
     def sampled(self, version: int) -> list[int]:
         """Digests of 64 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 64th of the view.
@@ -69,9 +72,27 @@ class Digest:
         if self._extension is None:
             return [_digest(view, dtype, seed, sampled) for view, dtype in zip(self._views, self._dtypes, strict=True)]
         rows = [(view.data_ptr(), *row[1:]) for view, row in zip(self._views, self._rows, strict=True)]
-        digests = torch.empty(len(rows), dtype=torch.int64)
-        self._extension.digest(torch.tensor(rows, dtype=torch.int64).view(-1, 5), digests, seed, sampled, self._num_threads)
+        table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        if self._device.type == "cuda":
+            digests = self._sum_on_gpu(table, seed, sampled)
+            self._extension.finish_digests(table, digests, seed)
+        else:
+            digests = torch.empty(len(rows), dtype=torch.int64)
+            self._extension.digest(table, digests, seed, sampled, self._num_threads)
         return [digest & _MASK for digest in digests.tolist()]
+
+    def _sum_on_gpu(self, table: Tensor, seed: int, sampled: bool) -> Tensor:
+        """Sums over the words of each view, int64 [N] on the CPU. Waits for the current stream."""
+        tiles = [-(-rows * -(-cols * dtype.itemsize // 8) // _TILE_WORDS)
+                 for (_, rows, cols, *_), dtype in zip(self._rows, self._dtypes, strict=True)]  # fmt: skip
+        tiles = torch.tensor(tiles, dtype=torch.int64)
+        with torch.cuda.device(self._device):
+            tiled = torch.cat([table, (tiles.cumsum(0) - tiles)[:, None]], dim=1).to(self._device)
+            view_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(tiles).to(self._device)
+            sums = torch.zeros(len(tiles), dtype=torch.int64, device=self._device)
+            self._extension.sum_cuda(tiled.data_ptr(), view_of_tile.data_ptr(), len(tiles), len(view_of_tile), seed, sampled,
+                                     sums.data_ptr(), torch.cuda.current_stream().cuda_stream)  # fmt: skip
+            return sums.cpu()
 
 
 # ------------------------------------------------------------------ the same in PyTorch; int64 arithmetic is modulo 2**64

@@ -1,6 +1,7 @@
 """Matrices in vLLM's CPU layout of expert weights: blocks of 16 rows, and within a block one column after the other.
 
-Element (n, k) of a matrix [N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage; N is a multiple of 16."""
+Element (n, k) of a matrix [N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage; N is a multiple of 16. Elements have
+at most 4 bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class PackedView:
     Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or the rectangle leaves it."""
 
     storage: Tensor
-    """Of any shape, contiguous, on a CPU; starts at a multiple of 16 elements, as every allocation of PyTorch does."""
+    """Of any shape, contiguous, on a CPU; starts at a multiple of 16 elements, as every allocation of PyTorch (64 bytes) does."""
     matrix_cols: int
     """K. A stack of expert matrices [E, N, K] is one matrix of E * N rows."""
     row: int
@@ -28,6 +29,10 @@ class PackedView:
     cols: int
 
     def __post_init__(self) -> None:
+        if self.storage.device.type != "cpu":
+            raise ValueError(f"storage ({self.storage.device}) must be on a CPU: vLLM packs nothing elsewhere.")
+        if self.element_size() > 4:
+            raise ValueError(f"storage ({self.dtype}) must have elements of at most 4 bytes. Try torch.float32.")
         size, block_size = self.storage.numel(), BLOCK * self.matrix_cols
         if not self.storage.is_contiguous() or size % block_size or self.storage.data_ptr() % (BLOCK * self.element_size()):
             raise ValueError(f"storage (shape {list(self.storage.shape)}, strides {list(self.storage.stride())}) must be contiguous, hold a "
