@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ReshardConfig
+from megarl.reshard.atlas import Atlas
 from megarl.reshard.board import Board, Late
 from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
-from megarl.reshard.plan import RectCopy, ReshardPlan
+from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 from megarl.reshard.transfer import Transfer, src_view
 from megarl.reshard.transports.choose import Place, choose, place_here
 from megarl.reshard.transports.exported import Exported, export, open_exported
+from megarl.reshard.vllm_atlas import vllm_atlases
 
 logger = logging.getLogger(__name__)
+PULLED = ("shared-memory", "cuda-ipc")
 _GRACE_S = 3.0  # whoever noticed first must be heard before others give up waiting for the verdict
 
 
@@ -109,9 +113,8 @@ class WeightSync:
             reasons.setdefault((transport, why), []).append(f"{src}->{dst}")
         for (transport, why), pairs in reasons.items():
             logger.info("[rank %d] weights %s: %s (%s)", self.rank, ", ".join(pairs), transport, why)
-        self._exported: Exported | None = None
-        if self._by("shared-memory", "cuda-ipc"):
-            self._exported = export(self._sources)  # moves CPU storages, so before any address is taken
+        self._exported, self._addresses = None, []
+        self._export()  # moves CPU storages, so before any address is taken
         self._digests = {dst: Digest([src_view(copy, self._sources) for copy in copies],
                                      [places[self._speakers[dst]][2][dst][copy.dst_name] for copy in copies], torch.get_num_threads())
                          for dst, copies in self._sends.items()}  # fmt: skip
@@ -120,6 +123,13 @@ class WeightSync:
         for src, dst in self._receives:
             if self._transports[src, dst] == "direct":
                 self._new_pulls.setdefault(dst, {})[src] = (self._sources, None)
+
+    def _export(self) -> None:
+        """Once, and again after the weights moved (an offload)."""
+        addresses = [tensor.data_ptr() for tensor in self._sources.values()]
+        if addresses != self._addresses and any(src == self.rank for src, _ in self._by(*PULLED)):
+            self._exported = export(self._sources)
+            self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
 
     def _by(self, *transports: str) -> list[tuple[int, int]]:
         """The pairs of this rank with one of these transports."""
@@ -162,9 +172,9 @@ class WeightSync:
             if self._messages is not None and not in_engine:
                 self._messages.run()
             if self._receiver is not None:
-                arrivals = self._await_sources(version)
-                pulls, self._new_pulls = self._new_pulls, {}
-                self._receiver.begin(version, arrivals, pulls, self._messages.run if in_engine and self._messages else _nothing)
+                messages = self._messages.run if in_engine and self._messages else _nothing
+                self._receiver.begin(version, self._await_sources(version), self._new_pulls, messages)
+                self._new_pulls = {}
         except Exception as error:  # told to everybody by the vote, raised by finish
             self._problem = _told(self.rank, version, error)
 
@@ -189,11 +199,10 @@ class WeightSync:
         """To each destination of this rank."""
         if self._place.device == "cuda":
             torch.cuda.synchronize()  # the optimizer's kernels; other processes know nothing of our streams
-        if self._by("shared-memory", "cuda-ipc") and self._sends:
-            self._exported = export(self._sources)
+        self._export()
         for dst in self._sends:
-            pulled = self._transports[self.rank, dst] in ("shared-memory", "cuda-ipc")
-            moved = self._exported if pulled and self._told.get(dst) != self._exported else None
+            pulled = self._transports[self.rank, dst] in PULLED
+            moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
             digest = self._digests[dst]
             full = digest.full() if self._options.check_weight_sync else None
             self._board.write(f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved))
@@ -241,6 +250,13 @@ class WeightSync:
         except Late:
             raise SyncError(f"rank {peer} did not {task} within --reshard-timeout-s ({self._options.reshard_timeout_s:g}): "
                             "it hangs or has died") from None  # fmt: skip
+
+
+def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int) -> tuple[ReshardPlan, dict[int, int]]:
+    """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them, rollout rank -> first rank of
+    its engine, which speaks for it)."""
+    plan = make_plan(sources, vllm_atlases(shape, rollout_ranks, tp))
+    return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
 
 def _told(rank: int, version: int, error: Exception) -> str:

@@ -32,12 +32,12 @@ def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str
     """(transport, why) of a pair. Both ends get the same answer.
 
     Args:
-        wanted: --reshard-transport. Within a process the only other thing that works is to map what is there already.
+        wanted: --reshard-transport. It is about pairs of processes: within one, copies are always direct.
     Raises: ValueError for one that cannot work: why not, and what does."""
-    why_not = {name: _why_not(name, source, destination) for name in TRANSPORTS if name != "auto"}
     best, why = _best(source, destination)
-    if wanted == "auto":
+    if wanted == "auto" or best == "direct":
         return best, why
+    why_not = {name: _why_not(name, source, destination) for name in TRANSPORTS if name != "auto"}
     if why_not[wanted] is None:
         return wanted, "--reshard-transport"
     works = ", ".join(name for name, reason in why_not.items() if reason is None)
