@@ -78,12 +78,12 @@ class WeightSync:
         generation: counts the plans that this set of ranks has had.
 
     `begin` and `finish` are collective over `participants`; between them the engine goes on generating with the old weights if it
-    has two buffers. Parameters may move between syncs only if they are exported; else make a new WeightSync."""
+    has two buffers. Source tensors whose weights travel as messages must not move in memory; make a new WeightSync if they do."""
 
     def __init__(self, plan: ReshardPlan, rank: int, speakers: dict[int, int], sources: dict[str, Tensor], receiver: Receiver | None,
                  options: ReshardConfig, generation: int = 0) -> None:  # fmt: skip
         self.plan, self.rank, self._speakers, self._sources, self._receiver = plan, rank, speakers, sources, receiver
-        self._options, self._board = options, Board(generation)
+        self.options, self._board = options, Board(generation)
         self.participants = sorted({source for source, _ in plan.copies} | {speakers[dst] for _, dst in plan.copies})
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
         self._receives = {(src, dst): copies for (src, dst), copies in plan.copies.items() if speakers[dst] == rank and receiver}
@@ -102,60 +102,70 @@ class WeightSync:
         return {dst: {name: tensor.dtype for name, tensor in of_dst.items()} for dst, of_dst in (self._receiver.tensors if self._receiver else {}).items()}
 
     def _connect(self) -> None:
-        """Choose transports, export, and lay out the messages."""
-        deadline = time.monotonic() + self._options.reshard_timeout_s
-        peers = {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
-        places = {peer: self._read(f"place/{peer}", peer, deadline, "connect") for peer in sorted(peers)}
-        self._transports, reasons = {}, {}
-        for src, dst in [*((self.rank, dst) for dst in self._sends), *self._receives]:
-            transport, why = choose(places[src][0], places[self._speakers[dst]][1], self._options.reshard_transport)
-            self._transports[src, dst] = transport
-            reasons.setdefault((transport, why), []).append(f"{src}->{dst}")
-        for (transport, why), pairs in reasons.items():
-            logger.info("[rank %d] weights %s: %s (%s)", self.rank, ", ".join(pairs), transport, why)
-        self._exported, self._addresses = None, []
-        self._export()  # moves CPU storages, so before any address is taken
-        self._digests = {dst: Digest([src_view(copy, self._sources) for copy in copies],
-                                     [places[self._speakers[dst]][2][dst][copy.dst_name] for copy in copies], torch.get_num_threads())
-                         for dst, copies in self._sends.items()}  # fmt: skip
-        self._told: dict[int, Exported] = {}
-        self._messages, self._new_pulls = self._plan_messages()
-        for src, dst in self._receives:
-            if self._transports[src, dst] == "direct":
-                self._new_pulls.setdefault(dst, {})[src] = (self._sources, None)
+        """Choose transports, export, and lay out the messages. Raises: SyncError on all ranks if a pair has no way that was allowed."""
+        self._version, self._deadline = None, time.monotonic() + self.options.reshard_timeout_s
+        transports, problem = {}, None
+        try:
+            places = self._read_places()
+            transports = self._choose(places)
+        except (SyncError, ValueError) as error:
+            problem = _told(self.rank, None, error)
+        if (verdict := self._vote(problem)) is not None:  # or those who found a way would wait for those who did not
+            raise SyncError(verdict)
+        self._transports = transports
+        self._dtypes_of = {dst: places[self._speakers[dst]][2][dst] for dst in self._sends}
+        self._exported, self._addresses, self._told, self._new_pulls = None, [], {}, {}
+        self._find_sources()  # moves CPU storages, so before any other address is taken
+        self._messages = self._plan_messages()
 
-    def _export(self) -> None:
-        """Once, and again after the weights moved (an offload)."""
-        addresses = [tensor.data_ptr() for tensor in self._sources.values()]
-        if addresses != self._addresses and any(src == self.rank for src, _ in self._by(*PULLED)):
+    def _find_sources(self) -> None:
+        """Once, and again after the weights have moved (an offload): export them, look at the new ones."""
+        if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
+            return
+        if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
             self._exported = export(self._sources)
-            self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
+        self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
+        self._digests = {dst: Digest([src_view(copy, self._sources) for copy in copies],
+                                     [self._dtypes_of[dst][copy.dst_name] for copy in copies], torch.get_num_threads())
+                         for dst, copies in self._sends.items()}  # fmt: skip
+        for dst in self._sends:
+            if self._transports[self.rank, dst] == "direct":
+                self._new_pulls.setdefault(dst, {})[self.rank] = (self._sources, None)
 
-    def _by(self, *transports: str) -> list[tuple[int, int]]:
-        """The pairs of this rank with one of these transports."""
-        return [pair for pair, transport in self._transports.items() if transport in transports]
+    def _read_places(self) -> dict[int, tuple[Place, Place | None, dict[int, dict[str, torch.dtype]]]]:
+        """Peer -> what it wrote when it was made."""
+        peers = {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
+        return {peer: self._read(f"place/{peer}", peer, "connect") for peer in sorted(peers)}
 
-    def _plan_messages(self) -> tuple[Transfer | None, dict[int, dict[int, Pull]]]:
+    def _choose(self, places: dict[int, tuple[Place, Place | None, object]]) -> dict[tuple[int, int], str]:
+        """(source, destination) -> transport, of the pairs of this rank; says so once."""
+        transports, pairs_by = {}, {}
+        for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
+            transport, why = choose(places[src][0], places[self._speakers[dst]][1], self.options.reshard_transport)
+            transports[src, dst] = transport
+            pairs_by.setdefault((transport, why), []).append(f"{src}->{dst}")
+        for (transport, why), pairs in pairs_by.items():
+            logger.info("[rank %d] weights %s: %s (%s)", self.rank, ", ".join(pairs), transport, why)
+        return transports
+
+    def _plan_messages(self) -> Transfer | None:
         """What this rank sends and receives as messages. An engine in another process cannot be written to by torch.distributed: what
         is for it is received beside it, exported, and pulled."""
-        pairs = self._by("messages")
+        pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
         if not pairs:
-            return None, {}
+            return None
         copies: dict[tuple[int, int], list[RectCopy]] = {}
         for src, dst in sorted(pairs):
             copies.setdefault((src, self._speakers[dst]), []).extend(_renamed(copy, dst) for copy in self.plan.copies[src, dst])
-        tensors, pulls = {}, {}
-        if self._receiver is not None:
-            mine = {dst: sorted(src for src, to in pairs if to == dst) for dst in self._receiver.tensors}
-            live = {f"{dst}/{name}": tensor for dst, of_dst in self._receiver.tensors.items() if mine[dst] for name, tensor in of_dst.items()}
-            tensors = live
-            if self._receiver.process is not None and live:
-                tensors = {name: torch.zeros(t.shape, dtype=t.dtype, device=self._place.device) for name, t in live.items()}
-                there = export(tensors)
-                pulls = {dst: {src: (there, tuple(_from_staging(copy, dst) for copy in self.plan.copies[src, dst])) for src in srcs}
-                         for dst, srcs in mine.items()}  # fmt: skip
+        incoming = [(src, dst) for src, dst in pairs if self._receiver and dst in self._receiver.tensors]
+        tensors = {f"{dst}/{name}": tensor for dst in {dst for _, dst in incoming} for name, tensor in self._receiver.tensors[dst].items()}
+        if tensors and self._receiver.process is not None:
+            tensors = {name: torch.zeros(t.shape, dtype=t.dtype, device=self._receiver.device) for name, t in tensors.items()}
+            there = export(tensors)
+            for src, dst in incoming:
+                self._new_pulls.setdefault(dst, {})[src] = (there, tuple(_from_staging(copy, dst) for copy in self.plan.copies[src, dst]))
         plan = ReshardPlan({pair: tuple(of_pair) for pair, of_pair in copies.items()})
-        return Transfer(plan, self.rank, self._sources, tensors), pulls
+        return Transfer(plan, self.rank, self._sources, tensors)
 
     # ------------------------------------------------------------------ every version
 
@@ -165,7 +175,7 @@ class WeightSync:
             self._connect()
         self._round += 1
         self._version, self._problem = version, None
-        self._deadline = time.monotonic() + self._options.reshard_timeout_s
+        self._deadline = time.monotonic() + self.options.reshard_timeout_s
         try:
             self._announce(version)
             in_engine = self._receiver is not None and self._receiver.process is None
@@ -199,12 +209,12 @@ class WeightSync:
         """To each destination of this rank."""
         if self._place.device == "cuda":
             torch.cuda.synchronize()  # the optimizer's kernels; other processes know nothing of our streams
-        self._export()
+        self._find_sources()
         for dst in self._sends:
             pulled = self._transports[self.rank, dst] in PULLED
             moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
             digest = self._digests[dst]
-            full = digest.full() if self._options.check_weight_sync else None
+            full = digest.full() if self.options.check_weight_sync else None
             self._board.write(f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved))
             if moved is not None:
                 self._told[dst] = moved
@@ -212,7 +222,7 @@ class WeightSync:
     def _await_sources(self, version: int) -> dict[int, dict[int, Arrival]]:
         arrivals: dict[int, dict[int, Arrival]] = {}
         for src, dst in self._receives:
-            arrival = self._read(f"{self._round}/{src}>{dst}", src, self._deadline, f"make version {version} ready")
+            arrival = self._read(f"{self._round}/{src}>{dst}", src, f"make version {version} ready")
             if arrival.version != version:
                 raise SyncError(f"rank {src} has version {arrival.version}, this rank was told to take version {version}")
             arrivals.setdefault(dst, {})[src] = arrival
@@ -229,7 +239,7 @@ class WeightSync:
         try:
             return self._board.read(f"{self._round}/verdict", self._deadline + 2 * _GRACE_S)
         except Late:
-            return problem or f"[rank {root}] gave no verdict on version {self._version} in time: it hangs or has died"
+            return problem or f"[rank {root}] gave no verdict in time: it hangs or has died"
 
     def _count_votes(self) -> str | None:
         problems, late = [], []
@@ -240,15 +250,15 @@ class WeightSync:
                 late.append(peer)
         told = [problem for problem in problems if problem is not None]
         if late and not told:
-            told = [f"[rank {late[0]}] did not finish version {self._version} within --reshard-timeout-s "
-                    f"({self._options.reshard_timeout_s:g}): it hangs or has died"]  # fmt: skip
+            told = [f"[rank {late[0]}] did not take part within --reshard-timeout-s "
+                    f"({self.options.reshard_timeout_s:g}): it hangs or has died"]  # fmt: skip
         return told[0] if told else None
 
-    def _read(self, name: str, peer: int, deadline: float, task: str) -> object:
+    def _read(self, name: str, peer: int, task: str) -> object:
         try:
-            return self._board.read(name, deadline)
+            return self._board.read(name, self._deadline)
         except Late:
-            raise SyncError(f"rank {peer} did not {task} within --reshard-timeout-s ({self._options.reshard_timeout_s:g}): "
+            raise SyncError(f"rank {peer} did not {task} within --reshard-timeout-s ({self.options.reshard_timeout_s:g}): "
                             "it hangs or has died") from None  # fmt: skip
 
 
@@ -259,9 +269,10 @@ def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Seque
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
 
-def _told(rank: int, version: int, error: Exception) -> str:
+def _told(rank: int, version: int | None, error: Exception) -> str:
     text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
-    return text if text.startswith("[rank") else f"[rank {rank}] weights of version {version}: {text}"
+    where = f"[rank {rank}] " if version is None else f"[rank {rank}] weights of version {version}: "
+    return text if text.startswith("[rank") else where + text
 
 
 def _nothing() -> None:

@@ -57,7 +57,7 @@ class Engine:
 
     def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
         self.shape, self._tp = shape, config.rollout.tensor_parallel_size
-        self._sampling, self._options = config.sampling, config.reshard
+        self._sampling, self.options = config.sampling, config.reshard
         self.version: int | None = None
         """Version of the weights that generate; None before the first sync, and after one that failed halfway."""
         self.bytes_per_sync = 0
@@ -66,7 +66,7 @@ class Engine:
         self._generation = 0
 
     def _join(self, plan: ReshardPlan, speakers: dict[int, int], parameters: dict[str, torch.Tensor]) -> None:
-        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self._options, self._generation)
+        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation)
         self._generation += 1
 
     def sync(self, version: int) -> int:

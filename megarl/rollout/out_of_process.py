@@ -92,7 +92,7 @@ class OutOfProcessEngine(Engine):
         self._ask(self.llm.start_weight_update)
         self._is_updating = True
         self._ask(lambda: self.llm.update_weights({"update_info": [{"order": pickle.dumps(order)} for order in orders]}),
-                  self._options.reshard_timeout_s)  # fmt: skip
+                  self.options.reshard_timeout_s)  # fmt: skip
         self._plan = None
 
     def verify(self, timeout_s: float) -> str | None:

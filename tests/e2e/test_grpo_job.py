@@ -107,13 +107,20 @@ def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("fault, step", [("temperature_not_applied", 1), ("labels_off_by_one", 1), ("stale_shard", 2)])
+@pytest.mark.parametrize("fault, step", [("temperature_not_applied", 1), ("labels_off_by_one", 1)])
 def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
     job = train(sums_data, tmp_path / "run", fault=fault)
     assert job.returncode != 0
     assert "trainer and engine disagree" in job.output and "mismatch/max_abs" in job.output, job.output
     assert f"at step {step}" in job.output
     assert job.output.count("Traceback (most recent call last)") <= 3  # the driver's, and torchrun's own about the child
+
+
+def test_a_weight_that_does_not_arrive_fails_the_sync(sums_data, tmp_path):
+    job = train(sums_data, tmp_path / "run", fault="stale_shard")
+    assert job.returncode != 0
+    assert "down_proj.weight[0:" in job.output and "is not what rank" in job.output and "sampled digest" in job.output, job.output
+    assert "at step 1" in job.output
 
 
 def test_dropout_fails_the_gate(sums_data, tmp_path):

@@ -25,6 +25,8 @@ class SharedMemory:
     started: int
     """When the process started, in the kernel's ticks: another process may get its pid."""
     fd: int
+    inode: int
+    """Of its file: the same number may come to mean another file."""
     num_bytes: int
 
 
@@ -39,17 +41,19 @@ def share(storage: torch.UntypedStorage) -> SharedMemory:
                           f"{free.f_bavail * free.f_frsize:,} left. Give the container more (docker run --shm-size), or use "
                           "--reshard-transport messages.")  # fmt: skip
     fd, num_bytes = storage._share_fd_cpu_()  # what Tensor.share_memory_() does, whatever the process-wide sharing strategy is
-    return SharedMemory(os.getpid(), process_start(os.getpid()), fd, num_bytes)
+    return SharedMemory(os.getpid(), process_start(os.getpid()), fd, os.fstat(fd).st_ino, num_bytes)
 
 
 def open_shared(segment: SharedMemory) -> Tensor:
     """The storage as uint8 [num_bytes], mapped read-only; it lives as long as the tensor.
 
-    Raises: ProcessLookupError if its process is gone."""
+    Raises: ProcessLookupError if its process or the storage is gone."""
     if process_start(segment.pid) != segment.started:
         raise ProcessLookupError(f"process {segment.pid}, which holds the weights, has ended")
     fd = os.open(f"/proc/{segment.pid}/fd/{segment.fd}", os.O_RDONLY)
     try:
+        if os.fstat(fd).st_ino != segment.inode:
+            raise ProcessLookupError(f"process {segment.pid} no longer has the weights where it said")
         mapped = mmap.mmap(fd, segment.num_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
