@@ -156,9 +156,14 @@ class OutOfProcessEngine(Engine):
         return answer["value"]
 
     def _has_died(self) -> bool:
-        codes = [process.exitcode for process in self._processes if process.exitcode is not None]
-        if codes and self.death is None and not self._is_closing:
-            self.death = EngineDied(f"[rank {self.rank}] the process of vLLM's engine died ({_how(codes[0])})")
+        sentinels = [process.sentinel for process in self._processes]
+        if self.death is None and not self._is_closing and multiprocessing.connection.wait(sentinels, timeout=0):
+            deadline = time.monotonic() + 1.0  # of two threads that look at once, one finds the exit code later
+            while not (codes := [process.exitcode for process in self._processes if process.exitcode is not None]):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            self.death = EngineDied(f"[rank {self.rank}] the process of vLLM's engine died ({_how(codes)})")
             self.version = None
         return self.death is not None
 
@@ -175,8 +180,10 @@ class OutOfProcessEngine(Engine):
             time.sleep(0.2)
 
 
-def _how(exit_code: int) -> str:
-    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+def _how(exit_codes: list[int]) -> str:
+    if not exit_codes:
+        return "exit code unknown"
+    return f"killed by {signal.Signals(-exit_codes[0]).name}" if exit_codes[0] < 0 else f"exit code {exit_codes[0]}"
 
 
 def _double_buffer(config: TrainConfig, device: str) -> bool:
