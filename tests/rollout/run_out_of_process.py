@@ -99,12 +99,12 @@ class Story:
         dist.barrier()
 
     def generate(self) -> list:
-        return self.engine.generate(self.asked, SEEDS, temperature=0.7) if self.engine is not None else []
+        return self.engine.generate(self.asked, SEEDS, temperature=1.3) if self.engine is not None else []
 
     def gap(self) -> float:
         if self.engine is None:
             return 0.0
-        return jobs.largest_gap(jobs.reference_model(self.trainer.name, self.trainer.seed), self.asked, self.generate(), 0.7)
+        return jobs.largest_gap(jobs.reference_model(self.trainer.name, self.trainer.seed), self.asked, self.generate(), 1.3)
 
     def three_syncs(self, name: str) -> None:
         gaps = []
