@@ -39,6 +39,9 @@ class ParallelConfig:
     """Ranks that split each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers."""
+    qkv_layout: Literal["grouped", "stacked"] = "grouped"
+    """Order of linear_qkv's rows. grouped: Megatron's, each group's query heads, key and value together. stacked: all query heads,
+    all keys, all values, as vLLM has them: then a sync at equal tensor parallelism moves no bytes. Same numbers either way."""
     sequence_parallel: bool = False
     """Split the activations of norms and residuals along the sequence over the tensor-parallel ranks."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -239,6 +242,15 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """resharding: how the trainer's weights get into the engines"""
+
+    alias: bool = True
+    """Where layout and dtype agree, let the engine's parameter be the trainer's own memory: nothing is copied or held twice. Needs
+    trainer and engine in one process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """data and rewards"""
 
@@ -308,6 +320,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
     data: DataConfig
     run: RunConfig
     transformer: dict[str, object] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.log_probs import vocab_parallel_log_probs
+from megarl.megatron.attention import StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
 
@@ -98,9 +99,17 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available()
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = _local_layer_spec(config)
+    if qkv_layout == "stacked":
+        spec.submodules.self_attention.module = StackedQKVSelfAttention
+    return spec
+
+
+def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -110,10 +119,10 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmo
     return spec
 
 
-def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection) -> PolicyModel:
+def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> PolicyModel:
     """This rank's stage and shard of the model, weights uninitialised. Collective over the mesh (tied embeddings)."""
     with cpu_megatron():
-        spec = _layer_spec(config)
+        spec = _layer_spec(config, qkv_layout)
         if not uses_transformer_engine():
             num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
             spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)

@@ -50,7 +50,7 @@ class Policy:
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
-            self.model = build_policy_model(self.config, shape, self.groups)
+            self.model = build_policy_model(self.config, shape, self.groups, parallel.qkv_layout)
             self.ddp = self._wrap(optimizer) if optimizer else None
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None

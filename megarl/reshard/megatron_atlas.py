@@ -5,6 +5,8 @@ head, then its value head; rank r of t holds rows [r*S/t, (r+1)*S/t) of it, S = 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import (
     EMBEDDING,
@@ -23,6 +25,7 @@ from megarl.reshard.atlas import (
     stacked_row_shards,
     vocab_shard,
 )
+from megarl.reshard.vllm_atlas import fused_qkv
 
 
 def grouped_qkv(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
@@ -59,6 +62,9 @@ LAYER = (
     Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",)),
 )
 
+STACKED_QKV_LAYER = tuple(replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER)
+"""With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in vLLM."""
+
 TRANSFORMER_ENGINE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -69,7 +75,8 @@ FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)
 LAST_STAGE = (Row("decoder.final_layernorm.weight", replicated, (FINAL_NORM,)),)
 
 
-def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, te_spec: bool = False) -> Atlas:
+def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, te_spec: bool = False,
+                   qkv_layout: str = "grouped") -> Atlas:  # fmt: skip
     """The atlas of one rank. Layer indices in the names are local to the pipeline stage (uniform split).
 
     Tied embeddings: a single stage has no output_layer; with several, the last stage's output_layer.weight is a second copy
@@ -77,9 +84,13 @@ def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int =
 
     Args:
         te_spec: names of the Transformer Engine layer spec instead of the local one.
+        qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
     qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
     check_tensor_parallel(shape, tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
+    if qkv_layout == "stacked" and shape.num_query_groups % tp_size:
+        raise ValueError(f"--qkv-layout (stacked) needs whole key heads on each rank: --tensor-model-parallel-size ({tp_size}) must divide "
+                         f"num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped.")
     if shape.num_layers % pp_size:
         works = [str(p) for p in range(1, shape.num_layers + 1) if shape.num_layers % p == 0]
         raise ValueError(f"--pipeline-model-parallel-size ({pp_size}) must divide num_layers ({shape.num_layers}). "
@@ -89,7 +100,7 @@ def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int =
     atlas: Atlas = {row.name: row.build(cut, sizes) for row in FIRST_STAGE if first}
     per_stage = shape.num_layers // pp_size
     for local in range(per_stage):
-        for name, param in layer_params(LAYER, cut, sizes, pp_rank * per_stage + local):
+        for name, param in layer_params(STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER, cut, sizes, pp_rank * per_stage + local):
             atlas[f"decoder.layers.{local}.{TRANSFORMER_ENGINE_NAMES.get(name, name) if te_spec else name}"] = param
     atlas |= {row.name: row.build(cut, sizes) for row in LAST_STAGE if last}
     if last and not (shape.tie_word_embeddings and first):

@@ -1,10 +1,9 @@
 """A vLLM engine in the trainer's process, whose weights are pulled from Megatron's shards.
 
-    engine = RolloutEngine(config, shape, ranks)        every rank, after Megatron has built its groups
-    engine.connect(atlases, parameters)                 once, and again if a parameter moved
-    engine.sync(version)                                a transaction: only a committed version generates
+    engine = RolloutEngine(config, shape, ranks, atlases, parameters)      every rank, after Megatron has built its groups
+    engine.sync(version)                                                   a transaction: only a committed version generates
     engine.generate(prompts, seeds, temperature=1.0)
-    engine.shutdown()                                   last: no collective works afterwards
+    engine.shutdown()                                                      last: no collective works afterwards
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine pass the same
 prompts and seeds."""
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import vllm_atlases
@@ -45,13 +45,20 @@ class Response(NamedTuple):
 
 
 class RolloutEngine:
-    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int]) -> None:
-        """Start vLLM on this rank. Collective over the world; its weights are undefined until the first `sync`.
+    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
+                 parameters: dict[str, torch.Tensor]) -> None:  # fmt: skip
+        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
+
+        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
+        same layout and dtype are its memory from then on: an update changes them at once, and `sync` makes that a version.
 
         Args:
             ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world that it finds,
                 so these must be all ranks.
-        Raises: ValueError for ranks or engine arguments that cannot work."""
+            sources: atlas of every source rank, the same on all ranks.
+            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source. They must
+                not move in memory.
+        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in this version engines are on all {dist.get_world_size()} "
                              "ranks of the job. Leave the flag out.")
@@ -59,7 +66,6 @@ class RolloutEngine:
         self._sampling = config.sampling
         self.version: int | None = None
         """Version of the weights that generate; None before the first sync, and after one that failed."""
-        self._bytes_per_sync: int | None = None
         prepare_environment()
         _be_launched_externally()
         arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
@@ -68,26 +74,29 @@ class RolloutEngine:
         with undisturbed():
             from vllm import LLM
 
+            from megarl.rollout.weight_transfer import offering
+
             register()
-            self.llm = LLM(**arguments)
+            offered = sources.get(dist.get_rank(), {}) if config.reshard.alias else {}
+            with offering(offered, parameters) as offer:
+                self.llm = LLM(**arguments)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        self._bytes_per_sync = self._connect(sources, parameters, offer.taken)
 
-    def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan how the weights come from the ranks in `sources`, and remember this rank's own.
-
-        Args:
-            sources: atlas of every source rank, the same on all ranks.
-            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
-        Raises: PlanError if the sources do not hold every weight of every engine."""
-        plan = make_plan(sources, vllm_atlases(self.shape, self.ranks, self._tp))
+    def _connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor], aliases: dict[str, str]) -> int:
+        """Plan the copies of what is not aliased. Returns: bytes that a sync writes on this rank."""
+        aliases_of: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(aliases_of, aliases)
+        wanted = vllm_atlases(self.shape, self.ranks, self._tp)
+        plan = make_plan(sources, {rank: without(atlas, aliases_of[rank]) for rank, atlas in wanted.items()})
         self.llm.init_weight_transfer_engine({"init_info": {"plan": plan, "sources": parameters}})
         rank = dist.get_rank()
-        self._bytes_per_sync = sum(n for (_, dst), n in plan.num_bytes(self.dtype.itemsize).items() if dst == rank)
+        return sum(n for (_, dst), n in plan.num_bytes(self.dtype.itemsize).items() if dst == rank)
 
     def sync(self, version: int) -> int:
         """Bring the sources' current weights into the engine and commit them as `version`.
 
-        Returns: bytes written on this rank. Raises: RuntimeError if not connected; then no version is committed."""
+        Returns: bytes written on this rank; aliased weights count none. Raises: RuntimeError if an earlier sync did not end."""
         self.version = None
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {}})

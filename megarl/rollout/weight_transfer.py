@@ -1,12 +1,15 @@
 """vLLM's weights as a destination of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
 
-    built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor
+    built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
     init_transfer_engine  takes the plan and the local source tensors
     start / receive / finish_weight_update   one version: receive runs the transfer, written in place"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from megarl.config.hf_config import ModelShape
+from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.transfer import Transfer
@@ -38,6 +42,31 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Nothing: the weights travel from rank to rank, not through vLLM's API."""
 
 
+@dataclass
+class Offer:
+    """The trainer's parameters, to an engine that is being built beside them in one process."""
+
+    atlas: Atlas
+    parameters: dict[str, torch.Tensor]
+    taken: dict[str, str] = field(default_factory=dict)
+    """Set by the engine: its parameter -> the trainer's whose memory it took over."""
+
+
+_offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
+
+
+@contextlib.contextmanager
+def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
+    """Around the construction of an engine: vLLM builds the weight-transfer engine inside, at the one moment when memory that
+    CUDA graphs and compiled code will read can still be chosen."""
+    offer = Offer(atlas, parameters)
+    token = _offer.set(offer)
+    try:
+        yield offer
+    finally:
+        _offer.reset(token)
+
+
 class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls, update_info_cls, supports_draft_weight_update = InitInfo, UpdateInfo, False
 
@@ -45,6 +74,9 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         shape = ModelShape.load(vllm_config.model_config.model)
         self.atlas = vllm_atlas(shape, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+        offer = _offer.get()
+        if offer is not None:
+            offer.taken = alias_weights(model, self.atlas, offer)
         self.tensors = expose_weights(model, self.atlas)
         self.transfer: Transfer | None = None
 
@@ -65,6 +97,20 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.transfer = None
+
+
+def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:
+    """Let the model's parameters be the offered ones wherever both hold the same elements in the same dtype and place.
+
+    Returns: name in the model -> name of what it became."""
+    parameters, taken = dict(model.named_parameters()), {}
+    for name, source in find_aliases(offer.atlas, atlas).items():
+        weight, ours = parameters.get(name), offer.parameters[source]
+        if weight is not None and weight.dtype == ours.dtype and weight.device == ours.device and ours.is_contiguous():
+            # A vector stays one; a prepacked linear layer left an empty parameter behind.
+            weight.data = ours.view(weight.shape if weight.numel() else ours.shape)
+            taken[name] = source
+    return taken
 
 
 def expose_weights(model: torch.nn.Module, atlas: Atlas) -> dict[str, torch.Tensor]:

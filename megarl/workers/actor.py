@@ -11,7 +11,7 @@ from megarl.algorithms.base import Algorithm, LossInputs
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import TrainConfig
+from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch, Move, Sample
 from megarl.reshard.atlas import Atlas
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from megarl.megatron.policy import Policy
 
 
-def megatron_atlases(shape: ModelShape, mesh: MeshSpec) -> dict[int, Atlas]:
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
     """What each rank of the mesh holds."""
     from megarl.megatron.model import uses_transformer_engine
 
     where = {rank: mesh.coordinates(rank) for rank in mesh.ranks}
-    return {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine()) for rank, c in where.items()}
+    return {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine(), parallel.qkv_layout)
+            for rank, c in where.items()}  # fmt: skip
 
 
 class _MegatronRole:
@@ -51,7 +52,7 @@ class _MegatronRole:
         config = self.config
         self.policy = Policy(self.shape, self.mesh, config.model, config.actor, config.optimizer if self.trains else None,
                              config.batch.train_iters, config.transformer)
-        self.atlases = megatron_atlases(self.shape, self.mesh)
+        self.atlases = megatron_atlases(self.shape, self.mesh, config.actor)
         atlas = self.atlases[self.rank]
         if config.model.random_init:
             random_weights(self.shape, atlas, self.policy.parameters, config.batch.seed)

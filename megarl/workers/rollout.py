@@ -42,8 +42,8 @@ class RolloutRole:
         if config.data.eval_data:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
-        self.engine = RolloutEngine(config, self.shape, self.mesh.ranks)
-        self.engine.connect(megatron_atlases(self.shape, self.actor_mesh), self.actor.policy.parameters if self.actor else {})
+        self.engine = RolloutEngine(config, self.shape, self.mesh.ranks, megatron_atlases(self.shape, self.actor_mesh, config.actor),
+                                    self.actor.policy.parameters if self.actor else {})  # fmt: skip
 
     @property
     def replica(self) -> int:

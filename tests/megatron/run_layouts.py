@@ -36,6 +36,10 @@ LAYOUTS = {  # name -> (mesh, parallel flags). "one" is the reference that the o
     "tp2_sp_recompute_selective": (MeshSpec((0, 1), tp=2), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, recompute_granularity="selective",
         recompute_modules=("core_attn", "layernorm", "mlp"))),
+    "one_stacked": (MeshSpec((0,)), ParallelConfig(qkv_layout="stacked")),
+    "tp2_sp_stacked_recompute": (MeshSpec((0, 1), tp=2), ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, qkv_layout="stacked", recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=2)),
     "one_bf16": (MeshSpec((0,)), ParallelConfig()),
     "dp2_bf16": (MeshSpec((0, 1)), ParallelConfig()),
 }  # fmt: skip
@@ -95,7 +99,8 @@ def build(folder: Path, layout: str) -> tuple[Policy, dict]:
     shape = ModelShape.load(str(folder))
     # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
     policy = Policy(shape, mesh, ModelConfig(model=str(folder), bf16=layout.endswith("_bf16")), parallel, OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5))
-    atlases = {r: megatron_atlas(shape, mesh.tp, mesh.coordinates(r)["tp"], mesh.pp, mesh.coordinates(r)["pp"]) for r in mesh.ranks}
+    where = {r: mesh.coordinates(r) for r in mesh.ranks}
+    atlases = {r: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], qkv_layout=parallel.qkv_layout) for r, c in where.items()}
     load_hf(str(folder), atlases[dist.get_rank()], policy.parameters)
     policy.parameters_changed()
     return policy, atlases

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 FAMILIES = ("qwen2_tied", "qwen3", "llama")
-LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective")
+LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "one_stacked",
+           "tp2_sp_stacked_recompute")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ReshardConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
 
 EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
 _COMMON = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -45,10 +45,11 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
     return folder
 
 
-def job(folder: Path, *, sampling: dict | None = None, **rollout) -> TrainConfig:
+def job(folder: Path, *, sampling: dict | None = None, alias: bool = False, **rollout) -> TrainConfig:
     return TrainConfig(
         algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1),
-        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
+        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(alias=alias),
+        rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
         sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
 
 
