@@ -113,30 +113,36 @@ def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[in
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
     """Within each local parameter: pieces inside the bounds, not overlapping, and covering all but the padding rows."""
+    checked: set[int] = set()  # ranks that hold the same may share their atlas
     for rank, atlas in atlases.items():
-        for name, param in atlas.items():
-            _check_param(f"[rank {rank}] {side} {name}", param)
+        if id(atlas) not in checked:
+            checked.add(id(atlas))
+            for name, param in atlas.items():
+                _check_param(f"[rank {rank}] {side} {name}", param)
 
 
 def _check_param(where: str, param: LocalParam) -> None:
-    written: list[tuple[Rect, Piece]] = []
     filled_rows = param.rows - param.padding_rows
-    for piece in param.pieces:
+    active: list[tuple[Rect, Piece]] = []  # pieces of which rows from here on may be left
+    area = 0
+    for piece in sorted(param.pieces, key=lambda piece: piece.local_row):
         local = _local(piece)
         if piece.row_end <= piece.row_start or piece.col_end <= piece.col_start:
             raise PlanError(f"{where}: the piece {_show(piece.hf_name, _canonical(piece))} is empty.")
         if local[0] < 0 or local[2] < 0 or local[1] > filled_rows or local[3] > param.cols:
             raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} lands on {_bounds(local)}, outside of "
                             f"[0:{filled_rows}, 0:{param.cols}].")
-        for other, other_piece in written:
+        active = [(other, held) for other, held in active if other[1] > local[0]]
+        for other, other_piece in active:
             if _overlap(local, other):
                 raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
                                 f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on {_bounds(_overlap(local, other))}.")
-        written.append((local, piece))
-    missing = [(0, filled_rows, 0, param.cols)] if filled_rows and param.cols else []
-    for local, _ in written:
-        missing = [rest for hole in missing for rest in _remainder(hole, local)]
-    if missing:
+        active.append((local, piece))
+        area += (local[1] - local[0]) * (local[3] - local[2])
+    if area != filled_rows * param.cols:  # inside and not overlapping, so they fill everything exactly if their areas say so
+        missing = [(0, filled_rows, 0, param.cols)]
+        for piece in param.pieces:
+            missing = [rest for hole in missing for rest in _remainder(hole, _local(piece))]
         raise PlanError(f"{where}: no piece fills {_bounds(missing[0])} of its {param.rows} x {param.cols} elements.")
 
 
