@@ -45,6 +45,26 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         world_size: ranks of the job.
         new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
     """
+    job, findings = _job(config, shape, world_size)
+    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else []), *([] if new_run else [_evaluation])]
+    if job.uses_rollout:
+        rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
+    return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+
+
+def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
+    """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
+
+    Raises: ConfigError with all findings. Returns the model's shape."""
+    shape = ModelShape.load(config.model.model)
+    job, findings = _job(config, shape, world_size)
+    rules = [_placement, _mesh, _actor_shape, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
+    raise_findings(findings + [finding for rule in rules for finding in rule(job)])
+    return shape
+
+
+def _job(config: TrainConfig, shape: ModelShape | None, world_size: int) -> tuple[_Job, list[str]]:
+    """What the rules look at, and what is wrong with the lists of ranks."""
     ranks, findings = {}, []
     for role, text in (("actor", config.placement.actor_ranks), ("rollout", config.placement.rollout_ranks)):
         try:
@@ -52,11 +72,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         except ValueError as error:
             ranks[role] = None
             findings.append(f"--{role}-{error}")
-    job = _Job(config, shape, world_size, ranks)
-    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else []), *([] if new_run else [_evaluation])]
-    if job.uses_rollout:
-        rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
-    return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+    return _Job(config, shape, world_size, ranks), findings
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
