@@ -85,9 +85,22 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         recompute_modules=list(parallel.recompute_modules) if parallel.recompute_modules else None,
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, even for dense models
+        **(_expert_fields(shape, parallel) if shape.is_moe else {}),
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
     return TransformerConfig(**(fields | extra))
+
+
+def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
+    """The same for a mixture of experts. The router computes in fp32; no balancing loss."""
+    return dict(
+        num_moe_experts=shape.num_moe_experts, moe_ffn_hidden_size=shape.moe_ffn_hidden_size, moe_router_topk=shape.moe_router_topk,
+        # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to 1
+        moe_router_pre_softmax=not shape.norm_topk_prob, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0, moe_grouped_gemm=uses_transformer_engine(),
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+    )  # fmt: skip
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
@@ -101,7 +114,8 @@ def uses_transformer_engine() -> bool:
 
 def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
     if uses_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
     else:
         spec = _local_layer_spec(config)
     if qkv_layout == "stacked":
@@ -110,7 +124,7 @@ def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
@@ -142,5 +156,6 @@ def _check_tensor_parallel_marks(model: PolicyModel, config: TransformerConfig) 
     """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
     sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer")
     for name, parameter in model.named_parameters():
-        if config.tensor_model_parallel_size > 1 and any(s in name for s in sharded) and "layer_norm" not in name:
+        ranks = config.expert_tensor_parallel_size if ".experts." in name else config.tensor_model_parallel_size
+        if ranks > 1 and any(s in name for s in sharded) and "layer_norm" not in name:
             assert getattr(parameter, "tensor_model_parallel", False), f"{name} is split but not marked tensor_model_parallel"

@@ -123,11 +123,11 @@ class Policy:
         def forward_step(iterator, model):
             micro = next(iterator)
             output = self._forward(model, micro, temperature, with_entropy)
+            if loss is None:  # one tensor: with experts in the model, Megatron asks the output for its device
+                return (output[0] if self.is_last_stage else output), lambda log_probs, non_loss_data: log_probs
 
-            def finish(output, non_loss_data=False):
+            def finish(output):
                 log_probs, entropy = output
-                if non_loss_data:
-                    return log_probs
                 value, metrics = loss(micro, log_probs, entropy)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 

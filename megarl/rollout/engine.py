@@ -191,6 +191,8 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
                 rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if shape.is_moe:
+            arguments["moe_backend"] = "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
     return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
 
 

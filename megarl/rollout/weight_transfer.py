@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
 
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.alias import find_aliases
@@ -26,6 +28,9 @@ from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.transfer import Transfer
 from megarl.reshard.vllm_atlas import vllm_atlas
 from megarl.rollout.plugin import check_version
+
+if TYPE_CHECKING:
+    from megarl.rollout.cpu_experts import PackedExperts
 
 
 @dataclass
@@ -74,10 +79,11 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         shape = ModelShape.load(vllm_config.model_config.model)
         self.atlas = vllm_atlas(shape, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+        self.packed = find_packed_experts(model)
         offer = _offer.get()
         if offer is not None:
-            offer.taken = alias_weights(model, self.atlas, offer)
-        self.tensors = expose_weights(model, self.atlas)
+            offer.taken = alias_weights(model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer)
+        self.tensors = expose_weights(model, self.atlas, self.packed)
         self.transfer: Transfer | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -91,6 +97,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Collective over the ranks of the plan."""
         self.transfer.run()
+        for experts in self.packed.values():
+            experts.pack()
 
     def finish_weight_update(self) -> None:
         pass
@@ -113,15 +121,24 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
     return taken
 
 
-def expose_weights(model: torch.nn.Module, atlas: Atlas) -> dict[str, torch.Tensor]:
-    """Name -> [rows, cols] view of each live weight. Undoes the CPU prepack.
+def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
+    """Parameter name -> the plain twin of every weight that vLLM packs for its CPU experts; {} on a GPU and for dense models."""
+    if not current_platform.is_cpu():
+        return {}
+    from megarl.rollout.cpu_experts import PackedExperts
+
+    return {f"{prefix}.{name}": packed for prefix, module in model.named_modules() for name, packed in PackedExperts.find(module).items()}
+
+
+def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, PackedExperts] | None = None) -> dict[str, torch.Tensor]:
+    """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU prepack of linear layers.
 
     On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind; they get storage
     again (0 until the first transfer), and each layer multiplies with it by vLLM's own fallback. lm_head keeps its parameter
     but multiplies with a packed copy, as does a tied one, which owns no parameter: so *every* module is switched.
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | {name: experts.plain for name, experts in (packed or {}).items()}
     if parameters.keys() != atlas.keys():
         raise RuntimeError(f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
                            f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}")

@@ -14,8 +14,8 @@ from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch, Move, Sample
+from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.exchange import exchange
@@ -29,9 +29,7 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
     """What each rank of the mesh holds."""
     from megarl.megatron.model import uses_transformer_engine
 
-    where = {rank: mesh.coordinates(rank) for rank in mesh.ranks}
-    return {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine(), parallel.qkv_layout)
-            for rank, c in where.items()}  # fmt: skip
+    return megatron_atlas.megatron_atlases(shape, mesh, uses_transformer_engine(), parallel.qkv_layout)
 
 
 class _MegatronRole:
