@@ -1,8 +1,8 @@
 """Many strided copies as one: the executor of a reshard plan.
 
 A pair (dst, src) of tensor views is one rectangle. Rectangles are checked once, handed to megarl._C as addresses, and copied by
-every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32 <-> bf16 converted on the way. Without the extension
-`torch._foreach_copy_` does the same on one thread; its result is the specification."""
+every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32, bf16 and fp16 converted on the way. Without the
+extension PyTorch does the same on one thread; its result is the specification."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megarl.reshard.packed import PackedView
+
 logger = logging.getLogger(__name__)
 
-# Names of csrc/copy_plan.h: a copy is named by its element size, a conversion by source and destination size.
-CONVERSIONS = {(torch.bfloat16, torch.float32): 24, (torch.float32, torch.bfloat16): 42}
+# Modes of csrc/rect.h: a copy is named by its element size, a conversion by two digits; PACKED is added.
+FLOATS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 COPY_SIZES = (1, 2, 4, 8)
+PACKED = 100
+
+View = Tensor | PackedView
 
 
 class CopyPlan:
     """Copies that are repeated between the same addresses.
 
     Args:
-        dst: views [rows, cols] or [n], row-major (last stride 1), on one device. They must not overlap: the caller's plan proves it.
-        src: as many views with the same shapes, on the same kind of device; the same dtype, or fp32 for bf16 and the other way round.
+        dst: views [rows, cols] or [n], row-major (last stride 1), on one device, or packed. They must not overlap: the caller's plan
+            proves it.
+        src: as many tensor views with the same shapes, on the same kind of device; the same dtype, or both one of fp32, bf16, fp16.
         num_threads: CPU threads of one run. Ignored on a GPU.
     Raises: ValueError naming the first pair that breaks a rule.
 
     The plan holds the views, so their memory stays. It writes below autograd.
     """
 
-    def __init__(self, dst: Sequence[Tensor], src: Sequence[Tensor], num_threads: int = 1):
+    def __init__(self, dst: Sequence[View], src: Sequence[Tensor], num_threads: int = 1):
         if num_threads < 1:
             raise ValueError(f"num_threads ({num_threads}) must be >= 1. Try 1.")
         self._dst, self._src, self._num_threads = list(dst), list(src), num_threads
@@ -42,13 +48,13 @@ class CopyPlan:
         self._device = self._dst[0].device if self._dst else torch.device("cpu")
         self.bytes: int = sum(view.numel() * view.element_size() for view in self._dst)
         """Bytes that one run writes."""
-        self._plan = self._table = None
-        if extension := _extension_for(self._device.type):
+        self._plan = self._tables = None
+        if extension := extension_for(self._device.type):
             self._plan = extension.CopyPlan(torch.tensor(rects, dtype=torch.int64).view(-1, 7))
         if self._plan is not None and self._device.type == "cuda":
-            table = torch.empty(self._plan.num_rects, 8, dtype=torch.int64)
-            self._plan.fill_table(table)
-            self._table = table.to(self._device)
+            tables = torch.empty(self._plan.num_rects, 8, dtype=torch.int64), torch.empty(self._plan.num_tiles, dtype=torch.int32)
+            self._plan.fill_tables(*tables)
+            self._tables = [table.to(self._device) for table in tables]
 
     def run(self) -> None:
         """Copies every rectangle. On a GPU this is a launch on the current stream of the destination's device.
@@ -58,20 +64,20 @@ class CopyPlan:
         if _addresses(self._dst, self._src) != self._addresses:
             raise RuntimeError("a view's storage moved after this CopyPlan was built, so its addresses are stale. Build a new plan.")
         if self._plan is None:
-            _foreach_copy(self._dst, self._src)
+            _copy_with_pytorch(self._dst, self._src)
         elif self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                self._plan.run_cuda(self._table.data_ptr(), torch.cuda.current_stream().cuda_stream)
+                self._plan.run_cuda(*(table.data_ptr() for table in self._tables), torch.cuda.current_stream().cuda_stream)
         else:
             self._plan.run(self._num_threads)
 
 
-def copy_rects(dst: Sequence[Tensor], src: Sequence[Tensor], num_threads: int = 1) -> None:
+def copy_rects(dst: Sequence[View], src: Sequence[Tensor], num_threads: int = 1) -> None:
     """Copies each src view into the dst view at its index, once; arguments and errors as for `CopyPlan`."""
     CopyPlan(dst, src, num_threads).run()
 
 
-def _rects(dst: list[Tensor], src: list[Tensor]) -> list[tuple[int, ...]]:
+def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
     """One (src, dst, rows, cols, src_ld, dst_ld, mode) per pair: addresses in bytes, the rest in elements."""
     if len(dst) != len(src):
         raise ValueError(f"dst ({len(dst)} views) and src ({len(src)} views) must pair up.")
@@ -84,52 +90,61 @@ def _rects(dst: list[Tensor], src: list[Tensor]) -> list[tuple[int, ...]]:
                 f"pair {index}: dst ({to.device}) must be where the first dst is ({dst[0].device}), "
                 f"and src ({of.device}) on the same kind of device, cpu or cuda."
             )
-        rows, cols = (1, *to.shape) if to.dim() == 1 else _two_dimensions(to, index)
-        src_ld, dst_ld = _leading_dimension(of, "src", index), _leading_dimension(to, "dst", index)
-        rects.append((of.data_ptr(), to.data_ptr(), rows, cols, src_ld, dst_ld, _mode(of, to, index)))
+        where = f"pair {index}"
+        src_ld, dst_ld = leading_dimension(of, f"{where}: src"), leading_dimension(to, f"{where}: dst")
+        mode = conversion(of.dtype, to.dtype, where) + PACKED * isinstance(to, PackedView)
+        rects.append((of.data_ptr(), to.data_ptr(), *two_dimensions(to, where), src_ld, dst_ld, mode))
     return rects
 
 
-def _two_dimensions(view: Tensor, index: int) -> tuple[int, int]:
-    if view.dim() != 2:
-        raise ValueError(f"pair {index}: a view must have 1 or 2 dimensions, not shape {list(view.shape)}. Try view.flatten(1).")
-    return tuple(view.shape)
+def two_dimensions(view: View, where: str) -> tuple[int, int]:
+    """(rows, cols); a vector is one row. Raises: ValueError, starting with `where`, for other shapes."""
+    if view.dim() not in (1, 2):
+        raise ValueError(f"{where}: a view must have 1 or 2 dimensions, not shape {list(view.shape)}. Try view.flatten(1).")
+    return (1, *view.shape)[-2:]
 
 
-def _leading_dimension(view: Tensor, side: str, index: int) -> int:
-    """Elements from one row to the next; the stride of a dimension of size 1 means nothing."""
+def leading_dimension(view: View, where: str) -> int:
+    """Elements from one row to the next; the stride of a dimension of size 1 means nothing. Raises: ValueError, as above."""
+    if isinstance(view, PackedView):
+        return view.matrix_cols
     cols = view.shape[-1]
     if view.numel() == 0:
         return cols
     if cols > 1 and view.stride(-1) != 1:
-        raise ValueError(f"pair {index}: {side} strides {list(view.stride())} must end in 1 (row-major). Try view.contiguous().")
+        raise ValueError(f"{where} strides {list(view.stride())} must end in 1 (row-major). Try view.contiguous().")
     if view.dim() == 1 or view.shape[0] == 1:
         return cols
     if view.stride(0) < cols:
-        raise ValueError(f"pair {index}: {side} strides {list(view.stride())} make rows of {cols} elements overlap. Try view.contiguous().")
+        raise ValueError(f"{where} strides {list(view.stride())} make rows of {cols} elements overlap. Try view.contiguous().")
     return view.stride(0)
 
 
-def _mode(src: Tensor, dst: Tensor, index: int) -> int:
-    if src.dtype == dst.dtype and src.element_size() in COPY_SIZES:
-        return src.element_size()
-    if (src.dtype, dst.dtype) in CONVERSIONS:
-        return CONVERSIONS[src.dtype, dst.dtype]
-    raise ValueError(f"pair {index}: {src.dtype} to {dst.dtype} is neither a copy of 1, 2, 4 or 8 bytes nor float32 <-> bfloat16.")
+def conversion(src: torch.dtype, dst: torch.dtype, where: str) -> int:
+    """The extension's name of what happens to an element. Raises: ValueError, starting with `where`, if it has none."""
+    if src == dst and src.itemsize in COPY_SIZES:
+        return src.itemsize
+    if src in FLOATS and dst in FLOATS:
+        return 10 * FLOATS[src] + FLOATS[dst]
+    raise ValueError(f"{where}: {src} to {dst} is neither a copy of 1, 2, 4 or 8 bytes nor between float32, bfloat16 and float16.")
 
 
-def _addresses(dst: list[Tensor], src: list[Tensor]) -> list[int]:
+def _addresses(dst: list[View], src: list[Tensor]) -> list[int]:
     return [view.data_ptr() for view in dst] + [view.data_ptr() for view in src]
 
 
 @torch.no_grad()
-def _foreach_copy(dst: list[Tensor], src: list[Tensor]) -> None:
-    if dst:
-        torch._foreach_copy_(dst, src)  # refuses empty lists
+def _copy_with_pytorch(dst: list[View], src: list[Tensor]) -> None:
+    plain = [index for index, view in enumerate(dst) if not isinstance(view, PackedView)]
+    if plain:
+        torch._foreach_copy_([dst[index] for index in plain], [src[index] for index in plain])  # refuses empty lists
+    for view, values in zip(dst, src, strict=True):
+        if isinstance(view, PackedView):
+            view.write(values)
 
 
 @functools.cache
-def _extension_for(device_type: str) -> ModuleType | None:
+def extension_for(device_type: str) -> ModuleType | None:
     """megarl._C if it can copy there. Cached, so that a missing one is reported once."""
     try:
         from megarl import _C

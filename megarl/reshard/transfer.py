@@ -1,15 +1,18 @@
 """Executes a reshard plan, and moves weights between Hugging Face folders and live shards.
 
-Between two ranks, everything that one needs of the other travels as one message: rectangles are packed into a flat buffer in
-the dtype of their destination, sent over torch.distributed, and unpacked. Within a rank they are copied in place."""
+Between two ranks, what one needs of the other travels over torch.distributed in chunks, in the dtype of its destination. A large
+rectangle without gaps is sent from where it is and received where it belongs; the rest, columns of a matrix and small rectangles,
+goes through a staging buffer of bounded size. Within a rank everything is copied in place."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import OUTPUT, Atlas, Piece, hf_atlas, hf_sizes
-from megarl.reshard.copier import CONVERSIONS, CopyPlan
+from megarl.reshard.copier import CopyPlan
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,14 +54,13 @@ class Transfer:
         sources = {peer: [_src_view(c, src_tensors) for c in copies] for peer, copies in send_pairs.items()}
         destinations = {peer: [_dst_view(c, dst_tensors) for c in copies] for peer, copies in receive_pairs.items()}
         wire = self._agree_on_dtypes(sources, destinations, dtype)
-        self._sends = {peer: _Message.like(views, wire[peer]) for peer, views in sources.items()}
-        self._receives = {peer: _Message.like(views, [v.dtype for v in views]) for peer, views in destinations.items()}
+        limit = _chunk_bytes(plan)
+        sends = {peer: _chunks(views, wire[peer], limit) for peer, views in sources.items()}
+        receives = {peer: _chunks(views, [view.dtype for view in views], limit) for peer, views in destinations.items()}
+        self._rounds = _rounds(sends, receives)
         here = plan.copies.get((rank, rank), ())
-        self._pack = _Copies((view, buffer) for peer, views in sources.items() for view, buffer in zip(views, self._sends[peer].views))
-        self._local = _Copies((_src_view(c, src_tensors), _dst_view(c, dst_tensors)) for c in here)
-        self._unpack = _Copies((buffer, view) for peer, views in destinations.items()
-                               for view, buffer in zip(views, self._receives[peer].views))  # fmt: skip
-        self.bytes: int = self._local.bytes + self._unpack.bytes
+        self._local = _copies((_src_view(c, src_tensors), _dst_view(c, dst_tensors)) for c in here)
+        self.bytes: int = self._local.bytes + sum(chunk.bytes for chunks in receives.values() for chunk in chunks)
         """Bytes that one run writes on this rank."""
 
     def _agree_on_dtypes(self, sources: dict[int, list[Tensor]], destinations: dict[int, list[Tensor]],
@@ -69,64 +71,147 @@ class Transfer:
         told = {peer: torch.tensor([_WIRE_DTYPES.index(v.dtype) for v in views], dtype=torch.uint8, device=views[0].device)
                 for peer, views in destinations.items()}  # fmt: skip
         heard = {peer: torch.empty(len(views), dtype=torch.uint8, device=views[0].device) for peer, views in sources.items()}
-        self._exchange(told, heard)
+        _finish(self._start(told, heard))
         return {peer: [_WIRE_DTYPES[code] for code in codes.tolist()] for peer, codes in heard.items()}
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], meanwhile: Callable[[], None] | None = None) -> None:
-        """Send and receive one tensor per peer. `meanwhile` runs while they travel."""
+    def _start(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+        """Send and receive one tensor per peer."""
         operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in sorted(receives.items())]
         operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sorted(sends.items())]
-        requests = dist.batch_isend_irecv(operations) if operations else []
-        if meanwhile is not None:
-            meanwhile()
-        for request in requests:
-            request.wait()
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def run(self) -> int:
         """Carry the sources' current values over. When it returns, this rank's sources may change again.
 
         Returns: bytes written on this rank."""
-        self._pack.run()
-        sends, receives = ({peer: message.buffer for peer, message in side.items()} for side in (self._sends, self._receives))
-        self._exchange(sends, receives, meanwhile=self._local.run)
-        self._unpack.run()
+        for number, part in enumerate(self._rounds):
+            part.pack.run()
+            requests = self._start(part.sends, part.receives)
+            if number == 0:
+                self._local.run()
+            else:  # the next round needs its half of the staging buffer
+                _finish(*travelling)
+            travelling = requests, part.unpack
+        _finish(*travelling)
         return self.bytes
 
 
-@dataclass(frozen=True)
-class _Message:
-    """What travels between one pair of ranks: bytes, and a [rows, cols] view of them per rectangle."""
+def _finish(requests: list[dist.Work], unpack: CopyPlan | None = None) -> None:
+    for request in requests:
+        request.wait()
+    if unpack is not None:
+        unpack.run()
 
-    buffer: Tensor
+
+# ------------------------------------------------------------------ messages
+
+STAGING_BYTES = 32 << 20
+"""Of one rank, at most; half of it is filled or emptied while the other half travels. A longer row still travels whole."""
+
+
+def _chunk_bytes(plan: ReshardPlan) -> int:
+    """Size of a chunk, the same on every rank: the rank with the most messages must have room for one of each, twice."""
+    messages = Counter(rank for pair in plan.copies if pair[0] != pair[1] for rank in pair)
+    return STAGING_BYTES // (2 * max(messages.values(), default=1))
+
+
+@dataclass
+class _Chunk:
+    """What travels as one message between two ranks: local views, and the dtypes in which they travel."""
+
     views: list[Tensor]
+    dtypes: list[torch.dtype]
 
-    @classmethod
-    def like(cls, rectangles: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> _Message:
-        starts, total = [], 0
-        for rectangle, dtype in zip(rectangles, dtypes, strict=True):
-            starts.append(total)
-            total += -(-rectangle.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        buffer = torch.empty(total, dtype=torch.uint8, device=rectangles[0].device)
-        return cls(buffer, [buffer[start : start + r.numel() * dtype.itemsize].view(dtype).view(r.shape)
-                            for start, r, dtype in zip(starts, rectangles, dtypes, strict=True)])  # fmt: skip
+    @property
+    def bytes(self) -> int:
+        """Without the gaps."""
+        return sum(view.numel() * dtype.itemsize for view, dtype in zip(self.views, self.dtypes, strict=True))
+
+    @property
+    def starts(self) -> list[int]:
+        """Byte at which each view begins, and where the message ends."""
+        sizes = (-(-view.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for view, dtype in zip(self.views, self.dtypes, strict=True))
+        return list(accumulate(sizes, initial=0))
+
+    def in_place(self) -> Tensor | None:
+        """The message itself, uint8, if this end needs no staging. The other end decides for itself."""
+        if len(self.views) == 1 and self.views[0].is_contiguous() and self.views[0].dtype == self.dtypes[0]:
+            message = self.views[0].detach().view(-1).view(torch.uint8)
+            return message if message.numel() == self.starts[-1] else None
+        return None
+
+    def staged(self, buffer: Tensor) -> list[Tensor]:
+        """Views of `buffer`, which holds the message, like `views`."""
+        return [buffer[start : start + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
+                for start, view, dtype in zip(self.starts, self.views, self.dtypes, strict=False)]  # fmt: skip
 
 
-class _Copies:
-    """(source, destination) pairs: a CopyPlan, and PyTorch for the conversions that it does not know (to and from fp16)."""
+def _chunks(views: Sequence[Tensor], dtypes: Sequence[torch.dtype], limit: int) -> list[_Chunk]:
+    """Rectangles in order, cut by rows into chunks of at most `limit` bytes. Shapes and dtypes alone decide, so both ends agree.
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # What is contiguous on both sides is one row.
-        flat = [(src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst) for src, dst in pairs]
-        known = [src.dtype == dst.dtype or (src.dtype, dst.dtype) in CONVERSIONS for src, dst in flat]
-        planned = [pair for pair, is_known in zip(flat, known, strict=True) if is_known]
-        self._others = [pair for pair, is_known in zip(flat, known, strict=True) if not is_known]
-        self._plan = CopyPlan([dst for _, dst in planned], [src for src, _ in planned])
-        self.bytes: int = sum(dst.numel() * dst.element_size() for _, dst in flat)
+    What has a quarter of the limit or more is alone in its chunk, so that it need not be staged."""
+    chunks: list[_Chunk] = []
+    open_chunk: _Chunk | None = None
+    for view, dtype in zip(views, dtypes, strict=True):
+        row_bytes = view.shape[1] * dtype.itemsize
+        for part in view.split(max(1, limit // row_bytes)):
+            size = part.numel() * dtype.itemsize
+            if 4 * size >= limit:
+                chunks.append(_Chunk([part], [dtype]))
+                continue
+            if open_chunk is None or open_chunk.starts[-1] + size > limit:
+                open_chunk = _Chunk([], [])
+                chunks.append(open_chunk)
+            open_chunk.views.append(part)
+            open_chunk.dtypes.append(dtype)
+    return chunks
 
-    def run(self) -> None:
-        self._plan.run()
-        for src, dst in self._others:
-            dst.copy_(src)
+
+@dataclass(frozen=True)
+class _Round:
+    """One message per peer and direction, and the copies before and after."""
+
+    pack: CopyPlan
+    sends: dict[int, Tensor]
+    receives: dict[int, Tensor]
+    unpack: CopyPlan
+
+
+def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -> list[_Round]:
+    """Chunk i of every pair of ranks travels in round i of both, so no two ranks wait for each other. At least one round."""
+    count = max((len(chunks) for chunks in (*sends.values(), *receives.values())), default=1)
+    halves: list[Tensor | None] = [None, None]
+    needed = [sum(chunks[i].starts[-1] for side in (sends, receives) for chunks in side.values()
+                  if i < len(chunks) and chunks[i].in_place() is None) for i in range(count)]  # fmt: skip
+    rounds = []
+    for i in range(count):
+        copies: dict[str, list[tuple[Tensor, Tensor]]] = {"pack": [], "unpack": []}
+        messages: dict[str, dict[int, Tensor]] = {"sends": {}, "receives": {}}
+        at = 0
+        for kind, side in (("sends", sends), ("receives", receives)):
+            for peer, chunks in side.items():
+                if i >= len(chunks):
+                    continue
+                chunk, message = chunks[i], chunks[i].in_place()
+                if message is None:
+                    if halves[i % 2] is None:
+                        halves[i % 2] = torch.empty(max(needed[i % 2 :: 2]), dtype=torch.uint8, device=chunk.views[0].device)
+                    message = halves[i % 2][at : at + chunk.starts[-1]]
+                    at += chunk.starts[-1]
+                    staged = chunk.staged(message)
+                    if kind == "sends":
+                        copies["pack"].extend(zip(chunk.views, staged, strict=True))
+                    else:
+                        copies["unpack"].extend(zip(staged, chunk.views, strict=True))
+                messages[kind][peer] = message
+        rounds.append(_Round(_copies(copies["pack"]), messages["sends"], messages["receives"], _copies(copies["unpack"])))
+    return rounds
+
+
+def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyPlan:
+    """Of (source, destination) pairs. What is contiguous on both sides is one row."""
+    flat = [(src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst) for src, dst in pairs]
+    return CopyPlan([dst for _, dst in flat], [src for src, _ in flat], torch.get_num_threads())
 
 
 def _src_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:

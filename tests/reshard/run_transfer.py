@@ -14,6 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts import hf_model, make_shape, megatron_shard
 
+from megarl.reshard import transfer as transfer_module
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transfer import Transfer, save_hf
@@ -62,6 +63,14 @@ def only_two_ranks(rank: int) -> dict:
     return {"got": got}
 
 
+def in_many_rounds(rank: int) -> dict:
+    """The first two again with so little staging that rectangles are cut, and some of their parts travel in place."""
+    enough, transfer_module.STAGING_BYTES = transfer_module.STAGING_BYTES, 3 << 12
+    out = {scenario.__name__: scenario(rank) for scenario in (tensor_parallel_to_bf16_engines, pipeline_to_tensor_parallel)}
+    transfer_module.STAGING_BYTES = enough
+    return out
+
+
 def export(rank: int, folder: Path) -> dict:
     """PP=3 -> a Hugging Face folder in several files; then again in bf16 over it, from TP=2 on ranks 1 and 2."""
     stages = {r: megatron_atlas(TIED, 1, 0, 3, r) for r in range(3)}
@@ -81,7 +90,8 @@ def export(rank: int, folder: Path) -> dict:
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=30))
-    out = {scenario.__name__: scenario(rank) for scenario in (tensor_parallel_to_bf16_engines, pipeline_to_tensor_parallel, only_two_ranks)}
+    scenarios = (tensor_parallel_to_bf16_engines, pipeline_to_tensor_parallel, only_two_ranks, in_many_rounds)
+    out = {scenario.__name__: scenario(rank) for scenario in scenarios}
     export(rank, folder)
     torch.save(out, folder / f"rank{rank}.pt")
     dist.barrier()

@@ -1,8 +1,9 @@
 """The copier against `torch._foreach_copy_`, bit for bit: every element inside a rectangle and none outside it.
 
-Conversion to bfloat16 is also compared with its definition (the nearest value, ties to even), computed in float64. GPU cases
-run where there is one. Run: pytest tests/reshard/test_copier.py"""
+Conversion to bfloat16 is also compared with its definition (the nearest value, ties to even), computed in float64; packed matrices
+with a permutation by PyTorch. GPU cases run where there is one. Run: pytest tests/reshard/test_copier.py"""
 
+import mmap
 import random
 import shutil
 import sys
@@ -13,10 +14,14 @@ import torch
 
 from megarl.reshard import copier
 from megarl.reshard.copier import CopyPlan, copy_rects
+from megarl.reshard.digest import Digest
+from megarl.reshard.packed import PackedView
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PAIRS = [(dtype, dtype) for dtype in (torch.int8, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float64)]
-PAIRS += [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS += [(src, dst) for src in FLOATS for dst in FLOATS if src != dst]
+PACKED_PAIRS = [pair for pair in PAIRS if pair[1].itemsize <= 4]
 INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +33,7 @@ def device(request):
 @pytest.fixture(params=["extension", "pytorch"])
 def executor(request, monkeypatch):
     if request.param == "pytorch":
-        monkeypatch.setattr(copier, "_extension_for", lambda device_type: None)
+        monkeypatch.setattr(copier, "extension_for", lambda device_type: None)
     return request.param
 
 
@@ -65,7 +70,7 @@ def test_extension_is_built_where_it_can_be():
         pytest.skip("no C++ compiler")
     from megarl import _C
 
-    assert copier._extension_for("cpu") is _C
+    assert copier.extension_for("cpu") is _C
     assert _C.build_info.startswith("with CUDA" if _C.built_with_cuda else "for the CPU only")
 
 
@@ -101,6 +106,82 @@ def test_whole_and_aligned_matrices(device, executor):
         expected[1][:, 128:384] = src[:, :256]
         expected[2][:, :256] = src[:, 256:]
         assert torch.equal(bits(dst), bits(expected)), (src_dtype, dst_dtype)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_large_plans_bypass_the_caches(src_dtype, dst_dtype, num_threads):
+    """From 16 MB on rows are written with non-temporal stores, whose heads and tails differ from row to row here."""
+    cols = 2001
+    rows = (1 << 24) // (cols * dst_dtype.itemsize) + 2
+    src = random_matrix(rows, cols + 5, src_dtype, "cpu", torch.Generator().manual_seed(0))
+    dst = torch.zeros(rows, cols + 7, dtype=dst_dtype)
+    plan = CopyPlan([dst[:, 3 : 3 + cols]], [src[:, 2 : 2 + cols]], num_threads)
+    plan.run()
+    assert plan.bytes >= 1 << 24
+    assert torch.equal(bits(dst[:, 3 : 3 + cols]), bits(src[:, 2 : 2 + cols].to(dst_dtype)))
+    assert not dst[:, :3].any() and not dst[:, 3 + cols :].any()
+
+
+def packed(matrix):
+    """vLLM's layout of a matrix [N, K], N a multiple of 16."""
+    return matrix.view(-1, 16, matrix.shape[1]).transpose(1, 2).contiguous().flatten()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PACKED_PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_packed_destinations(src_dtype, dst_dtype, num_threads, executor):
+    """Two experts [2, 208, 1100]: random disjoint rectangles of both as one matrix of 416 rows; then one that fills it."""
+    rng, generator = random.Random(7), torch.Generator().manual_seed(0)
+    src = random_matrix(416, 1100, src_dtype, "cpu", generator)
+    expected = random_matrix(416, 1100, dst_dtype, "cpu", generator)
+    storage = packed(expected).view(2, 208, 1100)
+    views, src_views = random_views(expected, src, rng)
+    destinations = []
+    for view, values in zip(views, src_views, strict=True):
+        row, col = divmod(view.storage_offset(), 1100)
+        destinations.append(PackedView(storage, 1100, row, col, *view.shape))
+        view.copy_(values)
+    copy_rects(destinations, src_views, num_threads)
+    assert torch.equal(bits(storage.flatten()), bits(packed(expected)))
+    assert all(torch.equal(bits(destination.read()), bits(view)) for destination, view in zip(destinations, views, strict=True))
+
+    copy_rects([PackedView(storage, 1100, 0, 0, 416, 1100)], [src], num_threads)
+    assert torch.equal(bits(storage.flatten()), bits(packed(src.to(dst_dtype))))
+
+
+def test_packed_views_that_leave_their_matrix_are_refused():
+    storage = torch.zeros(2, 16, 10)
+    for rectangle in ((20, 0, 13, 10), (0, 5, 16, 6), (-1, 0, 4, 4)):
+        with pytest.raises(ValueError, match=r"must lie in the packed matrix of 32 x 10"):
+            PackedView(storage, 10, *rectangle)
+    for wrong in (storage[:, :15], torch.zeros(31, 10), torch.zeros(321)[1:]):
+        with pytest.raises(ValueError, match="must be contiguous, hold a multiple of 16 x matrix_cols"):
+            PackedView(wrong, 10, 0, 0, 1, 1)
+    with pytest.raises(ValueError, match=r"storage \(torch.float64\) must have elements of at most 4 bytes"):
+        PackedView(storage.double(), 10, 0, 0, 1, 1)
+
+
+def sparse(rows, cols):
+    """A matrix of bfloat16 that takes memory only where it is touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, 2 * rows * cols, flags=flags), dtype=torch.bfloat16).view(rows, cols)
+
+
+def test_offsets_beyond_32_bits(executor):
+    """Rows of more than 2**31 elements, and a packed matrix of more than 2**33."""
+    wide = (1 << 31) + 48
+    src, dst = sparse(3, wide), sparse(3, wide)
+    values = torch.arange(27.0).view(3, 9).bfloat16()
+    src[:, -11:-2] = values
+    copy_rects([dst[:, -9:]], [src[:, -11:-2]])
+    assert torch.equal(dst[:, -9:], values) and not dst[:, -20:-9].any()
+    assert Digest([dst[:, -9:]]).full() == Digest([values]).full()
+
+    destination = PackedView(sparse(4 * 16, (1 << 27) + 3), (1 << 27) + 3, 61, (1 << 27) - 6, 3, 9)
+    copy_rects([destination], [values])
+    blocks = destination.storage.view(4, -1, 16)
+    assert torch.equal(blocks[3, -9:, 13:].t(), values)
 
 
 def special_floats():
@@ -139,6 +220,30 @@ def test_float32_to_bfloat16_is_nearest_even(device):
     assert result[values.isnan()].isnan().all()
     # PyTorch's own NaN differs between its vector and scalar code, so NaN is compared as NaN above and left out here.
     assert torch.equal(bits(result)[~values.isnan()], bits(values.bfloat16())[~values.isnan()])
+
+
+def test_float32_to_float16_is_nearest_even(device):
+    """PyTorch converts with the processor's instruction; rows of one element go through the copier's own arithmetic."""
+    values = special_floats()
+    expected = values.half()
+    in_one_row, in_rows = torch.empty_like(expected, device=device), torch.empty(len(values), 2, dtype=torch.float16, device=device)
+    copy_rects([in_one_row, in_rows[:, :1]], [values.to(device), values[:, None].to(device)])
+    for result in (in_one_row.cpu(), in_rows[:, 0].cpu()):
+        assert torch.equal(bits(result)[~values.isnan()], bits(expected)[~values.isnan()])
+        assert result[values.isnan()].isnan().all()
+
+
+def test_every_16_bit_float_to_the_others(device):
+    """65536 values of each format, in one row and in rows of one."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for src_dtype, dst_dtype in [(a, b) for a, b in PAIRS if a.itemsize == 2 and a.is_floating_point and a != b]:
+        values = patterns.view(src_dtype)
+        expected = values.to(dst_dtype)
+        in_one_row, in_rows = torch.empty_like(expected, device=device), torch.empty(len(values), 2, dtype=dst_dtype, device=device)
+        copy_rects([in_one_row, in_rows[:, :1]], [values.to(device), values[:, None].to(device)])
+        for result in (in_one_row.cpu(), in_rows[:, 0].cpu()):
+            assert torch.equal(bits(result)[~values.isnan()], bits(expected)[~values.isnan()])
+            assert result[values.isnan()].isnan().all()
 
 
 def test_every_bfloat16_to_float32_is_exact(device):
@@ -216,7 +321,7 @@ WIDE = torch.zeros(4, 6)
     [
         ([WIDE], [], r"dst \(1 views\) and src \(0 views\) must pair up"),
         ([WIDE, WIDE[:, :5]], [WIDE, WIDE], r"pair 1: dst shape \[4, 5\] must equal src shape \[4, 6\]"),
-        ([WIDE], [WIDE.half()], "pair 0: torch.float16 to torch.float32 is neither"),
+        ([WIDE], [WIDE.double()], "pair 0: torch.float64 to torch.float32 is neither"),
         ([WIDE], [torch.zeros(4, 6, dtype=torch.int32)], "pair 0: torch.int32 to torch.float32 is neither"),
         ([WIDE], [torch.zeros(6, 4).t()], r"pair 0: src strides \[1, 4\] must end in 1"),
         ([torch.zeros(1, 6).expand(4, 6)], [WIDE], r"pair 0: dst strides \[0, 1\] make rows of 6 elements overlap"),
@@ -242,6 +347,7 @@ GOOD = {"src": 64, "dst": 64, "rows": 2, "cols": 3, "src_ld": 3, "dst_ld": 3, "m
         ({"src_ld": 2}, r"rect 1: src_ld \(2\) must be >= cols \(3\)"),
         ({"dst_ld": 2}, r"rect 1: dst_ld \(2\) must be >= cols \(3\)"),
         ({"mode": 3}, r"rect 1: mode \(3\) must be 1, 2, 4, 8"),
+        ({"mode": 108}, r"rect 1: mode \(108\) must be 1, 2, 4, 8"),
         ({"src": 0}, r"rect 1: src \(0\) must be an address"),
         ({"dst": 66}, r"rect 1: dst \(66\) must be an address aligned"),
         ({"rows": 2**40, "src_ld": 2**40, "dst_ld": 2**40}, r"rect 1: rows \(1099511627776\) x leading dimension must fit"),

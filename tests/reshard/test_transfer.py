@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
-from megarl.reshard.transfer import Transfer, load_hf, save_hf
+from megarl.reshard.transfer import Transfer, _chunks, _rounds, load_hf, save_hf
 from megarl.reshard.vllm_atlas import vllm_atlas
 from tests.reshard.cuts import hf_model, make_shape, megatron_shard, vllm_shard
 
@@ -65,18 +65,22 @@ def padded_to_seven(got: dict[str, torch.Tensor], vocab: int) -> dict[str, torch
     return got
 
 
+@pytest.mark.parametrize("in_rounds", [False, True], ids=["one round", "many rounds"])
 @pytest.mark.parametrize("version, seed", [("first", 1), ("second", 2)])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_tensor_parallel_to_bf16_engines(ranks, rank, version, seed):
-    result = ranks[0][rank]["tensor_parallel_to_bf16_engines"]
+def test_tensor_parallel_to_bf16_engines(ranks, rank, version, seed, in_rounds):
+    results = ranks[0][rank]
+    result = (results["in_many_rounds"] if in_rounds else results)["tensor_parallel_to_bf16_engines"]
     expected = {name: t.bfloat16() for name, t in vllm_shard(SHAPE, hf_model(SHAPE, seed), 1, 0).items()}
     assert_same(padded_to_seven(result[version], SHAPE.vocab_size), expected)
     assert result["bytes"] == 2 * sum(t.numel() for t in hf_model(SHAPE, seed).values())
 
 
+@pytest.mark.parametrize("in_rounds", [False, True], ids=["one round", "many rounds"])
 @pytest.mark.parametrize("rank", [1, 2])
-def test_pipeline_to_tensor_parallel(ranks, rank):
-    got = ranks[0][rank]["pipeline_to_tensor_parallel"]["got"]
+def test_pipeline_to_tensor_parallel(ranks, rank, in_rounds):
+    results = ranks[0][rank]
+    got = (results["in_many_rounds"] if in_rounds else results)["pipeline_to_tensor_parallel"]["got"]
     assert_same(padded_to_seven(got, 61 - 32 * (rank - 1)), vllm_shard(TIED, hf_model(TIED, 3), 2, rank - 1))
 
 
@@ -125,6 +129,27 @@ def test_load_reads_each_shard(tmp_path, shape, tp, pp):
             assert_same(tensors, {name: t.bfloat16() for name, t in megatron_shard(shape, model, tp, r, pp, stage).items()})
 
 
+def test_both_ends_cut_messages_alike_and_stage_only_what_they_must():
+    """Rows of a matrix at one end, columns at the other; vectors; a conversion. At most 1,000 bytes at a time."""
+    wire = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    shapes = [(64, 40), (7, 1), (3, 40), (30, 40)]
+    rows = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, wire, strict=True)]
+    columns = [torch.zeros(shape[0], 90)[:, 3 : 3 + shape[1]] for shape in shapes]
+    here, there = _chunks(columns, wire, 1000), _chunks(rows, wire, 1000)
+    assert [[view.shape for view in chunk.views] for chunk in here] == [[view.shape for view in chunk.views] for chunk in there]
+    assert [chunk.starts for chunk in here] == [chunk.starts for chunk in there]
+    assert max(chunk.starts[-1] for chunk in here) <= 1000
+    assert all(chunk.in_place() is None for chunk in here)
+    # 64 rows of 80 bytes: 5 x 12 and the 4 left (320 bytes); 30 of 160: 5 x 6. The vector and the 3 rows (480 bytes) are one chunk
+    # each: the second is large enough to be alone.
+    in_place = [chunk.in_place() for chunk in there]
+    assert [None if message is None else message.numel() for message in in_place] == [960] * 5 + [320, None, 480] + [960] * 5
+    assert in_place[0].data_ptr() == rows[0].data_ptr()
+    rounds = _rounds({}, {1: here, 2: here})
+    staging = {message.untyped_storage().data_ptr(): message.untyped_storage().nbytes() for r in rounds for message in r.receives.values()}
+    assert len(staging) == 2 and sum(staging.values()) <= 2 * 2 * 1000
+
+
 def test_load_then_save_is_bit_equal(tmp_path):
     source = write_source(tmp_path / "source", hf_model(SHAPE, seed=8))
     atlas = megatron_atlas(SHAPE, 1, 0)
@@ -137,7 +162,7 @@ def test_load_then_save_is_bit_equal(tmp_path):
 
 
 def test_fp16_engines_and_exports(tmp_path):
-    """Conversions that the C++ copier does not know."""
+    """A dtype that neither side of the reshard has."""
     source, atlas = write_source(tmp_path / "source"), megatron_atlas(SHAPE, 1, 0)
     shard = megatron_shard(SHAPE, hf_model(SHAPE, seed=11), 1, 0)
     save_hf(tmp_path / "out", source, SHAPE, {0: atlas}, shard, dtype=torch.float16)

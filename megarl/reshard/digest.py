@@ -1,0 +1,149 @@
+"""64-bit digests of weights by value, to compare the two ends of a transfer without moving the weights.
+
+A source rectangle and the destination that it was copied to have the same digest, whatever their strides; where the copy converts,
+the source is digested as what it becomes. The numbers do not depend on threads, device, or whether the extension is there:
+csrc/digest.h defines them. Not cryptographic: it finds what goes wrong, not what somebody hides.
+
+    sent = Digest(source_views, [view.dtype for view in destination_views]).sampled(version)
+    received = Digest(destination_views).sampled(version)
+    assert sent == received"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.reshard.copier import PACKED, View, conversion, extension_for, leading_dimension, two_dimensions
+from megarl.reshard.packed import PackedView
+
+SAMPLES = 64
+_MASK = 2**64 - 1
+_WEYL, _MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_TILE_WORDS = 4096  # of csrc/digest.h
+_PIECE_WORDS = 1 << 20  # without the extension: 8 MB of words at a time
+
+
+class Digest:
+    """Digests of the same views again and again.
+
+    Args:
+        views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the same values, but the
+            last has another digest. Kept; read at every call.
+        dtypes: what each view's values become at their destination, one for all or one per view. Default: what they are.
+        num_threads: CPU threads of `full`.
+    Raises: ValueError naming the first view that breaks a rule.
+
+    Every method returns one number in [0, 2**64) per view, in order. Neither is collective."""
+
+    def __init__(self, views: Sequence[View], dtypes: Sequence[torch.dtype] | torch.dtype | None = None, num_threads: int = 1) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads ({num_threads}) must be >= 1. Try 1.")
+        if dtypes is None or isinstance(dtypes, torch.dtype):
+            dtypes = [dtypes or view.dtype for view in views]
+        if len(dtypes) != len(views):
+            raise ValueError(f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for all, or left out.")
+        self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
+        self._rows = [self._describe(index) for index in range(len(self._views))]
+        self._device = self._views[0].device if self._views else torch.device("cpu")
+        if any(view.device != self._device for view in self._views):
+            raise ValueError(f"views must be on one device, not on {sorted({str(view.device) for view in self._views})}.")
+        self._extension = extension_for(self._device.type)
+
+    def sampled(self, version: int) -> list[int]:
+        """Digests of 64 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 64th of the view.
+
+        It finds every wrong stretch of a 32nd of a view or more, and a smaller share f with probability 1 - (1 - f)^64. Digests of
+        different versions differ, so an old one is never taken for a new one."""
+        return self._compute(_mix(version & _MASK), sampled=True)
+
+    def full(self) -> list[int]:
+        """Digests of all values, at the speed of memory."""
+        return self._compute(0, sampled=False)
+
+    def _describe(self, index: int) -> tuple[int, ...]:
+        """The extension's row: address, rows, cols, ld, mode."""
+        view, where = self._views[index], f"view {index}"
+        mode = conversion(view.dtype, self._dtypes[index], where) + PACKED * isinstance(view, PackedView)
+        return (view.data_ptr(), *two_dimensions(view, where), leading_dimension(view, where), mode)
+
+    def _compute(self, seed: int, sampled: bool) -> list[int]:
+        if self._extension is None:
+            return [_digest(view, dtype, seed, sampled) for view, dtype in zip(self._views, self._dtypes, strict=True)]
+        rows = [(view.data_ptr(), *row[1:]) for view, row in zip(self._views, self._rows, strict=True)]
+        table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        if self._device.type == "cuda":
+            digests = self._sum_on_gpu(table, seed, sampled)
+            self._extension.finish_digests(table, digests, seed)
+        else:
+            digests = torch.empty(len(rows), dtype=torch.int64)
+            self._extension.digest(table, digests, seed, sampled, self._num_threads)
+        return [digest & _MASK for digest in digests.tolist()]
+
+    def _sum_on_gpu(self, table: Tensor, seed: int, sampled: bool) -> Tensor:
+        """Sums over the words of each view, int64 [N] on the CPU. Waits for the current stream."""
+        tiles = [-(-rows * -(-cols * dtype.itemsize // 8) // _TILE_WORDS)
+                 for (_, rows, cols, *_), dtype in zip(self._rows, self._dtypes, strict=True)]  # fmt: skip
+        tiles = torch.tensor(tiles, dtype=torch.int64)
+        with torch.cuda.device(self._device):
+            tiled = torch.cat([table, (tiles.cumsum(0) - tiles)[:, None]], dim=1).to(self._device)
+            view_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(tiles).to(self._device)
+            sums = torch.zeros(len(tiles), dtype=torch.int64, device=self._device)
+            self._extension.sum_cuda(tiled.data_ptr(), view_of_tile.data_ptr(), len(tiles), len(view_of_tile), seed, sampled,
+                                     sums.data_ptr(), torch.cuda.current_stream().cuda_stream)  # fmt: skip
+            return sums.cpu()
+
+
+# ------------------------------------------------------------------ the same in PyTorch; int64 arithmetic is modulo 2**64
+
+
+@torch.no_grad()
+def _digest(view: View, dtype: torch.dtype, seed: int, sampled: bool) -> int:
+    rows, cols = two_dimensions(view, "view")
+    per_word = 8 // dtype.itemsize
+    words_per_row = -(-cols // per_word)
+    num_words, total = rows * words_per_row, 0
+    if sampled and num_words > SAMPLES:
+        pieces = [_sampled_words(num_words, seed)]
+    else:
+        pieces = [torch.arange(first, min(first + _PIECE_WORDS, num_words)) for first in range(0, num_words, _PIECE_WORDS)]
+    for words in pieces:
+        indices = words.to(view.device)
+        values = _read_words(view, dtype, indices // words_per_row, indices % words_per_row * per_word)
+        total += int(_terms(values, indices, seed).sum())
+    return _mix(total + rows * _MULTIPLIERS[0] + cols * _MULTIPLIERS[1] + dtype.itemsize + seed)
+
+
+def _sampled_words(num_words: int, seed: int) -> Tensor:
+    """One word of each of SAMPLES stretches that cover all."""
+    words = []
+    for sample in range(SAMPLES):
+        first, last = num_words * sample // SAMPLES, num_words * (sample + 1) // SAMPLES
+        words.append(first + (_mix(seed + sample * _WEYL) >> 1) % (last - first))
+    return torch.tensor(words)
+
+
+def _read_words(view: View, dtype: torch.dtype, row: Tensor, col: Tensor) -> Tensor:
+    """int64 [n]: the elements of each row from `col` on that fill 8 bytes, in the destination's dtype; zeros past the row's end."""
+    matrix = view.read() if isinstance(view, PackedView) else view.detach().view(two_dimensions(view, "view"))
+    cols = col[:, None] + torch.arange(8 // dtype.itemsize, device=col.device)
+    elements = matrix[row[:, None], cols.clamp(max=matrix.shape[1] - 1)].to(dtype)
+    return elements.masked_fill(cols >= matrix.shape[1], 0).contiguous().view(torch.int64).flatten()
+
+
+def _terms(words: Tensor, indices: Tensor, seed: int) -> Tensor:
+    mixed = words ^ ((indices + 1) * _signed(_WEYL) + _signed(seed))
+    return (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF) + words
+
+
+def _mix(x: int) -> int:
+    """The finalizer of SplitMix64."""
+    x &= _MASK
+    x = (x ^ (x >> 30)) * _MULTIPLIERS[0] & _MASK
+    x = (x ^ (x >> 27)) * _MULTIPLIERS[1] & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >> 63 else x

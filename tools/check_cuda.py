@@ -1,0 +1,68 @@
+"""Compiles csrc/*.cu for each architecture and fails if a kernel spills registers or keeps a stack frame.
+
+    python tools/check_cuda.py [--archs 80 90 100]
+
+Needs nvcc (on PATH, in CUDA_HOME, or named in CUDACXX) and no GPU; without nvcc it says so and exits with 77, as a skipped check."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+SKIPPED = 77
+PROPERTIES = re.compile(
+    r"Function properties for (?P<kernel>\S+)\s*\n\s*(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\s*\nptxas info\s*: Used (?P<registers>\d+) registers"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", nargs="+", default=["80", "90", "100"], metavar="SM", help="compute capabilities (default: 80 90 100)")
+    arguments = parser.parse_args()
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print("skipped: nvcc was not found. Put it on PATH, or name it in CUDACXX.")
+        return SKIPPED
+    bad = False
+    for source in sorted(CSRC.glob("*.cu")):
+        for arch in arguments.archs:
+            for kernel in compile_kernels(nvcc, source, arch):
+                verdict = "SPILLS" if kernel["stack"] or kernel["stores"] or kernel["loads"] else "ok"
+                bad |= verdict != "ok"
+                print(f"sm_{arch} {source.name} {kernel['kernel']}: {kernel['registers']} registers, {kernel['stack']} bytes stack, "
+                      f"{kernel['stores']} + {kernel['loads']} bytes spilled: {verdict}")  # fmt: skip
+    return int(bad)
+
+
+def find_nvcc() -> str | None:
+    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path=f"{cuda_home}/bin")
+
+
+def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | int]]:
+    """One record per kernel of `source`, by ptxas. Raises: RuntimeError if it does not compile or reports nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [nvcc, "-std=c++17", "-O3", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", str(source), "-o", f"{folder}/kernels.cubin"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = parse(done.stdout + done.stderr)
+    if done.returncode or not found:
+        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return found
+
+
+def parse(report: str) -> list[dict[str, str | int]]:
+    """What `ptxas -v` says of each kernel."""
+    return [{name: int(value) if value.isdigit() else value for name, value in match.groupdict().items()}
+            for match in PROPERTIES.finditer(report)]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
