@@ -49,11 +49,12 @@ class GRPO(Algorithm):
     def __post_init__(self) -> None:
         require(self, at_least={"clip_eps_low": 0, "clip_eps_high": 0, "kl_coef": 0}, at_most={"clip_eps_low": 1},
                 above={"clip_ratio_c": 1, "tis_clip": 0, "entropy_coef": -math.inf}, below={"kl_coef": math.inf, "entropy_coef": math.inf},
-                rules=[(self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
+                rules=[(self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
+                       (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
                        ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef",
                         f"must be 0 with --kl-mode none, and above 0 with loss or reward, e.g. 0.001. --kl-mode is {self.kl_mode}."),
                        (not self.kl_straight_through or self.kl_mode == "loss", "kl_straight_through", "needs --kl-mode loss."),
-                       (self.policy_loss == "ppo" or self.clip_ratio_c is None, "clip_ratio_c", "must be left out with --policy-loss cispo.")])
+                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "must be left out with --policy-loss cispo.")])
 
     @property
     def needs_reference(self) -> bool:
@@ -77,9 +78,8 @@ class GRPO(Algorithm):
         """Clipped policy loss + kl_coef * KL - entropy_coef * entropy, all with the same token weights; TIS weighs the first only.
 
         Metrics: policy/loss; per-token means policy/clip_fraction (the clip took the gradient away; cispo: bounded it), policy/kl
-        (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (of the policy now if `needs_entropy`, else
-        -rollout_log_probs: the sampled estimate for the policy that sampled), if used policy/ref_kl and policy/tis_weight;
-        policy/ratio_deviation_max, of |ratio - 1|.
+        (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without `needs_entropy` -rollout_log_probs, the sampled
+        estimate for the engine), if used policy/ref_kl and policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
         """
         from megarl.kernels.aggregate import token_weights
         from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss
