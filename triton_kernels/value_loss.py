@@ -1,0 +1,151 @@
+"""PPO's clipped value loss (arXiv:1707.06347's code; arXiv:2005.12729, section 3), its gradient and what a critic is judged by, in one launch.
+
+    clipped = old_values + clip(values - old_values, -clip_eps, clip_eps)
+    loss    = max((values - returns)^2, (clipped - returns)^2) / 2
+    total   = sum_i weights_i loss_i
+
+The gradient to a value is (values - returns) weight, or 0 where the clipped term is the larger. A token of weight 0 does not exist:
+whatever the other columns hold there. 20 bytes per token; only the gradient is kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.kernels.backend import backend_of
+from megarl.kernels.kl import at_least_fp32, limit
+from megarl.kernels.partial_sums import reduce_partials
+
+_BLOCK = 1024
+
+
+class ValueLossStats(NamedTuple):
+    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient. With n tokens, the explained
+    variance is 1 - (error_squares - error_sum^2 / n) / (return_squares - return_sum^2 / n)."""
+
+    num_clipped: Tensor
+    """Tokens whose loss is the clipped one: the clip took their gradient away."""
+    error_sum: Tensor
+    """Sum of values - returns."""
+    error_squares: Tensor
+    return_sum: Tensor
+    return_squares: Tensor
+
+
+def value_loss_ref(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None) -> Tensor:
+    """The specification, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
+    values, old_values, returns, weights = (x[weights != 0].double() for x in (values, old_values, returns, weights))
+    loss = (values - returns).square()
+    if clip_eps is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
+        loss = torch.maximum(loss, (clipped - returns).square())
+    return (weights * loss / 2).sum()
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_eps: float | None
+) -> tuple[Tensor, ValueLossStats]:
+    """Sum of the weighted value losses of N tokens. Differentiable in `values` only.
+
+    Args:
+        values: [N] fp32, of the critic now.
+        old_values, returns: [N] fp32, constants: of the critic before the first update, and `GAE.returns`.
+        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`); 0 takes a token out.
+        clip_eps: how far a value may move from the old one before its gradient ends, > 0. None: plain squared error.
+
+    Returns: the loss, a scalar, and `ValueLossStats`. N may be 0.
+    Raises: ValueError if shapes differ, a constant requires a gradient, or clip_eps is not positive.
+    """
+    for name, tensor in {"old_values": old_values, "returns": returns, "weights": weights}.items():
+        if tensor.shape != values.shape or values.ndim != 1:
+            raise ValueError(f"{name} must be [N] like values, got {list(tensor.shape)} with values {list(values.shape)}")
+        if tensor.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()")
+    if clip_eps is not None and not clip_eps > 0:
+        raise ValueError(f"clip_eps ({clip_eps}) must be above 0, e.g. 0.2, or None for no clip")
+    loss, *stats = _ValueLoss.apply(values, old_values, returns, weights, clip_eps)
+    return loss, ValueLossStats(*stats)
+
+
+class _ValueLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, old_values, returns, weights, clip_eps):
+        compute = _compute_torch if backend_of(values) == "torch" else _compute_triton
+        loss, gradient, stats = compute(values, old_values, returns, weights, clip_eps)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(*stats)
+        return loss, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, *_):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss, None, None, None, None
+
+
+def _compute_torch(values, old_values, returns, weights, clip_eps):
+    values, old_values, returns, weights = map(at_least_fp32, (values, old_values, returns, weights))
+    exists = weights != 0
+    values, old_values, returns = (torch.where(exists, x, 0) for x in (values, old_values, returns))
+    error = values - returns
+    loss, gradient, num_clipped = error.square(), error, weights.new_zeros(())
+    if clip_eps is not None:
+        clipped_loss = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
+        # Within the clip both are the same but for rounding, which must not take the gradient away.
+        is_clipped = (clipped_loss > loss) & ((values - old_values).abs() > clip_eps)
+        loss, gradient = torch.where(is_clipped, clipped_loss, loss), torch.where(is_clipped, 0, gradient)
+        num_clipped = is_clipped.sum().to(loss.dtype)
+    stats = ValueLossStats(num_clipped, error.sum(), error.square().sum(), returns.sum(), returns.square().sum())
+    return (loss * weights).sum() / 2, gradient * weights, stats
+
+
+@triton.jit
+def _value_loss_kernel(
+    values_ptr, old_values_ptr, returns_ptr, weights_ptr, gradient_ptr, partials_ptr, num_tokens, clip_eps,
+    HAS_CLIP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Partial sums [6, blocks]: the loss, then ValueLossStats' order."""
+    block = tl.program_id(0)
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_range = i < num_tokens
+    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    exists = weight != 0
+    value = tl.load(values_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    target = tl.load(returns_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    error = value - target
+    loss = error * error
+    gradient = error
+    is_clipped = exists & False
+    if HAS_CLIP:
+        old = tl.load(old_values_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        clipped_error = old + limit(value - old, -clip_eps, clip_eps) - target
+        is_clipped = (clipped_error * clipped_error > loss) & (tl.abs(value - old) > clip_eps)
+        loss = tl.where(is_clipped, clipped_error * clipped_error, loss)
+        gradient = tl.where(is_clipped, 0.0, gradient)
+    tl.store(gradient_ptr + i, gradient * weight, mask=in_range)
+    blocks = tl.num_programs(0)
+    partials_ptr += block
+    tl.store(partials_ptr, tl.sum(loss * weight) / 2)
+    tl.store(partials_ptr + blocks, tl.sum(is_clipped.to(tl.float32)))
+    tl.store(partials_ptr + 2 * blocks, tl.sum(error))
+    tl.store(partials_ptr + 3 * blocks, tl.sum(error * error))
+    tl.store(partials_ptr + 4 * blocks, tl.sum(target))
+    tl.store(partials_ptr + 5 * blocks, tl.sum(target * target))
+
+
+def _compute_triton(values, old_values, returns, weights, clip_eps):
+    values, old_values, returns, weights = (x.contiguous() for x in (values, old_values, returns, weights))
+    gradient = torch.empty_like(values, dtype=torch.float32)
+    num_blocks = max(triton.cdiv(len(values), _BLOCK), 1)
+    partials = torch.empty(6, num_blocks, dtype=torch.float32, device=values.device)
+    _value_loss_kernel[(num_blocks,)](
+        values, old_values, returns, weights, gradient, partials, len(values), clip_eps or 0.0, HAS_CLIP=clip_eps is not None, BLOCK=_BLOCK
+    )
+    loss, *stats = reduce_partials(partials)
+    return loss, gradient, ValueLossStats(*stats)
