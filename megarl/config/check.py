@@ -111,6 +111,8 @@ def _mesh(job: _Job) -> Iterator[str]:
     tp, pp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
     if actor.sequence_parallel and tp == 1:
         yield "--sequence-parallel: needs --tensor-model-parallel-size above 1. Leave it out, or try --tensor-model-parallel-size 2."
+    if job.shape is not None and any(split_findings(job.shape, tp, pp)):
+        return  # no number of ranks would help; `_actor_shape` says what does
     if ranks and len(ranks) < tp * pp:
         yield (
             f"--tensor-model-parallel-size ({tp}) x --pipeline-model-parallel-size ({pp}) = {tp * pp}: needs as many ranks, and the "

@@ -30,6 +30,11 @@ def test_the_job_is_right(findings):
     assert findings() == [] and findings("--algorithm sft") == []
 
 
+def test_a_size_that_no_model_allows_is_not_blamed_on_the_number_of_ranks(findings):
+    found = findings("--tensor-model-parallel-size 3")
+    assert found and not any("nproc" in finding for finding in found)
+
+
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
 # flags, world size -> the finding; flags of the job put right.
 RULES = {
