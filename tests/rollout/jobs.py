@@ -33,13 +33,20 @@ CONFIGS = {
 }
 
 
-def reference_model(name: str, seed: int) -> PreTrainedModel:
+def _otherwise_tied(config):
+    return type(config).from_dict(config.to_dict() | {"tie_word_embeddings": not config.tie_word_embeddings})
+
+
+CONFIGS |= {f"{name}_{'untied' if config.tie_word_embeddings else 'tied'}": _otherwise_tied(config) for name, config in CONFIGS.items()}
+
+
+def reference_model(name: str, seed: int, std: float = 0.15) -> PreTrainedModel:
     """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot hide."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(1.0, 0.2) if parameter.dim() == 1 else parameter.normal_(0.0, 0.15)
+            parameter.normal_(1.0, 0.2) if parameter.dim() == 1 else parameter.normal_(0.0, std)
     return model
 
 
