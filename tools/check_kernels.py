@@ -11,9 +11,11 @@ of spill stores and loads, bytes of shared memory per block, and how many tensor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import io
 import json
 import logging
 import multiprocessing
@@ -120,7 +122,8 @@ def _compile(index: int) -> Report:
     """Runs in a worker: compile one case for one capability and judge it."""
     case, capability = _pairs[index]
     try:
-        compiled = compile_case(case, capability)
+        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints the whole PTX that ptxas refuses
+            compiled = compile_case(case, capability)
     except Exception as error:  # noqa: BLE001 - Triton's compiler raises what it likes, and the others are wanted too
         return Report(kernel=name_of(case), capability=capability, problem=f"does not compile: {type(error).__name__}: {str(error)[:500]}")
     report = Report(kernel=name_of(case), capability=capability, shared_bytes=compiled.metadata.shared,

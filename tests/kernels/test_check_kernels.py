@@ -29,7 +29,7 @@ def matmul(x_ptr, y_ptr, BLOCK: tl.constexpr):
     at = i[:, None] * BLOCK + i[None, :]
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for step in range(8):
-        total = tl.dot(tl.load(x_ptr + step + at), tl.load(x_ptr + 99 * step + at), total)
+        total = tl.dot(tl.load(x_ptr + step * BLOCK * BLOCK + at), tl.load(x_ptr + (step + 8) * BLOCK * BLOCK + at), total)
     tl.store(y_ptr + at, total)
 
 @triton.jit
@@ -43,7 +43,8 @@ AOT_CASES = [
     AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=16384), num_warps=1),
     AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
     AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
-    AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=256), num_warps=16),
+    AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=128), num_warps=8, num_stages=6, aligned=("x_ptr",)),
+    AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=256), num_warps=16),  # its wgmma has too few registers
     AotCase(kernel=broken, signature=dict(x_ptr="*fp32")),
     AotCase(kernel=broken, signature=dict(y_ptr="*fp32")),
 ]
@@ -54,7 +55,9 @@ def check_kernels(tmp_path, *arguments):
     """(exit status, output, the table by kernel and capability)."""
     file = tmp_path / "out.json"
     command = [sys.executable, "-P", str(ROOT / "tools" / "check_kernels.py"), "--json", str(file), *map(str, arguments)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("MEGARL_KERNELS", "TRITON_INTERPRET")} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("MEGARL_KERNELS", "TRITON_INTERPRET"):
+        environment.pop(name, None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     rows = json.loads(file.read_text())["kernels"] if file.exists() else []
     return done.returncode, done.stdout + done.stderr, {(row["kernel"], row["capability"]): row for row in rows}
@@ -87,10 +90,11 @@ def test_spills_shared_memory_and_errors_are_found(tmp_path):
     spilling = rows["softmax BLOCK=16384", 90]
     assert spilling["spill_store_bytes"] > 0 and "use a smaller block or more warps" in spilling["problem"]
     assert "does not use wgmma.mma_async" in rows["softmax BLOCK=64", 90]["problem"]
-    hoarding = rows["matmul BLOCK=256", 90]
+    hoarding = rows["matmul BLOCK=128", 90]
     assert hoarding["shared_bytes"] > 232448 and "must be at most 232448 B" in hoarding["problem"]
+    assert "Insufficient registers" in rows["matmul BLOCK=256", 90]["problem"] and len(output) < 5000  # Triton prints all of such PTX
     assert "broken, sm_90: does not compile" in output and "look at x_ptr, y_ptr" in output
-    assert "2 of 7 compilations are as they should be" in output
+    assert "2 of 8 compilations are as they should be" in output
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ EXTRA = ("rollout_log_probs", "ref_log_probs", "entropy")
 def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
-        from megarl.kernels import policy_loss_triton, partial_sums_triton
+        from megarl.kernels import partial_sums_triton, policy_loss_triton
         monkeypatch.setattr(policy_loss_triton, "_BLOCK", 64)
         monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
     return kernels
@@ -47,7 +47,8 @@ def make_tokens(num_tokens=700, dtype=torch.float32):
     advantages[::17] = 0
     weights = (0.1 + torch.rand(num_tokens, generator=generator, dtype=dtype)) / max(num_tokens, 1)
     weights[5::11] = 0
-    extra = (old + 0.5 * normal(), log_probs + torch.tensor([1e-4, 1.5], dtype=dtype)[torch.arange(num_tokens) % 2] * normal(), normal().abs())
+    ref = log_probs + torch.tensor([1e-4, 1.5], dtype=dtype)[torch.arange(num_tokens) % 2] * normal()
+    extra = (old + 0.5 * normal(), ref, normal().abs())
     return (log_probs, old, advantages, weights), dict(zip(EXTRA, extra))
 
 
@@ -228,7 +229,8 @@ def test_runaway_ratios_stay_finite_without_gradient(kernels, gap):
     if gap == math.inf:
         return  # old and now both impossible: no ratio
     weighted = dataclasses.replace(options, tis_clip=2.0)
-    loss, _, _, stats = run(policy_loss, (log_probs, log_probs, torch.ones(2), torch.ones(2)), weighted, dict(rollout_log_probs=old_log_probs))
+    columns, rollout = (log_probs, log_probs, torch.ones(2), torch.ones(2)), dict(rollout_log_probs=old_log_probs)
+    loss, _, _, stats = run(policy_loss, columns, weighted, rollout)
     assert stats.tis_weight_sum.item() == pytest.approx(2, rel=1e-5) and loss.item() == pytest.approx(-2, rel=1e-5)
 
 

@@ -19,7 +19,7 @@ NAN = math.nan
 def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
-        from megarl.kernels import value_loss_triton, partial_sums_triton
+        from megarl.kernels import partial_sums_triton, value_loss_triton
         monkeypatch.setattr(value_loss_triton, "_BLOCK", 64)
         monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
     return kernels
