@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         reports = list(pool.map(_compile, range(len(pairs))))
     print_table(reports)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"triton": triton.__version__, "kernels": [dataclasses.asdict(r) for r in reports]}, indent=1) + "\n")
+        table = {"triton": triton.__version__, "kernels": [dataclasses.asdict(report) for report in reports]}
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
     problems = [report for report in reports if report.problem]
     for report in problems:
         logger.error("%s, sm_%d: %s", report.kernel, report.capability, report.problem)
@@ -131,8 +132,7 @@ def _compile(index: int) -> Report:
                     **registers_and_spills(compiled.asm["ptx"]))  # fmt: skip
     problems = []
     if report.spill_store_bytes or report.spill_load_bytes:
-        problems.append(f"spills {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread, of which there must be "
-                        f"none: use a smaller block or more warps (num_warps is {case.num_warps})")  # fmt: skip
+        problems.append(f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread must be 0: use a smaller block or more warps (num_warps is {case.num_warps})")  # fmt: skip
     if report.shared_bytes > MAX_SHARED_BYTES[capability]:
         problems.append(f"shared memory ({report.shared_bytes} B) must be at most {MAX_SHARED_BYTES[capability]} B: use a smaller block or "
                         f"fewer stages (num_stages is {case.num_stages})")  # fmt: skip
@@ -180,11 +180,11 @@ def registers_and_spills(ptx: str) -> dict[str, int]:
 
 def print_table(reports: list[Report]) -> None:
     width = max(len(report.kernel) for report in reports)
-    logger.info("%-*s %6s %9s %12s %12s %8s %12s %10s", width, "kernel", "sm", "registers", "spill stores", "spill loads", "shared", "tensor cores",
-                "bulk copies")  # fmt: skip
+    heads = ("registers", "spill stores", "spill loads", "shared", "tensor cores", "bulk copies")
+    logger.info("%-*s %6s %9s %12s %12s %8s %12s %11s", width, "kernel", "sm", *heads)
     for report in reports:
         values = [getattr(report, name) for name in COLUMNS]
-        logger.info("%-*s %6d %9d %12d %12d %8d %12d %10d", width, report.kernel, report.capability, *values)
+        logger.info("%-*s %6d %9d %12d %12d %8d %12d %11d", width, report.kernel, report.capability, *values)
 
 
 if __name__ == "__main__":

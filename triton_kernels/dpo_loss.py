@@ -8,8 +8,7 @@ With s = sum over the tokens of a sequence of log_probs - ref_log_probs, and the
     total    = sum_p weights_p loss_p
 
 IPO is as in its paper, of sums; TRL's takes means over tokens. The gradient to a token's log-prob is weights dloss/dh for chosen
-sequences and its negative for rejected ones. Tokens with mask False do not exist. 13 bytes per token, and no [B] or [T] buffer besides
-the gradient.
+sequences and its negative for rejected ones. Tokens with mask False do not exist. 14 bytes per token, and no [T] buffer besides the gradient.
 """
 
 from __future__ import annotations

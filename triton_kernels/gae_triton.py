@@ -42,9 +42,8 @@ def _gae_kernel(
         reward = tl.load(rewards_ptr + t, mask=is_action, other=0.0).to(tl.float32)
         value = tl.load(values_ptr + t, mask=is_action, other=0.0).to(tl.float32)
         # Tokens that are no actions, and lanes before the sequence, are the identity.
-        a, v, d, m, e = tl.associative_scan(
-            (tl.where(is_action, decay, 1.0), tl.where(is_action, gamma, 0.0), reward - value, tl.where(is_action, 0.0, 1.0), value), 0, _then
-        )
+        maps = (tl.where(is_action, decay, 1.0), tl.where(is_action, gamma, 0.0), reward - value, tl.where(is_action, 0.0, 1.0), value)
+        a, v, d, m, e = tl.associative_scan(maps, 0, _then)
         advantages = a * advantage + v * next_value + d
         tl.store(advantages_ptr + t, tl.where(is_action, advantages, 0.0), mask=in_sequence)
         tl.store(returns_ptr + t, tl.where(is_action, advantages + value, 0.0), mask=in_sequence)
