@@ -8,8 +8,7 @@ With s = sum over the tokens of a sequence of log_probs - ref_log_probs, and the
     total    = sum_p weights_p loss_p
 
 IPO is as in its paper, of sums; TRL's takes means over tokens. The gradient to a token's log-prob is weights dloss/dh for chosen
-sequences and its negative for rejected ones. Tokens with mask False do not exist. 13 bytes per token, and no [B] or [T] buffer besides
-the gradient.
+sequences and its negative for rejected ones. Tokens with mask False do not exist. 14 bytes per token, and no [T] buffer besides the gradient.
 """
 
 from __future__ import annotations
@@ -17,19 +16,14 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.backend import backend_of
+from megarl.kernels.backend import backend
 from megarl.kernels.gae import check_cu_seqlens
 from megarl.kernels.kl import at_least_fp32
-from megarl.kernels.partial_sums import reduce_partials
 
 DPOKind = Literal["sigmoid", "ipo"]
-
-_BLOCK = 1024
 
 
 class DPOStats(NamedTuple):
@@ -119,8 +113,12 @@ def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoo
 class _DPOLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind):
-        compute = _compute_torch if backend_of(log_probs) == "torch" else _compute_triton
-        loss, gradient, stats = compute(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind)
+        if backend(log_probs) == "triton":
+            from megarl.kernels import dpo_loss_triton
+            compute = dpo_loss_triton.dpo_loss
+        else:
+            compute = _compute_torch
+        loss, gradient, *stats = compute(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(*stats)
         return loss, *stats
@@ -148,77 +146,5 @@ def _compute_torch(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, la
         slope = beta * (label_smoothing * torch.sigmoid(logits) - (1 - label_smoothing) * torch.sigmoid(-logits))
     slope = slope * weights
     gradient = torch.stack([slope, -slope], 1).flatten().repeat_interleave(cu_seqlens.diff())
-    stats = DPOStats((margin > 0).sum().to(loss.dtype), beta * chosen.sum(), beta * rejected.sum())
-    return (loss * weights).sum(), torch.where(mask, gradient, 0), stats
-
-
-@triton.jit
-def _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, end, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float64)
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        exists = tl.load(mask_ptr + i, mask=i < end, other=0) != 0
-        log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        total += (log_prob - tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)).to(tl.float64)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _write_gradient(gradient_ptr, mask_ptr, begin, end, slope, BLOCK: tl.constexpr):
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        exists = tl.load(mask_ptr + i, mask=i < end, other=0) != 0
-        tl.store(gradient_ptr + i, tl.where(exists, slope, 0.0), mask=i < end)
-
-
-@triton.jit
-def _sigmoids(x):
-    """(log sigmoid(x), sigmoid(x), sigmoid(-x)) of a scalar, without overflow or cancellation."""
-    small = tl.exp(-tl.abs(x))
-    u = 1.0 + small
-    # log(1 + small) to full precision, after W. Kahan: what rounding took from u is made up for by small / (u - 1).
-    log1p = tl.where(u == 1.0, small, tl.log(u) * (small / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x < 0, x, 0.0) - log1p + 0.0 * x, tl.where(x < 0, small, 1.0) / u, tl.where(x < 0, 1.0, small) / u
-
-
-@triton.jit
-def _dpo_loss_kernel(
-    log_probs_ptr, ref_log_probs_ptr, mask_ptr, cu_seqlens_ptr, weights_ptr, gradient_ptr, partials_ptr, num_pairs,
-    beta, label_smoothing, KIND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per pair. `partials` [4, P]: the loss, then DPOStats' order."""
-    pair = tl.program_id(0)
-    begin = tl.load(cu_seqlens_ptr + 2 * pair).to(tl.int64)
-    middle = tl.load(cu_seqlens_ptr + 2 * pair + 1).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + 2 * pair + 2).to(tl.int64)
-    weight = tl.load(weights_ptr + pair).to(tl.float32)
-    chosen = _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, middle, BLOCK).to(tl.float32)
-    rejected = _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, middle, end, BLOCK).to(tl.float32)
-    margin = chosen - rejected
-    if KIND == "ipo":
-        error = margin - 1 / (2 * beta)
-        loss = error * error
-        slope = 2 * error
-    else:
-        logits = beta * margin
-        log_right, right, wrong = _sigmoids(logits)
-        log_wrong = log_right - logits
-        loss = -(1 - label_smoothing) * log_right - label_smoothing * log_wrong
-        slope = beta * (label_smoothing * right - (1 - label_smoothing) * wrong)
-    _write_gradient(gradient_ptr, mask_ptr, begin, middle, slope * weight, BLOCK)
-    _write_gradient(gradient_ptr, mask_ptr, middle, end, -slope * weight, BLOCK)
-    partials_ptr += pair
-    tl.store(partials_ptr, loss * weight)
-    tl.store(partials_ptr + num_pairs, (margin > 0).to(tl.float32))
-    tl.store(partials_ptr + 2 * num_pairs, beta * chosen)
-    tl.store(partials_ptr + 3 * num_pairs, beta * rejected)
-
-
-def _compute_triton(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind):
-    columns = [x.contiguous() for x in (log_probs, ref_log_probs, mask, cu_seqlens, weights)]
-    gradient = torch.empty_like(columns[0], dtype=torch.float32)
-    partials = torch.zeros(4, max(len(weights), 1), dtype=torch.float32, device=log_probs.device)
-    if len(weights):
-        _dpo_loss_kernel[(len(weights),)](*columns, gradient, partials, len(weights), beta, label_smoothing, KIND=kind, BLOCK=_BLOCK)
-    loss, *stats = reduce_partials(partials)
-    return loss, gradient, DPOStats(*stats)
+    stats = (margin > 0).sum().to(loss.dtype), beta * chosen.sum(), beta * rejected.sum()
+    return (loss * weights).sum(), torch.where(mask, gradient, 0), *stats

@@ -21,14 +21,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.backend import backend_of
+from megarl.kernels.backend import backend
 
-_BLOCK = 1024
-_WHITEN_EPS = 1e-8
+WHITEN_EPS = 1e-8
 
 
 class GAE(NamedTuple):
@@ -70,7 +67,7 @@ def whiten_ref(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     total, squares, count = stats.tolist()
     mean = total / max(count, 1)
     variance = max(squares - total * mean, 0) / max(count - 1, 1)
-    return torch.where(mask, (advantages.double() - mean) / (variance + _WHITEN_EPS) ** 0.5, 0)
+    return torch.where(mask, (advantages.double() - mean) / (variance + WHITEN_EPS) ** 0.5, 0)
 
 
 def gae(
@@ -100,8 +97,11 @@ def gae(
     if bootstrap_values is None:
         bootstrap_values = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float32, device=rewards.device)
     with torch.no_grad():
-        compute = _gae_torch if backend_of(rewards) == "torch" else _gae_triton
-        return compute(rewards, values, mask, cu_seqlens, float(gamma), float(gae_lambda), bootstrap_values)
+        columns = (rewards, values, mask, cu_seqlens, bootstrap_values)
+        if backend(rewards) == "torch":
+            return _gae_torch(*columns, gamma, gamma * gae_lambda)
+        from megarl.kernels import gae_triton
+        return GAE(*gae_triton.gae(*columns, float(gamma), float(gamma * gae_lambda)))
 
 
 def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
@@ -114,16 +114,14 @@ def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     if advantages.shape != mask.shape or stats.shape != (3,) or stats.dtype != torch.float64:
         raise ValueError(f"advantages and mask must be [T] and stats fp64 [3], got {list(advantages.shape)}, {list(mask.shape)} "
                          f"and {stats.dtype} {list(stats.shape)}")  # fmt: skip
-    if backend_of(advantages) == "torch":
-        total, squares, count = stats
-        mean = total / count.clamp(min=1)
-        variance = (squares - total * mean).clamp(min=0) / (count - 1).clamp(min=1)
-        whitened = (advantages - mean.to(advantages.dtype)) * torch.rsqrt(variance + _WHITEN_EPS).to(advantages.dtype)
-        return torch.where(mask, whitened, 0)
-    advantages, mask, whitened = advantages.contiguous(), mask.contiguous(), torch.empty_like(advantages, dtype=torch.float32)
-    if len(advantages):
-        _whiten_kernel[(triton.cdiv(len(advantages), _BLOCK),)](advantages, mask, stats, whitened, len(advantages), BLOCK=_BLOCK)
-    return whitened
+    if backend(advantages) == "triton":
+        from megarl.kernels import gae_triton
+        return gae_triton.whiten(advantages, mask, stats)
+    total, squares, count = stats
+    mean = total / count.clamp(min=1)
+    variance = (squares - total * mean).clamp(min=0) / (count - 1).clamp(min=1)
+    whitened = (advantages - mean.to(advantages.dtype)) * torch.rsqrt(variance + WHITEN_EPS).to(advantages.dtype)
+    return torch.where(mask, whitened, 0)
 
 
 def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_values) -> None:
@@ -151,9 +149,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
                              f"{'...' if len(cu_seqlens) > 10 else ''} ending at {int(cu_seqlens[-1])}")  # fmt: skip
 
 
-def _gae_torch(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_values) -> GAE:
+def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay) -> GAE:
     """Without the masked tokens the decay is the same at every step, so a scan by doubling needs one multiply-add per step:
-    after the step of s, advantages[t] holds the next 2 s terms of sum_n (gamma gae_lambda)^n delta[t + n]."""
+    after the step of s, advantages[t] holds the next 2 s terms of sum_n decay^n delta[t + n]."""
     actions = mask.nonzero()[:, 0]
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     action_rewards, action_values = rewards[actions].to(dtype), values[actions].to(dtype)
@@ -164,80 +162,9 @@ def _gae_torch(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_v
     scanned = action_rewards + gamma * next_values - action_values
     step, longest = 1, int(num_actions.max()) if len(num_actions) else 0
     while step < longest:
-        scanned[:-step].add_(torch.where(num_after[:-step] >= step, scanned[step:], 0), alpha=(gamma * gae_lambda) ** step)
+        scanned[:-step].add_(torch.where(num_after[:-step] >= step, scanned[step:], 0), alpha=decay**step)
         step *= 2
     advantages, returns = (torch.zeros_like(rewards, dtype=dtype) for _ in range(2))
     advantages[actions], returns[actions] = scanned, scanned + action_values
     exact = scanned.double()
     return GAE(advantages, returns, torch.stack([exact.sum(), exact.square().sum(), exact.new_tensor(float(len(actions)))]))
-
-
-@triton.jit
-def _then(a1, v1, d1, m1, e1, a2, v2, d2, m2, e2):
-    """The map (A, V) -> (a A + v V + d, m V + e) of the later tokens, then that of the earlier ones."""
-    return a2 * a1, a2 * v1 + v2 * m1, a2 * d1 + v2 * e1 + d2, m2 * m1, m2 * e1 + e2
-
-
-@triton.jit
-def _gae_kernel(
-    rewards_ptr, values_ptr, mask_ptr, cu_seqlens_ptr, bootstrap_ptr, advantages_ptr, returns_ptr, stats_ptr,
-    gamma, decay, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per sequence, a tile after another from its end; `stats` [B, 3] fp64."""
-    sequence = tl.program_id(0)
-    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    advantage = tl.zeros([], tl.float32)
-    next_value = tl.load(bootstrap_ptr + sequence).to(tl.float32)
-    total = tl.zeros([], tl.float64)
-    squares = tl.zeros([], tl.float64)
-    count = tl.zeros([], tl.float64)
-    for last in range(end - 1, begin - 1, -BLOCK):
-        t = last - lane
-        in_sequence = t >= begin
-        is_action = tl.load(mask_ptr + t, mask=in_sequence, other=0) != 0
-        reward = tl.load(rewards_ptr + t, mask=is_action, other=0.0).to(tl.float32)
-        value = tl.load(values_ptr + t, mask=is_action, other=0.0).to(tl.float32)
-        # Tokens that are no actions, and lanes before the sequence, are the identity.
-        a, v, d, m, e = tl.associative_scan(
-            (tl.where(is_action, decay, 1.0), tl.where(is_action, gamma, 0.0), reward - value, tl.where(is_action, 0.0, 1.0), value), 0, _then
-        )
-        advantages = a * advantage + v * next_value + d
-        tl.store(advantages_ptr + t, tl.where(is_action, advantages, 0.0), mask=in_sequence)
-        tl.store(returns_ptr + t, tl.where(is_action, advantages + value, 0.0), mask=in_sequence)
-        exact = tl.where(is_action, advantages, 0.0).to(tl.float64)
-        total += tl.sum(exact, 0)
-        squares += tl.sum(exact * exact, 0)
-        count += tl.sum(is_action.to(tl.float64), 0)
-        # The last lane's map is that of the whole tile.
-        is_end = lane == BLOCK - 1
-        advantage = tl.sum(tl.where(is_end, advantages, 0.0), 0)
-        next_value = tl.sum(tl.where(is_end, m * next_value + e, 0.0), 0)
-    tl.store(stats_ptr + sequence * 3, total)
-    tl.store(stats_ptr + sequence * 3 + 1, squares)
-    tl.store(stats_ptr + sequence * 3 + 2, count)
-
-
-@triton.jit
-def _whiten_kernel(advantages_ptr, mask_ptr, stats_ptr, whitened_ptr, num_tokens, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_range = i < num_tokens
-    is_action = tl.load(mask_ptr + i, mask=in_range, other=0) != 0
-    total, squares, count = tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 2)
-    mean = total / tl.where(count > 1, count, 1.0)
-    variance = squares - total * mean
-    variance = tl.where(variance < 0, 0.0, variance) / tl.where(count > 2, count - 1, 1.0)
-    scale = 1 / tl.sqrt(variance + 1e-8)
-    advantage = tl.load(advantages_ptr + i, mask=is_action, other=0.0).to(tl.float32)
-    whitened = (advantage - mean.to(tl.float32)) * scale.to(tl.float32)
-    tl.store(whitened_ptr + i, tl.where(is_action, whitened, 0.0), mask=in_range)
-
-
-def _gae_triton(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_values) -> GAE:
-    columns = [x.contiguous() for x in (rewards, values, mask, cu_seqlens, bootstrap_values)]
-    advantages, returns = (torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2))
-    stats = torch.empty(len(bootstrap_values), 3, dtype=torch.float64, device=rewards.device)
-    if len(stats):
-        _gae_kernel[(len(stats),)](*columns, advantages, returns, stats, gamma, gamma * gae_lambda, BLOCK=_BLOCK)
-    return GAE(advantages, returns, stats.sum(0))

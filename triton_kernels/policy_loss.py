@@ -20,25 +20,21 @@ writing one is 32 bytes per token, against some forty launches and buffers for P
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.backend import backend_of
-from megarl.kernels.kl import KLEstimator, at_least_fp32, exp_minus_1_minus_x, kl_and_slope, kl_and_slope_tile, kl_estimate_ref, limit
-from megarl.kernels.partial_sums import reduce_partials
+from megarl.kernels.backend import backend
+from megarl.kernels.kl import KLEstimator, at_least_fp32, kl_and_slope, kl_estimate_ref
 
 PolicyLossKind = Literal["ppo", "cispo"]
 
-_MAX_LOG_RATIO = 20.0
-_MAX_LOG_RATIO_CONSTEXPR = tl.constexpr(_MAX_LOG_RATIO)
-_BLOCK = 1024
+MAX_LOG_RATIO = 20.0
 
 
 class PolicyLossStats(NamedTuple):
@@ -113,7 +109,7 @@ def policy_loss_ref(
     exists = weights != 0
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     log_probs, old, advantages, weights, rollout, ref, entropy = (None if x is None else x[exists].double() for x in columns)
-    ratio = (log_probs - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = (log_probs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped_ratio = ratio.clamp(1 - options.clip_eps_low, 1 + options.clip_eps_high)
     if options.kind == "cispo":
         loss = -advantages * clipped_ratio.detach() * log_probs
@@ -230,7 +226,11 @@ def _compute(
 ) -> tuple[Tensor, Tensor, PolicyLossStats]:
     """(loss, gradient [N], statistics) by the tensors' backend."""
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
-    return _compute_torch(*columns, options) if backend_of(log_probs) == "torch" else _compute_triton(*columns, options)
+    if backend(log_probs) == "torch":
+        return _compute_torch(*columns, options)
+    from megarl.kernels import policy_loss_triton
+    loss, gradient, stats = policy_loss_triton.policy_loss(*columns, **dataclasses.asdict(options))
+    return loss, gradient, PolicyLossStats(*stats)
 
 
 def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options):
@@ -239,7 +239,7 @@ def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_pr
     exists = weights != 0
     log_probs, advantages = torch.where(exists, log_probs, 0), torch.where(exists, advantages, 0)
     difference = torch.where(exists, log_probs - old_log_probs, 0)
-    log_ratio = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - options.clip_eps_low, 1 + options.clip_eps_high)
     num_dual_clipped, tis_weight_sum, ref_kl_sum, entropy_sum = log_ratio.new_zeros(()), None, None, None
@@ -251,7 +251,7 @@ def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_pr
         loss = -advantages * ratio
         clipped_loss = -advantages * clipped_ratio
         is_clipped = clipped_loss > loss
-        slope = torch.where(is_clipped | (difference.abs() > _MAX_LOG_RATIO), 0, loss)
+        slope = torch.where(is_clipped | (difference.abs() > MAX_LOG_RATIO), 0, loss)
         loss = torch.maximum(loss, clipped_loss)
     if options.clip_ratio_c is not None:
         bound = -advantages * options.clip_ratio_c
@@ -277,100 +277,3 @@ def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_pr
     deviation = (ratio - 1).abs().max() if len(ratio) else total.new_zeros(())
     num_clipped, kl_sum = is_clipped.sum().to(total.dtype), (torch.expm1(log_ratio) - log_ratio).sum()
     return total, gradient, PolicyLossStats(num_clipped, num_dual_clipped, kl_sum, ref_kl_sum, tis_weight_sum, entropy_sum, deviation)
-
-
-@triton.jit
-def _policy_loss_kernel(
-    log_probs_ptr, old_log_probs_ptr, advantages_ptr, weights_ptr, rollout_log_probs_ptr, ref_log_probs_ptr, entropy_ptr,
-    gradient_ptr, partials_ptr, num_tokens,
-    clip_low, clip_high, clip_ratio_c, max_log_tis, kl_coef, entropy_coef,
-    KIND: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_STRAIGHT_THROUGH: tl.constexpr,
-    HAS_DUAL_CLIP: tl.constexpr, HAS_TIS: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_KL_LOSS: tl.constexpr, HAS_ENTROPY_LOSS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then PolicyLossStats' order."""
-    block = tl.program_id(0)
-    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_range = i < num_tokens
-    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
-    exists = weight != 0
-    log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    old = tl.load(old_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    advantage = tl.load(advantages_ptr + i, mask=exists, other=0.0).to(tl.float32)
-
-    difference = log_prob - old
-    log_ratio = limit(difference, -_MAX_LOG_RATIO_CONSTEXPR, _MAX_LOG_RATIO_CONSTEXPR)
-    ratio = tl.exp(log_ratio)
-    clipped_ratio = limit(ratio, clip_low, clip_high)
-    if KIND == "cispo":
-        is_clipped = clipped_ratio != ratio
-        slope = -advantage * clipped_ratio
-        loss = slope * log_prob
-    else:
-        loss = -advantage * ratio
-        clipped_loss = -advantage * clipped_ratio
-        is_clipped = clipped_loss > loss
-        slope = tl.where(is_clipped | (tl.abs(difference) > _MAX_LOG_RATIO_CONSTEXPR), 0.0, loss)
-        loss = tl.where(is_clipped, clipped_loss, loss)
-    is_dual_clipped = exists & False
-    if HAS_DUAL_CLIP:
-        bound = -advantage * clip_ratio_c
-        is_dual_clipped = (advantage < 0) & (loss > bound)
-        loss = tl.where(is_dual_clipped, bound, loss)
-        slope = tl.where(is_dual_clipped, 0.0, slope)
-    tis = tl.zeros_like(weight)
-    policy_weight = weight
-    if HAS_TIS:
-        tis_difference = old - tl.load(rollout_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        tis = tl.where(exists, tl.exp(tl.where(tis_difference > max_log_tis, max_log_tis, tis_difference)), 0.0)
-        policy_weight = weight * tis
-    total, gradient = loss * policy_weight, slope * policy_weight
-    kl = tl.zeros_like(weight)
-    if HAS_REF:
-        ref = tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        kl, kl_slope = kl_and_slope_tile(log_prob - ref, KL_ESTIMATOR, KL_STRAIGHT_THROUGH)
-        if HAS_KL_LOSS:
-            total += kl_coef * (weight * kl)
-            gradient += kl_coef * (weight * kl_slope)
-    entropy = tl.zeros_like(weight)
-    if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        if HAS_ENTROPY_LOSS:
-            total -= entropy_coef * (weight * entropy)
-    tl.store(gradient_ptr + i, gradient, mask=in_range)
-
-    old_kl, _ = exp_minus_1_minus_x(log_ratio)
-    deviation = tl.abs(ratio - 1.0)
-    blocks = tl.num_programs(0)
-    partials_ptr += block
-    tl.store(partials_ptr, tl.sum(total))
-    tl.store(partials_ptr + blocks, tl.sum(is_clipped.to(tl.float32)))
-    tl.store(partials_ptr + 2 * blocks, tl.sum(is_dual_clipped.to(tl.float32)))
-    tl.store(partials_ptr + 3 * blocks, tl.sum(old_kl))
-    tl.store(partials_ptr + 4 * blocks, tl.sum(kl))
-    tl.store(partials_ptr + 5 * blocks, tl.sum(tis))
-    tl.store(partials_ptr + 6 * blocks, tl.sum(entropy))
-    # tl.max leaves out NaN: the sum brings it back.
-    tl.store(partials_ptr + 7 * blocks, tl.max(deviation, 0) + 0.0 * tl.sum(deviation))
-
-
-def _compute_triton(log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options):
-    columns = [None if x is None else x.contiguous()
-               for x in (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)]  # fmt: skip
-    gradient = torch.empty_like(columns[0], dtype=torch.float32)
-    num_blocks = max(triton.cdiv(len(log_probs), _BLOCK), 1)
-    partials = torch.empty(8, num_blocks, dtype=torch.float32, device=log_probs.device)
-    _policy_loss_kernel[(num_blocks,)](
-        *columns, gradient, partials, len(log_probs),
-        1 - options.clip_eps_low, 1 + options.clip_eps_high, options.clip_ratio_c or 0.0, math.log(options.tis_clip or 1.0),
-        options.kl_coef, options.entropy_coef,
-        KIND=options.kind, KL_ESTIMATOR=options.kl_estimator, KL_STRAIGHT_THROUGH=options.kl_straight_through,
-        HAS_DUAL_CLIP=options.clip_ratio_c is not None, HAS_TIS=options.tis_clip is not None, HAS_REF=ref_log_probs is not None,
-        HAS_ENTROPY=entropy is not None, HAS_KL_LOSS=options.kl_coef != 0, HAS_ENTROPY_LOSS=options.entropy_coef != 0, BLOCK=_BLOCK,
-    )  # fmt: skip
-    loss, num_clipped, num_dual_clipped, kl_sum, ref_kl_sum, tis_weight_sum, entropy_sum, deviation = reduce_partials(partials, max_row=7)
-    stats = PolicyLossStats(
-        num_clipped, num_dual_clipped, kl_sum, None if ref_log_probs is None else ref_kl_sum,
-        None if options.tis_clip is None else tis_weight_sum, None if entropy is None else entropy_sum, deviation,
-    )  # fmt: skip
-    return loss, gradient, stats

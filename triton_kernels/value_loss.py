@@ -13,16 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.backend import backend_of
-from megarl.kernels.kl import at_least_fp32, limit
-from megarl.kernels.partial_sums import reduce_partials
-
-_BLOCK = 1024
+from megarl.kernels.backend import backend
+from megarl.kernels.kl import at_least_fp32
 
 
 class ValueLossStats(NamedTuple):
@@ -76,8 +71,11 @@ def value_loss(
 class _ValueLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, old_values, returns, weights, clip_eps):
-        compute = _compute_torch if backend_of(values) == "torch" else _compute_triton
-        loss, gradient, stats = compute(values, old_values, returns, weights, clip_eps)
+        if backend(values) == "triton":
+            from megarl.kernels import value_loss_triton
+            loss, gradient, *stats = value_loss_triton.value_loss(values, old_values, returns, weights, clip_eps)
+        else:
+            loss, gradient, *stats = _compute_torch(values, old_values, returns, weights, clip_eps)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(*stats)
         return loss, *stats
@@ -101,51 +99,5 @@ def _compute_torch(values, old_values, returns, weights, clip_eps):
         is_clipped = (clipped_loss > loss) & ((values - old_values).abs() > clip_eps)
         loss, gradient = torch.where(is_clipped, clipped_loss, loss), torch.where(is_clipped, 0, gradient)
         num_clipped = is_clipped.sum().to(loss.dtype)
-    stats = ValueLossStats(num_clipped, error.sum(), error.square().sum(), returns.sum(), returns.square().sum())
-    return (loss * weights).sum() / 2, gradient * weights, stats
-
-
-@triton.jit
-def _value_loss_kernel(
-    values_ptr, old_values_ptr, returns_ptr, weights_ptr, gradient_ptr, partials_ptr, num_tokens, clip_eps,
-    HAS_CLIP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Partial sums [6, blocks]: the loss, then ValueLossStats' order."""
-    block = tl.program_id(0)
-    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_range = i < num_tokens
-    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
-    exists = weight != 0
-    value = tl.load(values_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    target = tl.load(returns_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    error = value - target
-    loss = error * error
-    gradient = error
-    is_clipped = exists & False
-    if HAS_CLIP:
-        old = tl.load(old_values_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        clipped_error = old + limit(value - old, -clip_eps, clip_eps) - target
-        is_clipped = (clipped_error * clipped_error > loss) & (tl.abs(value - old) > clip_eps)
-        loss = tl.where(is_clipped, clipped_error * clipped_error, loss)
-        gradient = tl.where(is_clipped, 0.0, gradient)
-    tl.store(gradient_ptr + i, gradient * weight, mask=in_range)
-    blocks = tl.num_programs(0)
-    partials_ptr += block
-    tl.store(partials_ptr, tl.sum(loss * weight) / 2)
-    tl.store(partials_ptr + blocks, tl.sum(is_clipped.to(tl.float32)))
-    tl.store(partials_ptr + 2 * blocks, tl.sum(error))
-    tl.store(partials_ptr + 3 * blocks, tl.sum(error * error))
-    tl.store(partials_ptr + 4 * blocks, tl.sum(target))
-    tl.store(partials_ptr + 5 * blocks, tl.sum(target * target))
-
-
-def _compute_triton(values, old_values, returns, weights, clip_eps):
-    values, old_values, returns, weights = (x.contiguous() for x in (values, old_values, returns, weights))
-    gradient = torch.empty_like(values, dtype=torch.float32)
-    num_blocks = max(triton.cdiv(len(values), _BLOCK), 1)
-    partials = torch.empty(6, num_blocks, dtype=torch.float32, device=values.device)
-    _value_loss_kernel[(num_blocks,)](
-        values, old_values, returns, weights, gradient, partials, len(values), clip_eps or 0.0, HAS_CLIP=clip_eps is not None, BLOCK=_BLOCK
-    )
-    loss, *stats = reduce_partials(partials)
-    return loss, gradient, ValueLossStats(*stats)
+    sums = error.sum(), error.square().sum(), returns.sum(), returns.square().sum()
+    return (loss * weights).sum() / 2, gradient * weights, num_clipped, *sums

@@ -54,7 +54,7 @@ class GRPO(Algorithm):
                        ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef",
                         f"must be 0 with --kl-mode none, and above 0 with loss or reward, e.g. 0.001. --kl-mode is {self.kl_mode}."),
                        (not self.kl_straight_through or self.kl_mode == "loss", "kl_straight_through", "needs --kl-mode loss."),
-                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "must be left out with --policy-loss cispo.")])
+                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "is not for --policy-loss cispo.")])
 
     @property
     def needs_reference(self) -> bool:

@@ -58,7 +58,7 @@ def test_needs():
         (dict(clip_ratio_c=1.0), r"clip_ratio_c \(1.0\): must be above 1"),
         (dict(tis_clip=0.0), r"tis_clip \(0.0\): must be above 0"),
         (dict(entropy_coef=math.nan), r"entropy_coef \(nan\)"),
-        (dict(policy_loss="cispo", clip_ratio_c=3.0), r"clip_ratio_c \(3.0\): must be left out with --policy-loss cispo"),
+        (dict(policy_loss="cispo", clip_ratio_c=3.0), r"clip_ratio_c \(3.0\): is not for --policy-loss cispo"),
         (dict(policy_loss="gspo"), r"policy_loss \(gspo\): must be ppo or cispo"),
         (dict(kl_straight_through=True), r"kl_straight_through \(True\): needs --kl-mode loss"),
         (dict(kl_straight_through=True, kl_mode="reward", kl_coef=0.1), r"kl_straight_through \(True\): needs --kl-mode loss"),

@@ -1,4 +1,4 @@
-"""`dpo_loss` on every backend: loss and gradient against autograd of the fp64 specification, one pair after another.
+"""`dpo_loss` by every backend: loss and gradient against autograd of the fp64 specification, one pair after another.
 
 Bound: every token's difference of log-probs is rounded once, half a unit in the last place of up to 8; sums of them are fp64 and rounded
 once. The margin is so within eps times the sum of absolute log-probs, and the loss within its slope, at most 1 (ipo: 2 |h|), of that."""
@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 
-from megarl.kernels import dpo_loss as module
 from megarl.kernels.dpo_loss import dpo_loss, dpo_loss_ref
 
 EPS = torch.finfo(torch.float32).eps
@@ -23,10 +22,14 @@ LOSSES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 32)
-    monkeypatch.setattr("megarl.kernels.partial_sums._BLOCK", 4)
+@pytest.fixture
+def kernels(kernels, monkeypatch):
+    """Blocks so small that there are several, and last ones that are not full."""
+    if kernels != "torch":
+        from megarl.kernels import dpo_loss_triton, partial_sums_triton
+        monkeypatch.setattr(dpo_loss_triton, "_BLOCK", 32)
+        monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
+    return kernels
 
 
 def make_pairs(lengths=LENGTHS, dtype=torch.float32, seed=0):
@@ -50,7 +53,7 @@ def run(columns, function=dpo_loss, **options):
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 4], [0, 0], []], ids=str)
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_against_fp64(backend, options, lengths):
+def test_against_fp64(kernels, options, lengths):
     columns = make_pairs(lengths)
     (loss, gradient, stats), (expected, expected_gradient, _) = run(columns, **options), run(columns, dpo_loss_ref, **options)
     log_probs, ref, mask, cu_seqlens, weights = columns
@@ -66,13 +69,14 @@ def test_against_fp64(backend, options, lengths):
 
 
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_gradcheck(options):
+def test_gradcheck(monkeypatch, options):
+    monkeypatch.setenv("MEGARL_KERNELS", "torch")
     columns = make_pairs([2, 3, 1, 2], dtype=torch.float64)
     columns[0][~columns[2]] = 0
     assert torch.autograd.gradcheck(lambda x: dpo_loss(x, *columns[1:], **options)[0], (columns[0].requires_grad_(),))
 
 
-def test_by_hand(backend):
+def test_by_hand(kernels):
     """Chosen +1 and +1, rejected -1: h = 3."""
     columns = (torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -2.0, -1.0]), torch.ones(3, dtype=torch.bool),
                torch.tensor([0, 2, 3]), torch.tensor([2.0]))  # fmt: skip
@@ -85,7 +89,7 @@ def test_by_hand(backend):
     assert loss == 2.0 * (3 - 2) ** 2 and gradient.tolist() == [4, 4, -4]
 
 
-def test_the_starting_policy_has_loss_log_2(backend):
+def test_the_starting_policy_has_loss_log_2(kernels):
     log_probs, _, mask, cu_seqlens, weights = make_pairs()
     loss, gradient, stats = run((log_probs, log_probs.clone(), mask, cu_seqlens, weights), beta=0.1)
     assert loss.item() == pytest.approx(math.log(2) * weights.sum().item(), rel=1e-6) and stats == (0.0, 0.0, 0.0)
@@ -95,7 +99,7 @@ def test_the_starting_policy_has_loss_log_2(backend):
 
 
 @pytest.mark.parametrize("margin", [100.0, -100.0, 1e5, -1e5])
-def test_extreme_margins_stay_finite_and_exact(backend, margin):
+def test_extreme_margins_stay_finite_and_exact(kernels, margin):
     """-log sigmoid(100) is 3.7e-44 and its slope too, not 0 / 0; at -100 the loss is 100 and the slope -1."""
     columns = (torch.tensor([margin, 0.0]), torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1, 2]), torch.ones(1))
     loss, gradient, _ = run(columns, beta=1.0)
@@ -105,7 +109,7 @@ def test_extreme_margins_stay_finite_and_exact(backend, margin):
     assert small == pytest.approx(math.log1p(math.exp(-15)) + 15 * (margin < 0), rel=4 * EPS)
 
 
-def test_repeatable_and_pairs_do_not_depend_on_each_other(backend):
+def test_repeatable_and_pairs_do_not_depend_on_each_other(kernels):
     columns = make_pairs()
     loss, gradient, stats = run(columns, beta=0.1)
     again = run(columns, beta=0.1)
@@ -122,7 +126,7 @@ def test_repeatable_and_pairs_do_not_depend_on_each_other(backend):
 
 
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_nan_reaches_its_pair_only(backend, options):
+def test_nan_reaches_its_pair_only(kernels, options):
     columns = make_pairs()
     clean = run(columns, **options)
     columns[0][80:100][columns[2][80:100]] = NAN  # in sequence 4, which is with 5 the pair of tokens 70 to 134

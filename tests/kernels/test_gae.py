@@ -1,7 +1,7 @@
-"""`gae` and `whiten` against one token after another in fp64, on every backend.
+"""`gae` and `whiten` against one token after another in fp64, by every backend.
 
-Bound of an advantage: a sum of at most 1 / (1 - gamma gae_lambda) steps' worth of terms, each rounded a few times: 16 eps times the
-largest sum of absolute terms, which the loop gives when it is run on absolute values."""
+Bound of an advantage: a sum of at most 1 / (1 - gamma gae_lambda) steps' worth of terms, each rounded a few times: 32 eps times the
+sum of the absolute terms, which the loop gives when it is run on absolute values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import math
 import pytest
 import torch
 
-from megarl.kernels import gae as module
-from megarl.kernels.gae import GAE, gae, gae_ref, whiten, whiten_ref
+from megarl.kernels.gae import gae, gae_ref, whiten, whiten_ref
 
 EPS = torch.finfo(torch.float32).eps
 NAN = math.nan
@@ -23,10 +22,13 @@ LENGTHS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Sequences of several tiles that the interpreter can afford."""
-    monkeypatch.setattr(module, "_BLOCK", 32)
+@pytest.fixture
+def kernels(kernels, monkeypatch):
+    """Blocks so small that there are several, and last ones that are not full."""
+    if kernels != "torch":
+        from megarl.kernels import gae_triton
+        monkeypatch.setattr(gae_triton, "_BLOCK", 32)
+    return kernels
 
 
 def make_batch(lengths, share_masked=0.3, seed=0):
@@ -48,23 +50,23 @@ def run(function, batch, gamma=0.99, gae_lambda=0.95, bootstrap=True):
 @pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
 @pytest.mark.parametrize("share_masked", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_against_the_loop(backend, lengths, share_masked, gamma, gae_lambda):
+def test_against_the_loop(kernels, lengths, share_masked, gamma, gae_lambda):
     batch = make_batch(lengths, share_masked)
     for bootstrap in (True, False):
         actual, expected = run(gae, batch, gamma, gae_lambda, bootstrap), run(gae_ref, batch, gamma, gae_lambda, bootstrap)
         rewards, values, mask, cu_seqlens, bootstrap_values = batch
         absolute = (rewards.abs(), -values.abs(), mask, cu_seqlens, bootstrap_values.abs())
-        bound = 16 * EPS * (run(gae_ref, absolute, gamma, gae_lambda, bootstrap).advantages.abs() + 2 * values.abs().nan_to_num()) + 16 * EPS
+        size = run(gae_ref, absolute, gamma, gae_lambda, bootstrap).advantages.abs() + 2 * values.abs().nan_to_num() + 1
         for ours, theirs in zip(actual[:2], expected[:2]):
             assert ours.dtype == torch.float32 and ours.shape == theirs.shape
-            assert ((ours - theirs).abs() <= bound * 2).all()
+            assert ((ours - theirs).abs() <= 32 * EPS * size).all()
             assert (ours[~mask] == 0).all()
         exact = actual.advantages.double()
         stats = torch.stack([exact.sum(), exact.square().sum(), mask.sum().double()])
         torch.testing.assert_close(actual.stats, stats, rtol=1e-12, atol=1e-12)
 
 
-def test_full_lambda_and_gamma_is_return_minus_value(backend):
+def test_full_lambda_and_gamma_is_return_minus_value(kernels):
     """gamma = gae_lambda = 1: the rewards of this action and all later ones, plus the bootstrap, minus the value."""
     rewards, values, mask, cu_seqlens, bootstrap_values = batch = make_batch([150, 20])
     actual = run(gae, batch, 1.0, 1.0)
@@ -77,7 +79,7 @@ def test_full_lambda_and_gamma_is_return_minus_value(backend):
         torch.testing.assert_close(actual.advantages[begin:end][is_action].double(), plain, atol=150 * EPS * 4, rtol=0)
 
 
-def test_masked_tokens_take_no_step(backend):
+def test_masked_tokens_take_no_step(kernels):
     """The same actions with tool output between them: the same advantages. Not bit by bit: they stand at other places of the scan."""
     rewards, values, mask, cu_seqlens, bootstrap_values = batch = make_batch([60, 40])
     dense = (rewards[mask], values[mask], torch.ones(int(mask.sum()), dtype=torch.bool),
@@ -85,25 +87,25 @@ def test_masked_tokens_take_no_step(backend):
     torch.testing.assert_close(run(gae, batch).advantages[mask], run(gae, dense).advantages, atol=1e-5, rtol=0)
 
 
-def test_packing_and_order_of_sequences_change_no_bit(backend):
+def test_packing_and_order_of_sequences_change_no_bit(kernels):
     lengths = LENGTHS["many"]
     batch = make_batch(lengths)
     whole = run(gae, batch)
     assert all(torch.equal(a, b) for a, b in zip(whole, run(gae, batch)))
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1)).tolist()
-    split = lambda x: x.split(lengths)  # noqa: E731
-    permuted = [torch.cat([split(column)[i] for i in order]) for column in batch[:3]]
+    permuted = [torch.cat([column.split(lengths)[i] for i in order]) for column in batch[:3]]
     cu_seqlens = torch.tensor([0, *torch.tensor([lengths[i] for i in order]).cumsum(0).tolist()])
     result = run(gae, (*permuted, cu_seqlens, batch[4][order]))
     for ours, theirs in zip(result[:2], whole[:2]):
-        assert torch.equal(ours, torch.cat([split(theirs)[i] for i in order]))
+        assert torch.equal(ours, torch.cat([theirs.split(lengths)[i] for i in order]))
     torch.testing.assert_close(result.stats, whole.stats, rtol=1e-12, atol=0)
     for i, length in enumerate(lengths):
-        alone = run(gae, (*(split(column)[i] for column in batch[:3]), torch.tensor([0, length]), batch[4][i : i + 1]))
-        assert torch.equal(alone.advantages, split(whole.advantages)[i]) and torch.equal(alone.returns, split(whole.returns)[i])
+        alone = run(gae, (*(column.split(lengths)[i] for column in batch[:3]), torch.tensor([0, length]), batch[4][i : i + 1]))
+        for ours, theirs in zip(alone[:2], whole[:2]):
+            assert torch.equal(ours, theirs.split(lengths)[i])
 
 
-def test_shares_of_ranks_add_up(backend):
+def test_shares_of_ranks_add_up(kernels):
     lengths = [40, 3, 70, 12]
     batch, whole = make_batch(lengths), run(gae, make_batch(lengths))
     first = run(gae, (*(column[:43] for column in batch[:3]), batch[3][:3], batch[4][:2]))
@@ -114,7 +116,7 @@ def test_shares_of_ranks_add_up(backend):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_whitened_advantages(backend, offset):
+def test_whitened_advantages(kernels, offset):
     """An offset of 1000 costs ten bits of the fp32 advantages themselves, not more: sums are fp64."""
     mask = make_batch([150, 40, 33])[2]
     advantages = torch.where(mask, torch.randn(len(mask), generator=torch.Generator().manual_seed(3)) + offset, NAN)
@@ -128,13 +130,13 @@ def test_whitened_advantages(backend, offset):
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [0.7] * 40])
-def test_whitening_nothing_or_equal_advantages_gives_zero(backend, values):
+def test_whitening_nothing_or_equal_advantages_gives_zero(kernels, values):
     advantages = torch.tensor(values)
     stats = torch.stack([advantages.double().sum(), advantages.double().square().sum(), torch.tensor(float(len(values))).double()])
     assert torch.equal(whiten(advantages, torch.ones(len(values), dtype=torch.bool), stats), torch.zeros(len(values)))
 
 
-def test_nan_of_an_action_reaches_what_depends_on_it_and_nothing_else(backend):
+def test_nan_of_an_action_reaches_what_depends_on_it_and_nothing_else(kernels):
     rewards, values, _, cu_seqlens, bootstrap_values = make_batch([100, 70, 20], share_masked=0.0)
     clean = run(gae, (rewards, values, torch.ones(190, dtype=torch.bool), cu_seqlens, bootstrap_values))
     rewards[150] = NAN
@@ -144,7 +146,7 @@ def test_nan_of_an_action_reaches_what_depends_on_it_and_nothing_else(backend):
         assert torch.equal(result.advantages[part], clean.advantages[part])
 
 
-def test_non_contiguous_and_bf16_inputs(backend):
+def test_non_contiguous_and_bf16_inputs(kernels):
     batch = make_batch([50, 20])
     wide = [torch.stack([column, column.flip(0)], 1)[:, 0] for column in batch]
     assert not wide[0].is_contiguous()
@@ -154,7 +156,7 @@ def test_non_contiguous_and_bf16_inputs(backend):
     assert all(torch.equal(a, b) for a, b in zip(run(gae, half), run(gae, rounded)))
 
 
-def test_large_values_stay_finite(backend):
+def test_large_values_stay_finite(kernels):
     rewards, values, mask, cu_seqlens, bootstrap_values = make_batch([90])
     result = run(gae, (rewards * 1e30, values * 1e30, mask, cu_seqlens, bootstrap_values * 1e30))
     expected = run(gae_ref, (rewards * 1e30, values * 1e30, mask, cu_seqlens, bootstrap_values * 1e30))

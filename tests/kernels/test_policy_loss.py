@@ -1,4 +1,4 @@
-"""`policy_loss` on every backend: loss and gradients against autograd of the fp64 specification, statistics against counting by hand.
+"""`policy_loss` by every backend: loss and gradients against autograd of the fp64 specification, statistics against counting by hand.
 
 Bound: a token's loss and gradient are products of three fp32 numbers, one rounding each, and the ratio has the error of
 log_probs - old_log_probs, rounded once: half a unit in the last place of up to 8, 2 eps. In all 8 eps of the unclipped loss, and of
@@ -14,7 +14,6 @@ from typing import get_args
 import pytest
 import torch
 
-from megarl.kernels import policy_loss as module
 from megarl.kernels.kl import KLEstimator
 from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss, policy_loss_ref, policy_loss_with_gradients
 
@@ -28,11 +27,14 @@ NAN = math.nan
 EXTRA = ("rollout_log_probs", "ref_log_probs", "entropy")
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Many blocks, and a second launch that adds up several tiles of them, that the interpreter can afford."""
-    monkeypatch.setattr(module, "_BLOCK", 64)
-    monkeypatch.setattr("megarl.kernels.partial_sums._BLOCK", 4)
+@pytest.fixture
+def kernels(kernels, monkeypatch):
+    """Blocks so small that there are several, and last ones that are not full."""
+    if kernels != "torch":
+        from megarl.kernels import partial_sums_triton, policy_loss_triton
+        monkeypatch.setattr(policy_loss_triton, "_BLOCK", 64)
+        monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
+    return kernels
 
 
 def make_tokens(num_tokens=700, dtype=torch.float32):
@@ -45,7 +47,8 @@ def make_tokens(num_tokens=700, dtype=torch.float32):
     advantages[::17] = 0
     weights = (0.1 + torch.rand(num_tokens, generator=generator, dtype=dtype)) / max(num_tokens, 1)
     weights[5::11] = 0
-    extra = (old + 0.5 * normal(), log_probs + torch.tensor([1e-4, 1.5], dtype=dtype)[torch.arange(num_tokens) % 2] * normal(), normal().abs())
+    ref = log_probs + torch.tensor([1e-4, 1.5], dtype=dtype)[torch.arange(num_tokens) % 2] * normal()
+    extra = (old + 0.5 * normal(), ref, normal().abs())
     return (log_probs, old, advantages, weights), dict(zip(EXTRA, extra))
 
 
@@ -65,7 +68,7 @@ def run(function, columns, options, extra=None):
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 700])
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_loss_and_gradient_against_fp64(backend, options, num_tokens):
+def test_loss_and_gradient_against_fp64(kernels, options, num_tokens):
     columns, _ = make_tokens(num_tokens)
     loss, gradient, _, _ = run(policy_loss, columns, options)
     expected, expected_gradient, _, _ = run(policy_loss_ref, columns, options)
@@ -79,7 +82,7 @@ def test_loss_and_gradient_against_fp64(backend, options, num_tokens):
 
 @pytest.mark.parametrize("kl", [*itertools.product(get_args(KLEstimator), (False, True)), None], ids=str)
 @pytest.mark.parametrize("kind", ["dual", "cispo"])
-def test_everything_at_once_against_fp64(backend, kind, kl):
+def test_everything_at_once_against_fp64(kernels, kind, kl):
     """KL, entropy and truncated importance sampling, alone and together; statistics that enter no loss are computed all the same."""
     columns, extra = make_tokens(200)
     exists = columns[3] != 0
@@ -107,8 +110,9 @@ def test_everything_at_once_against_fp64(backend, kind, kl):
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_gradcheck(options):
+def test_gradcheck(monkeypatch, options):
     """fp64 on the PyTorch path, no token near a kink: the nearest is 0.02 away, the step 1e-6."""
+    monkeypatch.setenv("MEGARL_KERNELS", "torch")
     log_ratio = torch.tensor([-2.0, -0.3, -0.2, -0.05, 0.0, 0.1, 0.21, 0.3, 0.9, 1.3, 2.0], dtype=torch.float64).repeat(2)
     advantages = torch.tensor([1.5] * 11 + [-0.7] * 11, dtype=torch.float64)
     old_log_probs = torch.full_like(log_ratio, -2.5)
@@ -128,7 +132,7 @@ def test_gradcheck(options):
             assert torch.autograd.gradcheck(lambda x, h: policy_loss(x, *arguments, entropy=h, **extra)[0], (log_probs, entropy))  # noqa: B023
 
 
-def test_statistics_by_hand(backend):
+def test_statistics_by_hand(kernels):
     """Ratios 1/2, 1, 3/2 and 4, each with advantage 1 and -1, clip to [0.8, 1.28], dual clip at 3."""
     ratios = torch.tensor([0.5, 1.0, 1.5, 4.0] * 2)
     advantages = torch.tensor([1.0] * 4 + [-1.0] * 4)
@@ -146,7 +150,7 @@ def test_statistics_by_hand(backend):
     assert of_the_halves.ratio_deviation_max.item() == pytest.approx(0.5, rel=1e-6)
 
 
-def test_cispo_by_hand(backend):
+def test_cispo_by_hand(kernels):
     """The same tokens: the ratio is clipped to [0, 1.28] on both sides of 0, and every token keeps a gradient."""
     ratios, old_log_probs = torch.tensor([0.5, 1.0, 1.5, 4.0] * 2), torch.full((8,), -2.0)
     columns = (old_log_probs + ratios.log(), old_log_probs, torch.tensor([1.0] * 4 + [-1.0] * 4), torch.ones(8))
@@ -157,7 +161,7 @@ def test_cispo_by_hand(backend):
 
 
 @pytest.mark.parametrize("options", [*KINDS.values(), PolicyLossOptions(clip_eps_low=0.0, clip_eps_high=0.0)])
-def test_on_policy_is_exactly_reinforce(backend, options):
+def test_on_policy_is_exactly_reinforce(kernels, options):
     """ratio 1: nothing clipped, nothing deviates, and the gradient is -A weight to the last bit."""
     (log_probs, _, advantages, weights), _ = make_tokens()
     loss, gradient, _, stats = run(policy_loss, (log_probs, log_probs.clone(), advantages, weights), options)
@@ -167,7 +171,7 @@ def test_on_policy_is_exactly_reinforce(backend, options):
     assert stats.num_clipped == stats.num_dual_clipped == stats.kl_sum == stats.ratio_deviation_max == 0
 
 
-def test_incoming_gradient_scales_and_statistics_carry_none(backend):
+def test_incoming_gradient_scales_and_statistics_carry_none(kernels):
     columns, extra = make_tokens(130)
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     log_probs, entropy = columns[0].clone().requires_grad_(), extra["entropy"].clone().requires_grad_()
@@ -179,7 +183,7 @@ def test_incoming_gradient_scales_and_statistics_carry_none(backend):
     assert not any(value.requires_grad for value in stats)
 
 
-def test_gradients_without_autograd_are_those_of_autograd(backend):
+def test_gradients_without_autograd_are_those_of_autograd(kernels):
     columns, extra = make_tokens(130)
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1)
     loss, gradient, entropy_gradient, stats = run(policy_loss, columns, options, extra)
@@ -189,7 +193,7 @@ def test_gradients_without_autograd_are_those_of_autograd(backend):
     assert policy_loss_with_gradients(*columns, DUAL, **extra).entropy is None
 
 
-def test_repeatable_to_the_bit_and_a_token_does_not_depend_on_the_others(backend):
+def test_repeatable_to_the_bit_and_a_token_does_not_depend_on_the_others(kernels):
     columns, extra = make_tokens(300)
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     loss, gradient, _, stats = run(policy_loss, columns, options, extra)
@@ -202,7 +206,7 @@ def test_repeatable_to_the_bit_and_a_token_does_not_depend_on_the_others(backend
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_non_contiguous_and_bf16_inputs(backend):
+def test_non_contiguous_and_bf16_inputs(kernels):
     columns, extra = make_tokens(130)
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     wide = lambda x: torch.stack([x, x.flip(0)], 1)[:, 0]  # noqa: E731
@@ -216,7 +220,7 @@ def test_non_contiguous_and_bf16_inputs(backend):
 
 
 @pytest.mark.parametrize("gap", [100.0, 1e4, math.inf])
-def test_runaway_ratios_stay_finite_without_gradient(backend, gap):
+def test_runaway_ratios_stay_finite_without_gradient(kernels, gap):
     log_probs, old_log_probs = torch.tensor([-0.1, -0.1 - gap]), torch.tensor([-0.1 - gap, -0.1])
     options = PolicyLossOptions(clip_eps_low=1.0, clip_eps_high=9.9)
     loss, gradient, _, stats = run(policy_loss, (log_probs, old_log_probs, -torch.ones(2), torch.ones(2)), options)
@@ -225,11 +229,12 @@ def test_runaway_ratios_stay_finite_without_gradient(backend, gap):
     if gap == math.inf:
         return  # old and now both impossible: no ratio
     weighted = dataclasses.replace(options, tis_clip=2.0)
-    loss, _, _, stats = run(policy_loss, (log_probs, log_probs, torch.ones(2), torch.ones(2)), weighted, dict(rollout_log_probs=old_log_probs))
+    columns, rollout = (log_probs, log_probs, torch.ones(2), torch.ones(2)), dict(rollout_log_probs=old_log_probs)
+    loss, _, _, stats = run(policy_loss, columns, weighted, rollout)
     assert stats.tis_weight_sum.item() == pytest.approx(2, rel=1e-5) and loss.item() == pytest.approx(-2, rel=1e-5)
 
 
-def test_kl_is_limited_without_gradient_unless_straight_through(backend):
+def test_kl_is_limited_without_gradient_unless_straight_through(kernels):
     """d = -100, -5, -1, 5 and 100: k3 is held at 10 where exp(-d) - 1 + d is more."""
     d = torch.tensor([-100.0, -5.0, -1.0, 5.0, 100.0])
     zero = torch.zeros(5)
@@ -244,7 +249,7 @@ def test_kl_is_limited_without_gradient_unless_straight_through(backend):
 
 @pytest.mark.parametrize("kind", ["dual", "cispo"])
 @pytest.mark.parametrize("column", [0, 1, 2, *EXTRA])
-def test_nan_is_not_hidden_and_does_not_spread(backend, kind, column):
+def test_nan_is_not_hidden_and_does_not_spread(kernels, kind, column):
     columns, extra = make_tokens(130)
     options = dataclasses.replace(KINDS[kind], entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     clean = run(policy_loss, columns, options, extra)[1]
@@ -258,7 +263,7 @@ def test_nan_is_not_hidden_and_does_not_spread(backend, kind, column):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_exist_is_not_read(backend, kind):
+def test_what_does_not_exist_is_not_read(kernels, kind):
     columns, extra = make_tokens(200)
     options = dataclasses.replace(KINDS[kind], entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     clean = run(policy_loss, columns, options, extra)
@@ -270,7 +275,7 @@ def test_what_does_not_exist_is_not_read(backend, kind):
         assert result[3] == clean[3]
 
 
-def test_no_tokens(backend):
+def test_no_tokens(kernels):
     columns, extra = make_tokens(0)
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     loss, gradient, entropy_gradient, stats = run(policy_loss, columns, options, extra)
@@ -280,7 +285,7 @@ def test_no_tokens(backend):
     assert loss == 0 and not gradient.any() and all(value == 0 for value in stats if value is not None)
 
 
-def test_only_the_gradient_is_kept(backend):
+def test_only_the_gradient_is_kept(kernels):
     kept = []
     (log_probs, *constants), _ = make_tokens(200)
     log_probs.requires_grad_()

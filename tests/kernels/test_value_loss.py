@@ -1,4 +1,4 @@
-"""`value_loss` on every backend: loss and gradient against autograd of the fp64 specification.
+"""`value_loss` by every backend: loss and gradient against autograd of the fp64 specification.
 
 Bound: the error values - returns is rounded once, its square and the product with the weight once each: 8 eps of the larger square."""
 
@@ -9,17 +9,20 @@ import math
 import pytest
 import torch
 
-from megarl.kernels import value_loss as module
 from megarl.kernels.value_loss import value_loss, value_loss_ref
 
 EPS = torch.finfo(torch.float32).eps
 NAN = math.nan
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 64)
-    monkeypatch.setattr("megarl.kernels.partial_sums._BLOCK", 4)
+@pytest.fixture
+def kernels(kernels, monkeypatch):
+    """Blocks so small that there are several, and last ones that are not full."""
+    if kernels != "torch":
+        from megarl.kernels import partial_sums_triton, value_loss_triton
+        monkeypatch.setattr(value_loss_triton, "_BLOCK", 64)
+        monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
+    return kernels
 
 
 def make_tokens(num_tokens=700, dtype=torch.float32):
@@ -42,7 +45,7 @@ def run(columns, clip_eps, function=value_loss):
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 700])
 @pytest.mark.parametrize("clip_eps", [None, 0.2])
-def test_against_fp64(backend, clip_eps, num_tokens):
+def test_against_fp64(kernels, clip_eps, num_tokens):
     columns = make_tokens(num_tokens)
     (loss, gradient, stats), (expected, expected_gradient, _) = run(columns, clip_eps), run(columns, clip_eps, value_loss_ref)
     values, old_values, returns, weights = columns
@@ -58,7 +61,7 @@ def test_against_fp64(backend, clip_eps, num_tokens):
         assert 30 < stats.num_clipped == (gradient[exists] == 0).sum() < 300
 
 
-def test_by_hand(backend):
+def test_by_hand(kernels):
     """Old 0, clip 1/2. To 1, return 2: both 1 and clipped 9/4, no gradient. To 1, return 0: the plain loss is larger, 1 to 1/4."""
     columns = (torch.tensor([1.0, 1.0, 0.25]), torch.zeros(3), torch.tensor([2.0, 0.0, 1.25]), torch.tensor([1.0, 1.0, 2.0]))
     loss, gradient, stats = run(columns, 0.5)
@@ -69,8 +72,9 @@ def test_by_hand(backend):
 
 
 @pytest.mark.parametrize("clip_eps", [None, 0.2])
-def test_gradcheck(clip_eps):
+def test_gradcheck(monkeypatch, clip_eps):
     """fp64 on the PyTorch path, no value within 1e-3 of a kink."""
+    monkeypatch.setenv("MEGARL_KERNELS", "torch")
     old_values = torch.linspace(-1, 1, 12, dtype=torch.float64)
     values = (old_values + torch.tensor([0.05, 0.31, -0.4, -0.1], dtype=torch.float64).repeat(3)).requires_grad_()
     returns = torch.tensor([1.5, -1.7, 0.23], dtype=torch.float64).repeat_interleave(4)
@@ -78,7 +82,7 @@ def test_gradcheck(clip_eps):
     assert torch.autograd.gradcheck(lambda v: value_loss(v, old_values, returns, weights, clip_eps=clip_eps)[0], (values,))
 
 
-def test_unmoved_values_keep_their_gradient(backend):
+def test_unmoved_values_keep_their_gradient(kernels):
     """old + (value - old) rounds to something other than value: that is not a clip."""
     values, _, returns, weights = make_tokens()
     old_values = values + torch.tensor([0.0, 3e-8, 0.1])[torch.arange(700) % 3]
@@ -86,7 +90,7 @@ def test_unmoved_values_keep_their_gradient(backend):
     assert stats.num_clipped == 0 and torch.equal(gradient, (values - returns) * weights)
 
 
-def test_repeatable_and_a_token_does_not_depend_on_the_others(backend):
+def test_repeatable_and_a_token_does_not_depend_on_the_others(kernels):
     columns = make_tokens(300)
     loss, gradient, stats = run(columns, 0.2)
     again = run(columns, 0.2)
@@ -99,7 +103,7 @@ def test_repeatable_and_a_token_does_not_depend_on_the_others(backend):
     assert torch.equal(wide[0], loss) and torch.equal(wide[1], gradient)
 
 
-def test_nan_is_not_hidden_does_not_spread_and_is_not_read_where_nothing_exists(backend):
+def test_nan_is_not_hidden_does_not_spread_and_is_not_read_where_nothing_exists(kernels):
     columns = make_tokens(130)
     clean = run(columns, 0.2)
     for garbage in (NAN, math.inf):
@@ -114,7 +118,7 @@ def test_nan_is_not_hidden_does_not_spread_and_is_not_read_where_nothing_exists(
         assert loss.isnan() and gradient[70].isnan() and stats.error_sum.isnan() and torch.equal(gradient[others], clean[1][others])
 
 
-def test_incoming_gradient_scales_and_only_the_gradient_is_kept(backend):
+def test_incoming_gradient_scales_and_only_the_gradient_is_kept(kernels):
     columns, kept = make_tokens(130), []
     values = columns[0].clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):

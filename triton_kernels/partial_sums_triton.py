@@ -5,12 +5,12 @@
 4 bytes per block and statistic, about 1/1000 of what the first launch read.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megarl.kernels.aot import AotCase
 
 _BLOCK = 1024
 
@@ -36,3 +36,9 @@ def reduce_partials(partials: Tensor, max_row: int = -1) -> tuple[Tensor, ...]:
     totals = torch.empty(partials.shape[0], dtype=torch.float32, device=partials.device)
     _reduce_kernel[(len(totals),)](partials, totals, partials.shape[1], MAX_ROW=max_row, BLOCK=_BLOCK)
     return totals.unbind()
+
+
+AOT_CASES = [
+    AotCase(kernel=_reduce_kernel, signature={"partials_ptr": "*fp32", "totals_ptr": "*fp32", "num_blocks": "i32"},
+            aligned=("partials_ptr", "totals_ptr"), constants=dict(MAX_ROW=7, BLOCK=_BLOCK)),
+]  # fmt: skip
