@@ -116,7 +116,7 @@ def reshard_plan(argv: list[str]) -> int:
         raise ConfigError(["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."])
     train = "bfloat16" if config.model.bf16 else "float32"
     rollout = train if config.rollout.dtype == "auto" else config.rollout.dtype
-    sys.stdout.write(report(shape, meshes["actor"], meshes["rollout"], train, rollout, options))
+    sys.stdout.write(report(shape, meshes["actor"], meshes["rollout"], train, rollout, config.actor.qkv_layout, options))
     return 0
 
 

@@ -187,7 +187,7 @@ def check_place(shape: ModelShape, place: MegatronPlace) -> None:
         check_divides("--expert-tensor-parallel-size", place.expert_tp[0], "moe_intermediate_size", shape.moe_ffn_hidden_size)
 
 
-def megatron_atlases(shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped", vpp_size: int = 1) -> dict[int, Atlas]:
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, vpp_size: int = 1, qkv_layout: str = "grouped") -> dict[int, Atlas]:
     """Atlas of every rank of a mesh. Ranks that hold the same share one."""
     places = {rank: MegatronPlace.of(mesh, rank, vpp_size) for rank in mesh.ranks}
     built = {place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())}

@@ -76,29 +76,6 @@ def make_plan(sources: dict[int, Atlas], destinations: dict[int, Atlas], ranks_p
     return ReshardPlan({pair: tuple(rects) for pair, rects in sorted(copies.items())})
 
 
-def alias_candidates(plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas]) -> dict[int, dict[str, str]]:
-    """Rank -> {destination parameter: source parameter of the same rank that holds the same elements at the same places}.
-
-    Such a pair can be one storage, and then nothing is copied, if the dtypes are equal too: an atlas knows none."""
-    found: dict[int, dict[str, str]] = {}
-    for rank in sorted(sources.keys() & destinations.keys()):
-        partners: dict[str, str | None] = {}
-        for (src, dst), copies in plan.copies.items():
-            if dst == rank:
-                for c in copies:
-                    same_place = src == rank and (c.src_row, c.src_col) == (c.dst_row, c.dst_col)
-                    partner = c.src_name if same_place else None
-                    partners[c.dst_name] = partner if partners.get(c.dst_name, partner) == partner else None
-        mine, theirs = destinations[rank], sources[rank]
-        found[rank] = {name: partner for name, partner in partners.items()
-                       if partner is not None and _outline(mine[name]) == _outline(theirs[partner])}  # fmt: skip
-    return found
-
-
-def _outline(param: LocalParam) -> tuple[int, int, int]:
-    return param.rows, param.cols, param.padding_rows
-
-
 @dataclass
 class _Senders:
     """Who sends what several ranks hold."""

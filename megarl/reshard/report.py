@@ -15,9 +15,10 @@ from collections import Counter
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
+from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.megatron_atlas import megatron_atlases
-from megarl.reshard.plan import ReshardPlan, alias_candidates, make_plan
+from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.vllm_atlas import vllm_atlases
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,10 +50,11 @@ def _positive(kind: type):
     return convert
 
 
-def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: str, rollout_dtype: str, options: argparse.Namespace) -> str:
+def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: str, rollout_dtype: str, qkv_layout: str,
+           options: argparse.Namespace) -> str:  # fmt: skip
     """The text that the command prints."""
     start = time.perf_counter()
-    sources, destinations = megatron_atlases(shape, train), vllm_atlases(shape, rollout.ranks, rollout.tp)
+    sources, destinations = megatron_atlases(shape, train, qkv_layout=qkv_layout), vllm_atlases(shape, rollout.ranks, rollout.tp)
     plan = make_plan(sources, destinations, options.ranks_per_node)
     seconds, itemsize = time.perf_counter() - start, ITEMSIZE[rollout_dtype]
     moved = plan.num_bytes(itemsize)
@@ -76,7 +78,7 @@ def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: s
 
 def _aliased_bytes(plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas], itemsize: int) -> Counter[int]:
     """Rank -> bytes of parameters that need no copy."""
-    aliases = alias_candidates(plan, sources, destinations)
+    aliases = {rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()}
     return Counter({rank: itemsize * sum(c.num_elements for c in plan.copies.get((rank, rank), ()) if c.dst_name in names)
                     for rank, names in aliases.items()})  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A vLLM engine in the trainer's process, whose weights are pulled from Megatron's shards.
 
     engine = RolloutEngine(config, shape, ranks, atlases, parameters)      every rank, after Megatron has built its groups
+    engine.connect(atlases, parameters)                                    only if the sources become others later on
     engine.sync(version)                                                   a transaction: only a committed version generates
     engine.generate(prompts, seeds, temperature=1.0)
     engine.shutdown()                                                      last: no collective works afterwards
@@ -81,17 +82,18 @@ class RolloutEngine:
             with offering(offered, parameters) as offer:
                 self.llm = LLM(**arguments)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
-        self._bytes_per_sync = self._connect(sources, parameters, offer.taken)
+        self._aliases = offer.taken
+        self.connect(sources, parameters)
 
-    def _connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor], aliases: dict[str, str]) -> int:
-        """Plan the copies of what is not aliased. Returns: bytes that a sync writes on this rank."""
+    def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
+        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as above."""
         aliases_of: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(aliases_of, aliases)
+        dist.all_gather_object(aliases_of, self._aliases)
         wanted = vllm_atlases(self.shape, self.ranks, self._tp)
         plan = make_plan(sources, {rank: without(atlas, aliases_of[rank]) for rank, atlas in wanted.items()})
         self.llm.init_weight_transfer_engine({"init_info": {"plan": plan, "sources": parameters}})
         rank = dist.get_rank()
-        return sum(n for (_, dst), n in plan.num_bytes(self.dtype.itemsize).items() if dst == rank)
+        self._bytes_per_sync = sum(n for (_, dst), n in plan.num_bytes(self.dtype.itemsize).items() if dst == rank)
 
     def sync(self, version: int) -> int:
         """Bring the sources' current weights into the engine and commit them as `version`.

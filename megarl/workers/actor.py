@@ -29,7 +29,7 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
     """What each rank of the mesh holds."""
     from megarl.megatron.model import uses_transformer_engine
 
-    return megatron_atlas.megatron_atlases(shape, mesh, uses_transformer_engine(), parallel.qkv_layout)
+    return megatron_atlas.megatron_atlases(shape, mesh, uses_transformer_engine(), qkv_layout=parallel.qkv_layout)
 
 
 class _MegatronRole:

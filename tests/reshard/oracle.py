@@ -43,6 +43,17 @@ def full_model(shape: ModelShape) -> Arrays:
     return model
 
 
+def stack_qkv(shape: ModelShape, shard: Arrays, tp: int) -> Arrays:
+    """The shard with linear_qkv's rows in the order [query heads; keys; values], for whole groups on each rank."""
+    heads, groups, stacked = shape.num_attention_heads // tp, shape.num_query_groups // tp, dict(shard)
+    for name, array in shard.items():
+        if "linear_qkv.weight" in name or "linear_qkv.bias" in name:
+            by_group = array.reshape(groups, heads // groups + 2, shape.head_dim, -1)
+            parts = (by_group[:, :-2], by_group[:, -2], by_group[:, -1])
+            stacked[name] = np.concatenate([part.reshape(-1, array.shape[1]) for part in parts])
+    return stacked
+
+
 @dataclass(frozen=True)
 class Layout:
     """Parallel sizes of a Megatron model. Rank order: tp, dp, pp; for experts etp, ep, edp, pp; fastest first."""

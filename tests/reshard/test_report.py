@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -47,19 +46,16 @@ def output(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_real_sizes_are_planned_in_time(model):
-    """Processor time, as other tests may run beside this one. Measured: 0.05 s and 2 s."""
-    start = time.process_time()
+def test_real_sizes_are_planned(model):
+    """0.05 s for 7B, 2 s for 128 experts; a plan that compares every piece with every other would run into the suite's deadline."""
     shape = ModelShape.load(model(QWEN_7B))
     plan = make_plan(megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=4, pp=2)), vllm_atlases(shape, range(8), 2))
-    assert time.process_time() - start < 1.0
     parameters = sum(rows * cols for rows, cols in hf_sizes(shape).values())
     assert sum(plan.num_bytes(2).values()) == 4 * (2 * parameters + 2 * _replicated(shape))
 
-    start = time.process_time()
     shape = ModelShape.load(model(QWEN_30B_A3B))
-    make_plan(megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=2, ep=4, etp=2)), vllm_atlases(shape, range(8), 2))
-    assert time.process_time() - start < 8.0
+    plan = make_plan(megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=2, ep=4, etp=2)), vllm_atlases(shape, range(8), 2))
+    assert plan.ranks == tuple(range(8)) and sum(plan.num_bytes(2).values()) > 4 * 2 * 30e9
 
 
 def _replicated(shape: ModelShape) -> int:
@@ -82,6 +78,12 @@ def test_equal_layouts_are_aliased_and_take_no_time(model, capsys):
     text = output(capsys, *same)
     assert "aliased: 15.232 GB, 100.0 % of what is written" in text and "expected: 0.00 ms per sync" in text
     assert "aliased: 0 B, 0.0 % of what is written: the dtypes differ" in output(capsys, *same, "--rollout-dtype", "float32")
+
+
+def test_the_stacked_layout_is_aliased_at_several_query_groups_per_rank(model, capsys):
+    job = [*JOB, "--model", model(QWEN_7B), "--bf16", "--nproc-per-node", "2"]
+    assert "100.0 % of what is written" not in output(capsys, *job)
+    assert "100.0 % of what is written" in output(capsys, *job, "--qkv-layout", "stacked")
 
 
 def test_bandwidths_and_nodes_decide_the_time(model, capsys):

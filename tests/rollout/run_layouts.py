@@ -53,22 +53,23 @@ def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store
         for seed, reference in enumerate(references):
             reference.save_pretrained(folder / f"{name}-{seed}")
     dist.barrier()
-    model, policies = folder / f"{name}-0", {}
+    model, policies, sources = folder / f"{name}-0", {}, {}
     shape = ModelShape.load(model)
     for layout in layouts:
         mesh = MESHES[layout]
         megatron_mesh.create_groups(mesh)
         if rank in mesh.ranks:
             policies[layout] = Policy(shape, mesh, ModelConfig(model=str(model)), parallel(layout, mesh))
-    engine = RolloutEngine(jobs.job(model, tensor_parallel_size=tp_size), shape, range(world_size))
+        sources[layout] = megatron_atlases(shape, mesh), policies[layout].parameters if layout in policies else {}
+    engine = RolloutEngine(jobs.job(model, tensor_parallel_size=tp_size), shape, range(world_size), *sources[layouts[0]])
     asked, errors = jobs.prompts(6, shape.vocab_size, seed=rank // tp_size), {}
     for layout in layouts:
-        atlases, policy = megatron_atlases(shape, MESHES[layout]), policies.get(layout)
-        engine.connect(atlases, policy.parameters if policy else {})
+        atlases, parameters = sources[layout]
+        engine.connect(atlases, parameters)
         errors[layout] = []
         for seed, reference in enumerate(references):
-            if policy:
-                load_hf(folder / f"{name}-{seed}", atlases[rank], policy.parameters, shape)
+            if parameters:
+                load_hf(folder / f"{name}-{seed}", atlases[rank], parameters, shape)
             dist.barrier()
             engine.sync(seed + 1)
             responses = engine.generate(asked, list(range(len(asked))), temperature=1.0)
