@@ -132,7 +132,8 @@ def _compile(index: int) -> Report:
                     **registers_and_spills(compiled.asm["ptx"]))  # fmt: skip
     problems = []
     if report.spill_store_bytes or report.spill_load_bytes:
-        problems.append(f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread must be 0: use a smaller block or more warps (num_warps is {case.num_warps})")  # fmt: skip
+        problems.append(f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread must be 0: "
+                        f"use a smaller block or more warps (num_warps is {case.num_warps})")  # fmt: skip
     if report.shared_bytes > MAX_SHARED_BYTES[capability]:
         problems.append(f"shared memory ({report.shared_bytes} B) must be at most {MAX_SHARED_BYTES[capability]} B: use a smaller block or "
                         f"fewer stages (num_stages is {case.num_stages})")  # fmt: skip

@@ -7,8 +7,8 @@ With s = sum over the tokens of a sequence of log_probs - ref_log_probs, and the
     ipo      (h - 1 / (2 beta))^2                                                                  arXiv:2310.12036, eq. 17
     total    = sum_p weights_p loss_p
 
-IPO is as in its paper, of sums; TRL's takes means over tokens. The gradient to a token's log-prob is weights dloss/dh for chosen
-sequences and its negative for rejected ones. Tokens with mask False do not exist. 14 bytes per token, and no [T] buffer besides the gradient.
+IPO is as in its paper, of sums; TRL's takes means over tokens. The gradient to a token's log-prob is weights dloss/dh for the chosen
+sequence and its negative for the rejected one. Tokens with mask False do not exist. 14 bytes per token, and no [T] buffer besides the gradient.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class _DPOLoss(torch.autograd.Function):
 def _compute_torch(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind):
     log_ratio = torch.where(mask, at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), 0)
     # In fp64: a margin of 1 may be the difference of sums of thousands.
-    sums = torch.segment_reduce(log_ratio.double(), "sum", offsets=cu_seqlens.long(), initial=0).to(log_ratio.dtype).view(-1, 2)
-    chosen, rejected = sums.unbind(1)
-    margin = chosen - rejected
+    sums = torch.segment_reduce(log_ratio.double(), "sum", offsets=cu_seqlens.long(), initial=0).view(-1, 2)
+    margin = (sums[:, 0] - sums[:, 1]).to(log_ratio.dtype)
+    chosen, rejected = sums.to(log_ratio.dtype).unbind(1)
     if kind == "ipo":
         error = margin - 1 / (2 * beta)
         loss, slope = error.square(), 2 * error

@@ -53,9 +53,10 @@ def _dpo_loss_kernel(
     middle = tl.load(cu_seqlens_ptr + 2 * pair + 1).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + 2 * pair + 2).to(tl.int64)
     weight = tl.load(weights_ptr + pair).to(tl.float32)
-    chosen = _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, middle, BLOCK).to(tl.float32)
-    rejected = _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, middle, end, BLOCK).to(tl.float32)
-    margin = chosen - rejected
+    chosen = _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, middle, BLOCK)
+    rejected = _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, middle, end, BLOCK)
+    # In fp64: a margin of 1 may be the difference of sums of thousands.
+    margin = (chosen - rejected).to(tl.float32)
     if KIND == "ipo":
         error = margin - 1 / (2 * beta)
         loss = error * error
@@ -71,8 +72,8 @@ def _dpo_loss_kernel(
     partials_ptr += pair
     tl.store(partials_ptr, loss * weight)
     tl.store(partials_ptr + num_pairs, (margin > 0).to(tl.float32))
-    tl.store(partials_ptr + 2 * num_pairs, beta * chosen)
-    tl.store(partials_ptr + 3 * num_pairs, beta * rejected)
+    tl.store(partials_ptr + 2 * num_pairs, beta * chosen.to(tl.float32))
+    tl.store(partials_ptr + 3 * num_pairs, beta * rejected.to(tl.float32))
 
 
 def dpo_loss(

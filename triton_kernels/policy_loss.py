@@ -79,19 +79,7 @@ class PolicyLossOptions:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(choices)}")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
-            raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip bounds the ratio on both sides")
-
-
-class PolicyLossGradients(NamedTuple):
-    """Loss, gradients and statistics at once, for a caller that goes on to differentiate by hand."""
-
-    loss: Tensor
-    """Scalar."""
-    log_probs: Tensor
-    """[N], dloss / dlog_probs."""
-    entropy: Tensor | None
-    """[N], dloss / dentropy; None where entropy_coef is 0."""
-    stats: PolicyLossStats
+            raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip bounds every ratio")
 
 
 def policy_loss_ref(
@@ -154,25 +142,6 @@ def policy_loss(
     _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy)
     loss, *stats = _PolicyLoss.apply(log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options)
     return loss, PolicyLossStats(*stats)
-
-
-def policy_loss_with_gradients(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    options: PolicyLossOptions,
-    *,
-    rollout_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    entropy: Tensor | None = None,
-) -> PolicyLossGradients:
-    """`policy_loss` and its gradients at once, without autograd, for a caller that goes on to differentiate by hand."""
-    _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy)
-    with torch.no_grad():
-        loss, gradient, stats = _compute(log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options)
-        entropy_gradient = weights * -options.entropy_coef if options.entropy_coef != 0 else None
-    return PolicyLossGradients(loss, gradient, entropy_gradient, stats)
 
 
 def _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy) -> None:

@@ -1,11 +1,11 @@
-"""PPO's clipped value loss (arXiv:1707.06347's code; arXiv:2005.12729, section 3), its gradient and what a critic is judged by, in one launch.
+"""PPO's clipped value loss (of the code of arXiv:1707.06347; arXiv:2005.12729, section 3), its gradient and what a critic is judged by.
 
     clipped = old_values + clip(values - old_values, -clip_eps, clip_eps)
     loss    = max((values - returns)^2, (clipped - returns)^2) / 2
     total   = sum_i weights_i loss_i
 
 The gradient to a value is (values - returns) weight, or 0 where the clipped term is the larger. A token of weight 0 does not exist:
-whatever the other columns hold there. 20 bytes per token; only the gradient is kept.
+whatever the other columns hold there. All in one launch: 20 bytes per token; only the gradient is kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`dpo_loss` by every backend: loss and gradient against autograd of the fp64 specification, one pair after another.
 
-Bound: every token's difference of log-probs is rounded once, half a unit in the last place of up to 8; sums of them are fp64 and rounded
-once. The margin is so within eps times the sum of absolute log-probs, and the loss within its slope, at most 1 (ipo: 2 |h|), of that."""
+Bound: every token's difference of log-probs is rounded once, half a unit in the last place of up to 8; sums of them are fp64. The margin is so within eps times the sum of absolute log-probs, and the loss within its slope, at most 1 (ipo: 2 |h|), of that."""
 
 from __future__ import annotations
 
@@ -123,6 +122,19 @@ def test_repeatable_and_pairs_do_not_depend_on_each_other(kernels):
     torch.testing.assert_close(result[0], loss, rtol=1e-6, atol=0)
     wide = run([torch.stack([x, x.flip(0)], 1)[:, 0] for x in columns], beta=0.1)
     assert torch.equal(wide[0], loss) and torch.equal(wide[1], gradient)
+
+
+def test_margin_of_long_sequences(kernels):
+    """Sums near 3000 that differ by 0.5: in fp32 their difference alone would be off by 2e-4, and the sums by much more."""
+    generator = torch.Generator().manual_seed(0)
+    ref = -3 * torch.rand(6000, generator=generator)
+    log_probs = ref + 1 + 0.1 * torch.randn(6000, generator=generator)
+    sums = (log_probs.double() - ref.double()).view(2, 3000).sum(1)
+    log_probs[0] -= (sums[0] - sums[1] - 0.5).float()
+    columns = (log_probs, ref, torch.ones(6000, dtype=torch.bool), torch.tensor([0, 3000, 6000]), torch.ones(1))
+    (loss, gradient, _), (expected, expected_gradient, _) = run(columns, beta=1.0), run(columns, dpo_loss_ref, beta=1.0)
+    # Differences of log-probs are rounded by up to half a unit of 2: 6e-8, and 6000 such roundings do not all point one way.
+    assert abs(loss - expected) <= 2e-5 and (gradient - expected_gradient).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.kernels.kl import KLEstimator
-from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss, policy_loss_ref, policy_loss_with_gradients
+from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss, policy_loss_ref
 
 PPO = PolicyLossOptions(clip_eps_low=0.2, clip_eps_high=0.2)
 DAPO = PolicyLossOptions(clip_eps_low=0.2, clip_eps_high=0.28)
@@ -181,16 +181,6 @@ def test_incoming_gradient_scales_and_statistics_carry_none(kernels):
     torch.testing.assert_close(log_probs.grad, 128 * gradient, rtol=0, atol=0)
     torch.testing.assert_close(entropy.grad, 128 * entropy_gradient, rtol=EPS, atol=0)
     assert not any(value.requires_grad for value in stats)
-
-
-def test_gradients_without_autograd_are_those_of_autograd(kernels):
-    columns, extra = make_tokens(130)
-    options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1)
-    loss, gradient, entropy_gradient, stats = run(policy_loss, columns, options, extra)
-    by_hand = policy_loss_with_gradients(*columns, options, **extra)
-    assert torch.equal(by_hand.loss, loss) and torch.equal(by_hand.log_probs, gradient) and by_hand.stats == stats
-    torch.testing.assert_close(by_hand.entropy, entropy_gradient, rtol=EPS, atol=0)
-    assert policy_loss_with_gradients(*columns, DUAL, **extra).entropy is None
 
 
 def test_repeatable_to_the_bit_and_a_token_does_not_depend_on_the_others(kernels):
