@@ -196,14 +196,14 @@ def transfer(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tu
 # ------------------------------------------------------------------ vLLM
 
 
-def start_vllm(arguments: argparse.Namespace, **options):
+def start_vllm(arguments: argparse.Namespace):
     """(LLM, its model)."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                    "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     from vllm import LLM
 
     llm = LLM(str(arguments.model), dtype="bfloat16", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-              kv_cache_memory_bytes=64 << 20, disable_log_stats=True, **options)  # fmt: skip
+              kv_cache_memory_bytes=64 << 20, disable_log_stats=True)  # fmt: skip
     return llm, llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
 
 
@@ -215,18 +215,18 @@ def reload(arguments: argparse.Namespace, _: torch.dtype, __: int) -> tuple[dict
 
 
 def gather(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tuple[dict, Callable]:
-    """Rank 0 also holds the engine. megarl's engine exposes plain parameters, which spares this path vLLM's prepacking."""
+    """Rank 0 also holds the engine, with the plain parameters that it has on a GPU: on a CPU vLLM packs them where load_weights no
+    longer reaches. So this path is spared what `reload` does besides."""
     shape = model_shape(arguments)
     _, sources = shard(arguments, shape, dtype, rank)
     model = None
     if rank == 0:
-        from megarl.rollout.plugin import BACKEND, register
+        from vllm.model_executor.layers import utils
 
-        register()
-        _, model = start_vllm(arguments, weight_transfer_config={"backend": BACKEND})
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+        _, model = start_vllm(arguments)
     # vLLM owns the default group of its process.
-    store = dist.FileStore(f"{arguments.folder}/gather", TP)
-    group = dist.ProcessGroupGloo(store, rank, TP)
+    group = dist.ProcessGroupGloo(dist.FileStore(f"{arguments.folder}/gather", TP), rank, TP)
 
     def run() -> None:
         for bucket in buckets(full_hf_tensors(shape, sources, group)):
