@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(kThreads) full_kernel(const TiledView* __restr
 __global__ void __launch_bounds__(kSamples) sampled_kernel(const TiledView* __restrict__ table, uint64_t seed, unsigned long long* sums) {
   const View view = table[blockIdx.x].view;
   uint64_t sum = 0;
-  if (threadIdx.x < num_samples(view)) {
-    const int64_t word = sampled_word(view, threadIdx.x, seed), per_row = words_per_row(view);
+  const int64_t words = num_words(view);
+  if (threadIdx.x < words) {
+    const int64_t word = sampled_word(words, threadIdx.x, seed), per_row = words_per_row(view);
     sum = term(read_word(view, word / per_row, word % per_row), static_cast<uint64_t>(word), seed);
   }
   add_to(sums + blockIdx.x, sum);
