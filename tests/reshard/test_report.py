@@ -106,7 +106,7 @@ def test_what_is_wrong_is_named_without_looking_at_data_or_weights(model, capsys
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_file_without_torch(path, model):
-    script = "import sys; sys.modules.update(torch=None, vllm=None, megatron=None); from megarl.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = "import sys; sys.modules.update(torch=None, vllm=None, megatron=None); import megarl.cli; sys.exit(megarl.cli.main(sys.argv[1:]))"
     small = {**QWEN_7B, "num_hidden_layers": 2}
     argv = ["reshard-plan", f"@{path}", "--model", model(small), "--save", "unused", "--train-data", "missing.jsonl"]
     done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, timeout=60, check=False)

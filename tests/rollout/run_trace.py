@@ -41,7 +41,8 @@ UNKNOWN = {  # no table knows these: fused tensors in the checkpoint, norms of o
 
 
 def vllm_config(folder: Path):
-    return EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64).create_engine_config()
+    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+    return arguments.create_engine_config()
 
 
 def join_groups(config) -> None:
