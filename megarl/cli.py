@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 
 import megarl
@@ -102,14 +103,17 @@ def check(argv: list[str]) -> int:
 
 
 def reshard_plan(argv: list[str]) -> int:
-    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only."""
+    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only, and no run folder or data."""
     from megarl.config.check import check_layout
     from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes
     from megarl.reshard.report import parse, report
 
     options, rest = parse(argv)
-    config = load_config(rest, _registry(), "megarl reshard-plan")
+    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:  # a file that comes first is overridden by all that follow
+        unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
+        unneeded.flush()
+        config = load_config([f"@{unneeded.name}", *rest], _registry(), "megarl reshard-plan")
     world_size = options.world_size or config.placement.nproc_per_node
     shape, meshes = check_layout(config, world_size), role_meshes(config, world_size)
     if "rollout" not in meshes:

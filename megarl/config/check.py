@@ -195,7 +195,8 @@ def _experts(job: _Job) -> Iterator[str]:
     if shape.is_dense:
         for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if getattr(actor, field) not in (None, 1):
-                yield f"--{flag_name(field)} ({getattr(actor, field)}): needs a mixture of experts, and {shape.model_type} is none. Leave it out."
+                value, family = getattr(actor, field), shape.model_type
+                yield f"--{flag_name(field)} ({value}): needs a mixture of experts, and {family} is none. Leave it out."
         return
     if shape.num_moe_experts % ep:
         yield (f"--expert-model-parallel-size ({ep}): must divide the model's num_experts ({shape.num_moe_experts})."

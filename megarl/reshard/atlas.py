@@ -11,6 +11,7 @@ Model families differ in data only: the tables of this folder list every tensor,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -200,7 +201,7 @@ def every_expert(layout: Layout) -> Layout:
         rows = cols = 0
         for expert in range(cut.shape.num_moe_experts):
             one = layout(cut, sizes, tuple(name.format(expert=expert) for name in hf_names))
-            pieces += [Piece(p.hf_name, p.row_start, p.row_end, p.col_start, p.col_end, rows + p.local_row, p.local_col) for p in one.pieces]
+            pieces += [dataclasses.replace(piece, local_row=rows + piece.local_row) for piece in one.pieces]
             rows, cols = rows + one.rows, one.cols
         return LocalParam(rows, cols, tuple(pieces))
 

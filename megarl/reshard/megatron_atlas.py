@@ -181,7 +181,8 @@ def check_place(shape: ModelShape, place: MegatronPlace) -> None:
     qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
     check_tensor_parallel(shape, place.tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
     check_divides("--pipeline-model-parallel-size", place.pp_size, "num_layers", shape.num_layers)
-    check_divides("--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", shape.num_layers // place.pp_size)
+    of_stage = shape.num_layers // place.pp_size
+    check_divides("--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", of_stage)
     if shape.is_moe:
         check_divides("--expert-model-parallel-size", place.ep_size, "num_experts", shape.num_moe_experts)
         check_divides("--expert-tensor-parallel-size", place.expert_tp[0], "moe_intermediate_size", shape.moe_ffn_hidden_size)

@@ -100,8 +100,9 @@ def _by_kind(plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Coun
         load[kind][src][0] += size
         load[kind][dst][1] += size
     seconds = {kind: {rank: max(both) / (bandwidth[kind] * 1e9) for rank, both in of_rank.items()} for kind, of_rank in load.items()}
-    lines = [f"{kind}: {_gb(sum(received for _, received in load[kind].values()))}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms "
-             f"at {bandwidth[kind]:g} GB/s" for kind in KINDS]  # fmt: skip
+    received = {kind: sum(both[1] for both in load[kind].values()) for kind in KINDS}
+    lines = [f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at {bandwidth[kind]:g} GB/s"
+             for kind in KINDS]  # fmt: skip
     slowest = max(plan.ranks, key=lambda rank: sum(seconds[kind][rank] for kind in KINDS))
     return [*lines, f"expected: {1e3 * sum(seconds[kind][slowest] for kind in KINDS):.2f} ms per sync (rank {slowest})"]
 

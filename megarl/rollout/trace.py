@@ -134,7 +134,8 @@ class _Recorder(TorchDispatchMode):
 
 def _local_param(name: str, parameter: Tensor, recorder: _Recorder) -> LocalParam:
     if name in recorder.unknown:
-        raise ValueError(f"{name}: its loader computes with the checkpoint's tensors ({recorder.unknown[name]}), so no copy can replace it.")
+        operation = recorder.unknown[name]
+        raise ValueError(f"{name}: its loader computes with the checkpoint's tensors ({operation}), so no copy can replace it.")
     cols = parameter.shape[-1] if parameter.dim() > 1 else 1
     rows, pieces = parameter.numel() // cols, recorder.pieces.get(name, [])
     filled = max((piece.local_row + piece.row_end - piece.row_start for piece in pieces), default=0)

@@ -21,11 +21,11 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
-from megarl.config.hf_config import ModelShape
+from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.plan import ReshardPlan
-from megarl.reshard.transfer import Transfer
+from megarl.reshard.transfer import Transfer, checkpoint_sizes
 from megarl.reshard.vllm_atlas import vllm_atlas
 from megarl.rollout.plugin import check_version
 
@@ -77,8 +77,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        shape = ModelShape.load(vllm_config.model_config.model)
-        self.atlas = vllm_atlas(shape, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+        self.atlas = engine_atlas(vllm_config)
         self.packed = find_packed_experts(model)
         offer = _offer.get()
         if offer is not None:
@@ -105,6 +104,18 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.transfer = None
+
+
+def engine_atlas(vllm_config: VllmConfig) -> Atlas:
+    """Of this rank of an engine: from the tables, or for a model that they do not know from vLLM's own loader.
+
+    Raises: ValueError or FileNotFoundError if an unknown model's folder holds no weights, whose sizes the trace needs."""
+    folder = vllm_config.model_config.model
+    if vllm_config.model_config.hf_config.model_type in FAMILIES:
+        return vllm_atlas(ModelShape.load(folder), get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+    from megarl.rollout.trace import empty_model, trace_vllm_atlas
+
+    return trace_vllm_atlas(empty_model(vllm_config), checkpoint_sizes(folder))
 
 
 def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:

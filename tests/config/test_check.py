@@ -84,7 +84,8 @@ RULES = {
         "--expert-model-parallel-size 4",
         2,
         EXPERTS,
-        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). Try 1 or 2.",
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "Try 1 or 2.",
         "--expert-model-parallel-size 2",
     ),
     "experts and sequence parallelism": (

@@ -216,7 +216,7 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**QWEN2, "hidden_size": "64"}, "hidden_size (64): must be a positive whole number."),
         ({"model_type": "qwen3"}, "hidden_size (missing): "),
         ({**SIZES, "model_type": "gemma"}, "model_type (gemma): must be one of qwen2, qwen3, qwen3_moe, llama, mistral."),
-        ({**SIZES, "model_type": "qwen2_moe"}, "model_type (qwen2_moe): must be one of qwen2, qwen3, qwen3_moe, llama, mistral. Did you mean"),
+        ({**SIZES, "model_type": "qwen2_moe"}, "model_type (qwen2_moe): must be one of qwen2, qwen3, qwen3_moe, llama, mistral. Did"),
         ({**MISTRAL, "sliding_window": 4096}, "sliding_window (4096): "),
         ({**SIZES, "model_type": "mistral"}, "sliding_window (missing, which means 4096): "),
         ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step (2): every layer must be a mixture of experts"),

@@ -162,9 +162,10 @@ def gather(shape: ModelShape, layout: Layout, shards: list[Arrays], te: bool) ->
             if f"{here}self_attention.{n}_layernorm.weight" in one:
                 model[f"{hf}self_attn.{n}_norm.weight"] = one[f"{here}self_attention.{n}_layernorm.weight"]
         model[hf + "self_attn.o_proj.weight"] = np.concatenate(everyone(stage, here + "self_attention.linear_proj.weight"), axis=1)
-        model[hf + "input_layernorm.weight"] = one[here + ("self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight")]
-        fused = te and not shape.num_moe_experts
-        model[hf + "post_attention_layernorm.weight"] = one[here + ("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight")]
+        norm = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+        model[hf + "input_layernorm.weight"] = one[here + norm]
+        norm = "mlp.linear_fc1.layer_norm_weight" if te and not shape.num_moe_experts else "pre_mlp_layernorm.weight"
+        model[hf + "post_attention_layernorm.weight"] = one[here + norm]
         if shape.num_moe_experts:
             model[hf + "mlp.gate.weight"] = one[here + "mlp.router.weight"]
             held = shape.num_moe_experts // layout.ep

@@ -99,7 +99,7 @@ def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
 
 def test_expert_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
     shape = make_shape("qwen3_moe", experts=6, ffn=20)
-    with pytest.raises(ValueError, match=r"--expert-model-parallel-size \(4\) must divide num_experts \(6\)\. Sizes that work: 1, 2, 3, 6\."):
+    with pytest.raises(ValueError, match=r"--expert-model-parallel-size \(4\) must divide num_experts \(6\)\. .* work: 1, 2, 3, 6\."):
         place_atlas(shape, MegatronPlace(ep_size=4))
     with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size \(8\) must divide moe_intermediate_size \(20\)"):
         place_atlas(shape, MegatronPlace(etp_size=8, etp_rank=0))

@@ -61,8 +61,9 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
     dp, experts = rng.choice([1, 2, 4]) if tp < 8 else 1, rng.choice([4, 6, 8])
     splits = [(ep, etp) for ep in range(1, experts + 1) for etp in (1, 2, 4, 8) if experts % ep == 0 and tp * dp % (ep * etp) == 0]
     ep, etp = rng.choice(splits) if family == "qwen3_moe" else (1, tp)
+    head_dim = rng.choice([d for d in (2, 4, 8) if (heads + 2 * groups) * d % tp == 0])
     shape = make_shape(family, layers=pp * vpp * (rng.choice([1, 2]) if pp * vpp < 3 else 1), heads=heads, groups=groups,
-                       head_dim=rng.choice([d for d in (2, 4, 8) if (heads + 2 * groups) * d % tp == 0]), ffn=8 * rng.randint(1, 3), hidden=rng.choice([4, 6]), vocab=rng.randint(1, 300),
+                       head_dim=head_dim, ffn=8 * rng.randint(1, 3), hidden=rng.choice([4, 6]), vocab=rng.randint(1, 300),
                        tied=rng.random() < 0.5, experts=experts)  # fmt: skip
     layout, te = Layout(tp, dp, pp, vpp, ep, etp), rng.random() < 0.5
     ranks = tuple(sorted(rng.sample(range(2 * layout.size), layout.size)))

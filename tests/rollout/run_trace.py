@@ -28,6 +28,7 @@ from megarl.reshard.atlas import Atlas, LocalParam, Piece, hf_sizes
 from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import vllm_atlas
 from megarl.rollout.trace import empty_model, trace_vllm_atlas
+from megarl.rollout.weight_transfer import engine_atlas
 
 _SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=130,
               max_position_embeddings=128, pad_token_id=0)  # fmt: skip
@@ -41,7 +42,8 @@ UNKNOWN = {  # no table knows these: fused tensors in the checkpoint, norms of o
 
 
 def vllm_config(folder: Path):
-    return EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64).create_engine_config()
+    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+    return arguments.create_engine_config()
 
 
 def join_groups(config) -> None:
@@ -100,7 +102,7 @@ def unknown(folder: Path, name: str, tp_size: int) -> dict:
     different, elements = [], 0
     for rank in range(tp_size):
         with rank_of_engine(config, tp_size, rank):
-            atlas = trace_vllm_atlas(empty_model(config), sizes)
+            atlas = engine_atlas(config)
             config.compilation_config.static_forward_context.clear()
             with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
                 loaded = initialize_model(config)
