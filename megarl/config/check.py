@@ -11,6 +11,7 @@ from megarl.config.check_paths import path_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES, flag_name
 from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import engine_mode
 from megarl.config.placement import parse_ranks
 from megarl.config.schema import ParallelConfig, TrainConfig
 
@@ -273,11 +274,13 @@ def _rollout_placement(job: _Job) -> Iterator[str]:
             f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines ({len(rollout)})."
             f"{_try(_divisors(len(rollout)), tp)}"
         )
-    if actor and rollout and not set(actor) <= set(rollout):
+    if rollout and job.config.rollout.engine == "in-process" and len(rollout) < job.world_size:
         yield (
-            f"--rollout-ranks ({job.config.placement.rollout_ranks}): must hold all ranks of the actor in this version, and misses "
-            f"{min(set(actor) - set(rollout))}. Leave it out to use all."
+            f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and --rollout-ranks is "
+            f"{job.config.placement.rollout_ranks}. Leave --rollout-ranks out, or try --rollout-engine out-of-process."
         )
+    if rollout and job.config.reshard.reshard_double_buffer and engine_mode(job.config, job.world_size) == "in-process":
+        yield "--reshard-double-buffer: an in-process engine has one buffer. Leave it out, or try --rollout-engine out-of-process."
 
 
 def _sampling(job: _Job) -> Iterator[str]:

@@ -16,7 +16,7 @@ from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.config.values import Kind, kind_of_hint
 
 # Sections whose flags carry a prefix. Every other section's flags are its field names.
-PREFIXES = {"rollout": "rollout-", "reshard": "reshard-"}
+PREFIXES = {"rollout": "rollout-"}
 # A role is a field of TrainConfig that is a ParallelConfig: adding one there adds its prefixed flags here.
 SECTIONS: dict[str, type] = {name: hint for name, hint in typing.get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)}
 ROLES: tuple[str, ...] = tuple(name for name, cls in SECTIONS.items() if cls is ParallelConfig)

@@ -91,3 +91,12 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
         rollout_ranks = parse_ranks(placement.rollout_ranks, world_size) if placement.rollout_ranks else everyone
         meshes["rollout"] = meshes["reward"] = MeshSpec(tuple(rollout_ranks), config.rollout.tensor_parallel_size)
     return meshes
+
+
+def engine_mode(config: TrainConfig, world_size: int) -> str:
+    """'in-process' or 'out-of-process': what --rollout-engine means on this many ranks."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    ranks = config.placement.rollout_ranks
+    everywhere = ranks is None or parse_ranks(ranks, world_size) == tuple(range(world_size))
+    return "in-process" if everywhere else "out-of-process"

@@ -12,6 +12,7 @@ from typing import Literal
 from megarl.config.errors import require
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+TRANSPORTS = ("auto", "direct", "shared-memory", "cuda-ipc", "messages")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +215,9 @@ class SamplingConfig:
 class RolloutConfig:
     """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the same way)"""
 
+    engine: Literal["auto", "in-process", "out-of-process"] = "auto"
+    """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
+    started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks."""
     tensor_parallel_size: int = 1
     """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -253,11 +257,23 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardConfig:
-    """resharding: how the trainer's weights get into the engines"""
+    """weight sync (from the actor's layout into the engines')"""
 
-    alias: bool = True
-    """Where layout and dtype agree, let the engine's parameter be the trainer's own memory: nothing is copied or held twice. Needs
-    trainer and engine in one process."""
+    reshard_alias: bool = True
+    """Where layout and dtype agree, let an in-process engine's parameter be the trainer's own memory: nothing is copied or held twice."""
+    reshard_transport: Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"] = "auto"
+    """How weights get from an actor rank to an engine. auto: within a process direct copies, on one node shared memory (CPU) or CUDA IPC
+    (GPU), else messages of torch.distributed. Anything else must work for every pair of ranks."""
+    reshard_timeout_s: float = 600.0
+    """Seconds that one sync may take before it fails and the late rank is named."""
+    reshard_double_buffer: bool | None = None
+    """Write a version beside the one that generates, and switch when it is complete: the engine goes on meanwhile, and a failed sync
+    leaves the old version. Costs the engine's weights again. Default: true for an out-of-process engine without CUDA graphs."""
+    check_weight_sync: bool = False
+    """Compare every byte of every sync by checksum, not only samples of every tensor."""
+
+    def __post_init__(self) -> None:
+        require(self, above={"reshard_timeout_s": 0})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

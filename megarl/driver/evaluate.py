@@ -11,6 +11,7 @@ from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor, RoleHandle
 from megarl.driver.preflight import Inputs, read_inputs
+from megarl.driver.weights import sync_weights
 
 MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 """Metric -> whether it decodes greedily (else samples at --temperature)."""
@@ -29,10 +30,11 @@ def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], 
 
 def evaluate_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
     """Load --model into the engines, answer --eval-data, write one JSON line to stdout."""
-    for future in [executor.call(name, "setup") for name in role_meshes(config, world_size)]:
+    meshes = role_meshes(config, world_size)
+    for future in [executor.call(name, "setup") for name in meshes]:
         future.result()
     rollout = executor.role("rollout")
-    rollout.sync(version=0).result()
+    sync_weights(executor, meshes, version=0).result()
     rows = list(range(len(inputs.evaluation)))[: config.run.eval_num_prompts]
     scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows, step=0)
     sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")

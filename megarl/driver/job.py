@@ -16,6 +16,7 @@ from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.gate import GateError, gate_finding
 from megarl.driver.metrics import phase_times
 from megarl.driver.run import Run
+from megarl.driver.weights import sync_weights
 from megarl.metrics import combine
 from megarl.packing import MiniBatch, Move, Sample, plan_exchange, plan_mini_batches
 
@@ -60,6 +61,10 @@ class Job:
             future.result()
         took = ", ".join(f"{role} {seconds:.1f} s" for (role, _), seconds in self.executor.take_seconds().items())
         self.run.progress.note(f"roles are set up: {took}")
+
+    def sync(self, version: int) -> Future:
+        """Bring the actor's weights into the engines as `version`."""
+        return sync_weights(self.executor, self.meshes, version)
 
     def steps(self) -> Iterator[int]:
         for step in range(1, self.config.batch.train_iters + 1):

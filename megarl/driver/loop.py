@@ -13,7 +13,7 @@ def train_rl(job: Job) -> None:
     """GRPO and its relatives."""
     actor, rollout, reward, reference = job.role("actor"), job.role("rollout"), job.role("reward"), job.role("reference")
     job.set_up()
-    rollout.sync(version=0).result()
+    job.sync(version=0).result()
     job.evaluate(step=0)
     for step in job.steps():
         rows = job.cursor.next_rows(job.config.batch.num_prompts)
@@ -28,7 +28,7 @@ def train_rl(job: Job) -> None:
         shaped = actor.advantages(plan.sample_ids, plan.group_ids, rewards)
         job.check_gate(gap)
         updated = actor.update()
-        synced = rollout.sync(version=step)
+        synced = job.sync(version=step)
         job.finish_step(step, plan, rewards, gap, shaped, updated, synced)
         job.evaluate(step)
         job.export(step)

@@ -45,6 +45,10 @@ class ReshardPlan:
         """Every rank that sends or receives."""
         return tuple(sorted({rank for pair in self.copies for rank in pair}))
 
+    def copies_to(self, rank: int) -> dict[int, tuple[RectCopy, ...]]:
+        """Source rank -> what it fills of destination `rank`."""
+        return {src: copies for (src, dst), copies in self.copies.items() if dst == rank}
+
     def num_bytes(self, itemsize: int) -> dict[tuple[int, int], int]:
         """(source rank, destination rank) -> bytes written, for elements of `itemsize` bytes."""
         return {pair: itemsize * sum(copy.num_elements for copy in copies) for pair, copies in self.copies.items()}

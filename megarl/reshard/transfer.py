@@ -51,15 +51,15 @@ class Transfer:
         self.plan, self.rank, self._group = plan, rank, group
         send_pairs = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank != dst}
         receive_pairs = {src: copies for (src, dst), copies in plan.copies.items() if dst == rank != src}
-        sources = {peer: [_src_view(c, src_tensors) for c in copies] for peer, copies in send_pairs.items()}
-        destinations = {peer: [_dst_view(c, dst_tensors) for c in copies] for peer, copies in receive_pairs.items()}
+        sources = {peer: [src_view(c, src_tensors) for c in copies] for peer, copies in send_pairs.items()}
+        destinations = {peer: [dst_view(c, dst_tensors) for c in copies] for peer, copies in receive_pairs.items()}
         wire = self._agree_on_dtypes(sources, destinations, dtype)
         limit = _chunk_bytes(plan)
         sends = {peer: _chunks(views, wire[peer], limit) for peer, views in sources.items()}
         receives = {peer: _chunks(views, [view.dtype for view in views], limit) for peer, views in destinations.items()}
         self._rounds = _rounds(sends, receives)
         here = plan.copies.get((rank, rank), ())
-        self._local = _copies((_src_view(c, src_tensors), _dst_view(c, dst_tensors)) for c in here)
+        self._local = plan_copies((src_view(c, src_tensors), dst_view(c, dst_tensors)) for c in here)
         self.bytes: int = self._local.bytes + sum(chunk.bytes for chunks in receives.values() for chunk in chunks)
         """Bytes that one run writes on this rank."""
 
@@ -204,21 +204,21 @@ def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -
                     else:
                         copies["unpack"].extend(zip(staged, chunk.views, strict=True))
                 messages[kind][peer] = message
-        rounds.append(_Round(_copies(copies["pack"]), messages["sends"], messages["receives"], _copies(copies["unpack"])))
+        rounds.append(_Round(plan_copies(copies["pack"]), messages["sends"], messages["receives"], plan_copies(copies["unpack"])))
     return rounds
 
 
-def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyPlan:
+def plan_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyPlan:
     """Of (source, destination) pairs. What is contiguous on both sides is one row."""
     flat = [(src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst) for src, dst in pairs]
     return CopyPlan([dst for _, dst in flat], [src for src, _ in flat], torch.get_num_threads())
 
 
-def _src_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:
+def src_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:
     return _rectangle("source", tensors, copy.src_name, copy.src_row, copy.src_col, copy.rows, copy.cols)
 
 
-def _dst_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:
+def dst_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:
     return _rectangle("destination", tensors, copy.dst_name, copy.dst_row, copy.dst_col, copy.rows, copy.cols)
 
 

@@ -7,14 +7,14 @@
     engine.shutdown()                                                      last: no collective works afterwards
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine pass the same
-prompts and seeds."""
+prompts and seeds. `out_of_process.py` is the same engine in processes of its own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,16 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.plan import make_plan
+from megarl.reshard.copier import View
+from megarl.reshard.destination import Arrival, Destination
+from megarl.reshard.plan import ReshardPlan, make_plan
+from megarl.reshard.sync import Pull, WeightSync, tensors_of
 from megarl.reshard.vllm_atlas import vllm_atlases
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 CPU_BLOCK_SIZE = 128
 """vLLM's default number of tokens in a KV-cache block on CPU."""
@@ -45,68 +51,48 @@ class Response(NamedTuple):
     """"stop" or "length"."""
 
 
-class RolloutEngine:
-    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
-                 parameters: dict[str, torch.Tensor]) -> None:  # fmt: skip
-        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
+class Engine:
+    """What engines in this process and outside of it have in common: they generate, with a committed version only."""
 
-        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
-        same layout and dtype are its memory from then on: an update changes them at once, and `sync` makes that a version.
+    llm: LLM
 
-        Args:
-            ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world that it finds,
-                so these must be all ranks.
-            sources: atlas of every source rank, the same on all ranks.
-            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source. They must
-                not move in memory.
-        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
-        if list(ranks) != list(range(dist.get_world_size())):
-            raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in this version engines are on all {dist.get_world_size()} "
-                             "ranks of the job. Leave the flag out.")
-        self.shape, self.ranks, self._tp = shape, tuple(ranks), config.rollout.tensor_parallel_size
-        self._sampling = config.sampling
+    def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
+        self.shape, self._tp = shape, config.rollout.tensor_parallel_size
+        self._sampling, self.options = config.sampling, config.reshard
         self.version: int | None = None
-        """Version of the weights that generate; None before the first sync, and after one that failed."""
-        prepare_environment()
-        _be_launched_externally()
-        arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            sweep_shared_memory()
-        with undisturbed():
-            from vllm import LLM
+        """Version of the weights that generate; None before the first sync, and after one that failed halfway."""
+        self.bytes_per_sync = 0
+        """Bytes that the last sync wrote in this engine."""
+        self._weight_sync: WeightSync | None = None
+        self._generation = 0
 
-            from megarl.rollout.weight_transfer import offering
-
-            register()
-            offered = sources.get(dist.get_rank(), {}) if config.reshard.alias else {}
-            with offering(offered, parameters) as offer:
-                self.llm = LLM(**arguments)
-        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
-        self._aliases = offer.taken
-        self.connect(sources, parameters)
-
-    def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as above."""
-        aliases_of: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(aliases_of, self._aliases)
-        wanted = vllm_atlases(self.shape, self.ranks, self._tp)
-        plan = make_plan(sources, {rank: without(atlas, aliases_of[rank]) for rank, atlas in wanted.items()})
-        self.llm.init_weight_transfer_engine({"init_info": {"plan": plan, "sources": parameters}})
-        rank = dist.get_rank()
-        self._bytes_per_sync = sum(n for (_, dst), n in plan.num_bytes(self.dtype.itemsize).items() if dst == rank)
+    def _join(self, plan: ReshardPlan, speakers: dict[int, int], parameters: dict[str, torch.Tensor]) -> None:
+        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation)
+        self._generation += 1
 
     def sync(self, version: int) -> int:
-        """Bring the sources' current weights into the engine and commit them as `version`.
+        """Bring the sources' current weights into the engine and commit them as `version`. Collective over sources and engines.
 
-        Returns: bytes written on this rank; aliased weights count none. Raises: RuntimeError if an earlier sync did not end."""
+        Returns: bytes written; aliased weights count none. Raises: SyncError if some engine did not get them whole; then no engine commits them."""
+        self.begin_sync(version)
+        return self.finish_sync()
+
+    def begin_sync(self, version: int) -> None:
+        """The first half: an engine with two buffers may generate meanwhile, with the old weights."""
+        if self._weight_sync is None:
+            raise RuntimeError("no sources are connected: call connect first")
+        self._weight_sync.begin(version)
+
+    def finish_sync(self) -> int:
+        self._weight_sync.finish()
+        return self.bytes_per_sync
+
+    def _commit(self, version: int) -> None:
         self.version = None
-        self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {}})
         self.llm.finish_weight_update(str(version))
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError(f"the prefix cache of version {version - 1} could not be cleared: requests are still running")
+            raise RuntimeError(f"the prefix cache could not be cleared for version {version}: requests are still running")
         self.version = version
-        return self._bytes_per_sync
 
     def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, max_tokens: int | None = None,
                  top_p: float = 1.0, top_k: int = 0) -> list[Response]:  # fmt: skip
@@ -140,6 +126,91 @@ class RolloutEngine:
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [_response(output.outputs[0]) for output in outputs]
 
+
+class RolloutEngine(Engine):
+    process = None
+    """Of its weights, for the sync: this one."""
+
+    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
+                 parameters: dict[str, torch.Tensor]) -> None:  # fmt: skip
+        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
+
+        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
+        same layout and dtype are its memory from then on: an update changes them at once, and `sync` makes that a version.
+
+        Args:
+            ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world that it finds,
+                so these must be all ranks.
+            sources: atlas of every source rank, the same on all ranks.
+            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
+        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
+        super().__init__(config, shape)
+        if list(ranks) != list(range(dist.get_world_size())):
+            raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
+                             "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process.")
+        self.ranks = tuple(ranks)
+        prepare_environment()
+        _be_launched_externally()
+        arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            sweep_shared_memory()
+        with undisturbed():
+            from vllm import LLM
+
+            from megarl.rollout.weight_transfer import offering
+
+            register()
+            offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
+            with offering(offered, parameters) as offer:
+                self.llm = LLM(**arguments)
+        self._aliases = offer.taken
+        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        self.tensors: dict[int, dict[str, View]] = {}
+        """This rank -> name -> live weight."""
+        self.llm.init_weight_transfer_engine({"init_info": {"expose": lambda tensors: self.tensors.update({dist.get_rank(): tensors})}})
+        self._is_updating = False
+        self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
+        self.connect(sources, parameters)
+
+    def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
+        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as above."""
+        rank, aliases_of = dist.get_rank(), [{}] * dist.get_world_size()
+        dist.all_gather_object(aliases_of, self._aliases)
+        wanted = vllm_atlases(self.shape, self.ranks, self._tp)
+        plan = make_plan(sources, {rank: without(atlas, aliases_of[rank]) for rank, atlas in wanted.items()})
+        self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
+        self._join(plan, {rank: rank for rank in self.ranks}, parameters)
+
+    # As the receiver of a weight sync. The weights are overwritten in place: what fails halfway leaves none that could generate.
+
+    def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
+              messages: Callable[[], object]) -> None:  # fmt: skip
+        rank = dist.get_rank()
+        self.version, self._arrivals = None, arrivals.get(rank, {})
+        for source, pull in pulls.get(rank, {}).items():
+            self.destination.pull_from(source, tensors_of(pull), pull[1])
+
+        def copy() -> None:
+            messages()
+            self.destination.pull()
+
+        self.llm.start_weight_update()
+        self._is_updating = True
+        self.llm.update_weights({"update_info": {"copy": copy}})
+        self.bytes_per_sync = self.destination.bytes
+
+    def verify(self, timeout_s: float) -> str | None:
+        return self.destination.difference(self._arrivals)
+
+    def commit(self, version: int) -> None:
+        self._is_updating = False
+        self._commit(version)
+
+    def give_up(self) -> None:
+        if self._is_updating:
+            self._is_updating = False
+            self.llm.finish_weight_update()
+
     def shutdown(self) -> None:
         """Stop vLLM. It destroys torch's default process group with its own, so this is the last collective of the process."""
         dist.barrier()
@@ -164,7 +235,8 @@ _FIXED = ("model", "tensor_parallel_size", "distributed_executor_backend", "logp
           "skip_tokenizer_init", "seed", "max_model_len")  # fmt: skip
 
 
-def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_engines: int = 1) -> dict[str, object]:
+def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_engines: int = 1,
+                     executor: str = "external_launcher") -> dict[str, object]:  # fmt: skip
     """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that training depends on.
 
     Raises: ValueError naming an engine argument that cannot be chosen."""
@@ -177,7 +249,7 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
     max_model_len = sampling.max_prompt_length + sampling.max_response_length
     arguments: dict[str, object] = dict(
         model=config.model.model, tokenizer=_tokenizer(config), skip_tokenizer_init=not sampling.stop, dtype=dtype, load_format="dummy",
-        seed=config.batch.seed, tensor_parallel_size=rollout.tensor_parallel_size, distributed_executor_backend="external_launcher",
+        seed=config.batch.seed, tensor_parallel_size=rollout.tensor_parallel_size, distributed_executor_backend=executor,
         max_model_len=max_model_len, max_num_seqs=rollout.max_num_seqs, max_num_batched_tokens=rollout.max_num_batched_tokens,
         enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         enable_prefix_caching=rollout.enable_prefix_caching, block_size=rollout.block_size,

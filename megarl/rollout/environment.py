@@ -7,6 +7,8 @@ import importlib.util
 import logging
 import os
 import random
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from megarl.reshard.transports.shared_memory import process_start
 
 SHM_PREFIX = "megarl-"
 _SHM_FOLDER = Path("/dev/shm")
@@ -38,6 +42,46 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it configures its logging
     _check_no_triton_kernels()
+
+
+_OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+ENGINE_OF = "MEGARL_ENGINE_OF"
+"""In the processes of an out-of-process engine: pid of the one that started it, and its start time."""
+
+
+@contextlib.contextmanager
+def engine_environment(visible_devices: str | None) -> Iterator[None]:
+    """What processes inherit that vLLM starts meanwhile: not the variables that would make them ranks of the job.
+
+    visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves it."""
+    before = dict(os.environ)
+    pid = os.getpid()
+    try:
+        for name in before:
+            if name.startswith(_OF_TORCHRUN):
+                del os.environ[name]
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+                       ENGINE_OF: f"{pid}/{process_start(pid)}"}  # fmt: skip
+        if visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before
+
+
+def end_with_owner() -> None:
+    """In a process of an out-of-process engine: leave as soon as the process that started the engine is gone, however it went."""
+    pid, started = map(int, os.environ.get(ENGINE_OF, "0/0").split("/"))
+    if pid not in (0, os.getpid()):
+        threading.Thread(target=_watch_owner, args=(pid, started), name="watch_owner", daemon=True).start()
+
+
+def _watch_owner(pid: int, started: int) -> None:
+    while process_start(pid) == started:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _check_no_triton_kernels() -> None:

@@ -15,10 +15,14 @@ CPU_NORMS = "megarl_c"
 
 
 def register() -> None:
-    """Make the weight-transfer backend known, and on CPU the norms. Repeatable."""
+    """Make the weight-transfer backend known, and on CPU the norms. Repeatable. A process of an engine of its own ends with the rank
+    that started it."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from megarl.rollout.environment import end_with_owner
+
+    end_with_owner()
     with contextlib.suppress(ValueError):  # vLLM's word for: registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine")
     if current_platform.is_cpu():

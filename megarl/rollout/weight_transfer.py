@@ -1,19 +1,19 @@
-"""vLLM's weights as a destination of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
+"""vLLM's weights as destinations of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
 
     built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
-    init_transfer_engine  takes the plan and the local source tensors
-    start / receive / finish_weight_update   one version: receive runs the transfer, written in place"""
+    init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
+    start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -24,10 +24,11 @@ from vllm.platforms import current_platform
 from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.plan import ReshardPlan
-from megarl.reshard.transfer import Transfer, checkpoint_sizes
+from megarl.reshard.copier import View
+from megarl.reshard.transfer import checkpoint_sizes
 from megarl.reshard.vllm_atlas import vllm_atlas
 from megarl.rollout.plugin import check_version
+from megarl.rollout.puller import Puller
 
 if TYPE_CHECKING:
     from megarl.rollout.cpu_experts import PackedExperts
@@ -35,16 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The hand-over from the trainer in this process."""
+    """From the rank that drives the engine."""
 
-    plan: ReshardPlan
-    sources: dict[str, torch.Tensor]
-    """This rank's source tensors by the names of its source atlas; empty on a rank that trains nothing."""
+    expose: Callable[[dict[str, View]], None] | None = None
+    """In its process: is called with the live weights, by the names of the atlas."""
+    ranks: list[int] | None = None
+    """Else: rank in the plan of each tensor-parallel rank of the engine."""
+    double_buffer: bool = False
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: the weights travel from rank to rank, not through vLLM's API."""
+    copy: Callable[[], object] | None = None
+    """In the trainer's process: fills the weights. Collective over the ranks whose weights travel as messages."""
+    order: bytes = b""
+    """Else: a pickled Order."""
 
 
 @dataclass
@@ -83,27 +89,36 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if offer is not None:
             offer.taken = alias_weights(model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer)
         self.tensors = expose_weights(model, self.atlas, self.packed)
-        self.transfer: Transfer | None = None
+        self.puller: Puller | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Collective over the ranks of the plan."""
-        self.transfer = Transfer(init_info.plan, dist.get_rank(), init_info.sources, self.tensors)
+        if init_info.expose is not None:
+            init_info.expose(self.tensors)
+        else:
+            rank = init_info.ranks[get_tensor_model_parallel_rank()]
+            self.puller = Puller(rank, self.model, self.tensors, init_info.double_buffer, staged=self.packed.keys())
 
     def start_weight_update(self) -> None:
-        if self.transfer is None:
-            raise RuntimeError("no sources are connected: call RolloutEngine.connect first")
+        pass
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Collective over the ranks of the plan."""
-        self.transfer.run()
+        """In a process of vLLM's own with two buffers this returns at once; `Puller.wait` says when it is over."""
+        if update_info.copy is not None:
+            update_info.copy()
+            self._pack_experts()
+        else:
+            self.puller.begin(pickle.loads(update_info.order))
+
+    def finish_weight_update(self) -> None:
+        if self.puller is not None and self.puller.commit():
+            self._pack_experts()
+
+    def _pack_experts(self) -> None:
         for experts in self.packed.values():
             experts.pack()
 
-    def finish_weight_update(self) -> None:
-        pass
-
     def shutdown(self) -> None:
-        self.transfer = None
+        self.puller = None
 
 
 def engine_atlas(vllm_config: VllmConfig) -> Atlas:

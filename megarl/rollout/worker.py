@@ -7,18 +7,25 @@ import socket
 import uuid
 
 import torch.distributed as dist
+from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megarl.rollout.cpu_sampler import SeededSampler
-from megarl.rollout.environment import SHM_PREFIX
+from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
 
 
 class NamedCPUWorker(CPUWorker):
     """vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method. Under the external
-    launcher that is the same in every job, so a second job on the machine, or one after a crash, finds it in use."""
+    launcher that is the same in every job, so a second job on the machine, or one after a crash, finds it in use. In an engine of
+    its own it is a port, which says nothing about whose it is."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **{**kwargs, "distributed_init_method": f"env://:{_unique_name()}"})
+    def __init__(self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False):
+        if distributed_init_method.startswith("tcp://"):
+            owner, port = os.environ[ENGINE_OF].split("/")[0], distributed_init_method.rpartition(":")[2]
+            method = f"{distributed_init_method}?name=:{SHM_PREFIX}{owner}-{port}"  # the rendezvous ignores a query that it does not know
+        else:
+            method = f"env://:{_unique_name()}"
+        super().__init__(vllm_config, local_rank, rank, method, is_driver_worker)
 
     def init_device(self) -> None:
         super().init_device()

@@ -16,6 +16,7 @@ from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch, Move, Sample
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
+from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.exchange import exchange
@@ -41,6 +42,7 @@ class _MegatronRole:
         self.config, self.shape, self.mesh, self.plane = config, shape, mesh, plane
         self.rank = dist.get_rank()
         self.policy: Policy | None = None
+        self.sender: WeightSync | None = None
 
     def setup(self) -> None:
         """Build the model and load its weights. Collective over the mesh."""
@@ -84,6 +86,21 @@ class ReferenceRole(_MegatronRole):
 
 class ActorRole(_MegatronRole):
     trains = True
+    rollout_mesh: MeshSpec | None = None
+    """Of the engines, if none is on this rank."""
+
+    def send_weights(self, version: int) -> None:
+        """The part of RolloutRole.sync that is a source's. Where there is a rollout role too, that one does it."""
+        if self.rollout_mesh is not None:
+            self.send_weights_to(self.rollout_mesh, version)
+
+    def send_weights_to(self, rollout_mesh: MeshSpec, version: int) -> None:
+        """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
+        if self.sender is None:
+            plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp)
+            self.sender = WeightSync(plan, self.rank, speakers, self.policy.parameters, None, self.config.reshard)
+        self.sender.begin(version)
+        self.sender.finish()
 
     @property
     def algorithm(self) -> Algorithm:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
@@ -15,26 +16,26 @@ from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.packing import Move, Sample
+from megarl.reshard.atlas import Atlas
 from megarl.workers.actor import ActorRole, megatron_atlases
 from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.exchange import exchange
 
 if TYPE_CHECKING:
-    from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.engine import Engine
 
 
 class RolloutRole:
     def __init__(self, config: TrainConfig, shape: ModelShape, mesh: MeshSpec, plane: DataPlane, actor: ActorRole | None,
-                 actor_mesh: MeshSpec) -> None:  # fmt: skip
-        """actor: the actor in this process, if there is one."""
+                 actor_mesh: MeshSpec, mode: str) -> None:  # fmt: skip
+        """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`."""
         self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = config, shape, mesh, plane, actor, actor_mesh
-        self.rank = dist.get_rank()
-        self.engine: RolloutEngine | None = None
+        self.rank, self.mode = dist.get_rank(), mode
+        self.engine: Engine | None = None
+        """None on a rank whose device an out-of-process engine uses, but for the engine's first rank."""
 
     def setup(self) -> None:
         """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
-        from megarl.rollout.engine import RolloutEngine
-
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         needs = None if config.data.reward_function else "ground_truth"
@@ -42,16 +43,40 @@ class RolloutRole:
         if config.data.eval_data:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
-        self.engine = RolloutEngine(config, self.shape, self.mesh.ranks, megatron_atlases(self.shape, self.actor_mesh, config.actor),
-                                    self.actor.policy.parameters if self.actor else {})  # fmt: skip
+        sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
+        self.engine = self._start_engine(sources, self.actor.policy.parameters if self.actor else {})
+
+    def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
+        if self.mode == "in-process":
+            from megarl.rollout.engine import RolloutEngine
+
+            return RolloutEngine(self.config, self.shape, self.mesh.ranks, sources, parameters)
+        if self.rank != self.holders[0]:
+            return None
+        from megarl.rollout.out_of_process import OutOfProcessEngine
+
+        engine = OutOfProcessEngine(self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks)
+        engine.connect(sources, parameters)
+        return engine
 
     @property
     def replica(self) -> int:
         return self.mesh.coordinates(self.rank)["dp"]
 
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Ranks that hold the samples of this rank's engine: all of an in-process one, the first of an out-of-process one."""
+        ranks = self.mesh.peers(self.rank, "tp")
+        return ranks if self.mode == "in-process" else ranks[:1]
+
     def sync(self, version: int) -> dict[str, float]:
-        """Bring the actor's current weights into the engine as `version`. Collective over actor and rollout ranks."""
-        return {"sync/bytes": float(self.engine.sync(version))}
+        """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and over those actor ranks
+        that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
+        if self.engine is not None:
+            return {"sync/bytes": float(self.engine.sync(version))}
+        if self.actor is not None:
+            self.actor.send_weights_to(self.mesh, version)
+        return {}
 
     def generate(self, purpose: str, rows: Sequence[int], step: int, greedy: bool = False) -> list[Sample]:
         """Sample responses to these dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
@@ -60,6 +85,9 @@ class RolloutRole:
         a seed of its own (run seed, step, purpose, sample id): neither layout nor batch composition changes what it draws.
 
         Returns: the samples of this engine, from its first rank only."""
+        if self.engine is None:
+            self.plane.rollouts[purpose] = Rollouts([], [], [], [], [])
+            return []
         sampling, n = self.config.sampling, 1 if purpose == "eval" else self.config.batch.num_samples_per_prompt
         mine = range(self.replica * len(rows) // self.mesh.dp, (self.replica + 1) * len(rows) // self.mesh.dp)
         sample_ids = [p * n + j for p in mine for j in range(n)]
@@ -69,10 +97,9 @@ class RolloutRole:
         outputs = self.engine.generate(prompts, seeds, temperature=0.0 if greedy else sampling.temperature)
         self.plane.rollouts[purpose] = Rollouts(
             sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs])
-        holders = self.mesh.peers(self.rank, "tp")
-        if self.rank != holders[0]:
+        if self.rank != self.holders[0]:
             return []
-        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), holders, truncated=o.finish_reason == "length")
+        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length")
                 for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
 
     def hand_over(self, samples: list[Sample], moves: list[Move]) -> None:
@@ -81,7 +108,8 @@ class RolloutRole:
             exchange(self.plane.pack("train"), moves, samples, wanted=[])
 
     def shut_down(self) -> None:
-        self.engine.shutdown()
+        if self.engine is not None:
+            self.engine.shutdown()
 
 
 def sample_seed(run_seed: int, step: int, purpose: str, sample_id: int) -> int:

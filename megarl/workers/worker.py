@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import role_meshes
+from megarl.config.mesh import engine_mode, role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.workers.actor import ActorRole, ReferenceRole
@@ -46,6 +46,9 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     if "reference" in meshes and rank in meshes["reference"].ranks:
         roles["reference"] = ReferenceRole(config, shape, meshes["reference"], plane)
     if rank in meshes["rollout"].ranks:
-        roles["rollout"] = RolloutRole(config, shape, meshes["rollout"], plane, roles.get("actor"), meshes["actor"])
+        mode = engine_mode(config, world_size)
+        roles["rollout"] = RolloutRole(config, shape, meshes["rollout"], plane, roles.get("actor"), meshes["actor"], mode)
         roles["reward"] = RewardRole(config, meshes["reward"], plane, roles["rollout"])
+    elif "actor" in roles:
+        roles["actor"].rollout_mesh = meshes["rollout"]
     return roles

@@ -256,12 +256,19 @@ RULES = {
         "--actor-ranks 0-1",
     ),
     "rollout rank outside": ("--rollout-ranks 1,2", 2, {}, "--rollout-ranks (1,2): must be below", "--rollout-ranks 0,1"),
-    "actor beyond rollout": (
-        "--rollout-ranks 0",
+    "in-process on some ranks": (
+        "--rollout-ranks 0 --rollout-engine in-process",
         2,
         {},
-        "--rollout-ranks (0): must hold all ranks of the actor in this version, and misses 1.",
-        "--actor-ranks 0 --rollout-ranks 0-1",
+        "--rollout-engine (in-process): needs engines on all 2 ranks, and --rollout-ranks is 0.",
+        "--rollout-ranks 0 --rollout-engine out-of-process",
+    ),
+    "two buffers in-process": (
+        "--reshard-double-buffer",
+        2,
+        {},
+        "--reshard-double-buffer: an in-process engine has one buffer.",
+        "--reshard-double-buffer --rollout-engine out-of-process",
     ),
     "idle rank": (
         "--actor-ranks 0 --rollout-ranks 0",
@@ -288,6 +295,11 @@ def test_rules(name, findings):
     assert len(found) <= 3, "nothing that does not follow from the same mistake"
     if right is not None:
         assert findings(right, world_size, **shape) == []
+
+
+def test_roles_on_ranks_of_their_own(findings):
+    assert findings("--actor-ranks 0 --rollout-ranks 1", world_size=2) == []
+    assert findings("--actor-ranks 0-1 --rollout-ranks 2-3 --rollout-tensor-parallel-size 2", world_size=4) == []
 
 
 def test_inline_with_one_rank(findings):

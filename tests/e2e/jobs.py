@@ -23,6 +23,7 @@ LAYOUTS = {  # actor -> engines
     "tp2_to_tp1": ("--tensor-model-parallel-size", "2"),
     "pp2_to_tp1": ("--pipeline-model-parallel-size", "2"),
     "rank_0_to_tp1": ("--actor-ranks", "0"),
+    "rank_0_to_rank_1": ("--actor-ranks", "0", "--rollout-ranks", "1"),  # vLLM in processes of its own
 }
 
 

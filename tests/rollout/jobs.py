@@ -68,7 +68,7 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
 def job(folder: Path, *, sampling: dict | None = None, alias: bool = False, **rollout) -> TrainConfig:
     return TrainConfig(
         algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1),
-        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(alias=alias),
+        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(reshard_alias=alias),
         rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
         sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
 

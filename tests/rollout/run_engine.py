@@ -107,7 +107,7 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
     for new, old in zip(reference.parameters(), jobs.reference_model("qwen3", seed=2).parameters()):
         new.data.copy_(old.data)
     engine.llm.start_weight_update()
-    engine.llm.update_weights({"update_info": {}})
+    engine.llm.update_weights({"update_info": {"copy": engine.destination.pull}})
     engine.llm.finish_weight_update("8")
     stale = jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))
     engine.sync(8)

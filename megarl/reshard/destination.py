@@ -1,0 +1,73 @@
+"""One destination: its tensors, the copies that fill them, and the proof that they arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.reshard.copier import CopyPlan, View
+from megarl.reshard.digest import Digest
+from megarl.reshard.plan import RectCopy
+from megarl.reshard.transfer import dst_view, plan_copies, src_view
+from megarl.reshard.transports.exported import Exported
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one source says to one destination when a version of its weights is complete."""
+
+    version: int
+    digests: list[int]
+    """Sampled, one per RectCopy of the pair, of what the destination must then hold."""
+    full: list[int] | None = None
+    """The same over all values, with --check-weight-sync."""
+    exported: Exported | None = None
+    """Where the weights lie, if the destination pulls them and they are not where they were."""
+    problem: str | None = None
+    """Why there are none; the rest is then empty."""
+
+
+class Destination:
+    """Pulls from the sources that lie in memory that this process can read, and judges what came from all of them.
+
+    Args:
+        rank: that this destination has in the plan.
+        copies: source rank -> what it fills, from the plan.
+        tensors: name -> [rows, cols] live view."""
+
+    def __init__(self, rank: int, copies: dict[int, tuple[RectCopy, ...]], tensors: dict[str, View]) -> None:
+        self.rank, self._copies, self._tensors = rank, copies, tensors
+        self._views = {source: [dst_view(copy, tensors) for copy in of_source] for source, of_source in copies.items()}
+        self._digests = {source: Digest(views, num_threads=torch.get_num_threads()) for source, views in self._views.items()}
+        self._pulled: dict[int, list[tuple[Tensor, View]]] = {}
+        self._plan: CopyPlan | None = None
+        self.bytes: int = sum(view.numel() * view.element_size() for views in self._views.values() for view in views)
+        """Bytes that one version writes here, by whatever way."""
+
+    def pull_from(self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None) -> None:
+        """Where the source's weights are from now on. `copies`: if they are arranged otherwise than in the source's atlas."""
+        pairs = zip(copies or self._copies[source], self._views[source], strict=True)
+        self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
+        self._plan = None
+
+    def pull(self) -> None:
+        """Copy everything that is pulled. The interpreter is free meanwhile."""
+        if self._plan is None:
+            self._plan = plan_copies([pair for pairs in self._pulled.values() for pair in pairs])
+        self._plan.run()
+
+    def difference(self, arrivals: dict[int, Arrival]) -> str | None:
+        """What did not arrive as it was sent: the first tensor whose digest differs. None: all is well."""
+        for source, arrival in sorted(arrivals.items()):
+            compared = [("sampled", arrival.digests, self._digests[source].sampled(arrival.version))]
+            if arrival.full is not None:
+                compared.append(("full", arrival.full, self._digests[source].full()))
+            for kind, sent, received in compared:
+                for copy, there, here in zip(self._copies[source], sent, received, strict=True):
+                    if there != here:
+                        return (f"[rank {self.rank}] {copy.dst_name}[{copy.dst_row}:{copy.dst_row + copy.rows}, {copy.dst_col}:"
+                                f"{copy.dst_col + copy.cols}] is not what rank {source} sent from {copy.src_name}: {kind} digest "
+                                f"{here:016x}, sent {there:016x}")
+        return None

@@ -1,0 +1,292 @@
+"""A weight sync: one version of the weights travels from every source to every destination, all of it or nothing.
+
+    source        exports its weights (once), then per version: "complete", and digests of what each destination must hold
+    destination   waits for its sources, copies, compares digests
+    everybody     votes; the lowest rank counts and writes the verdict
+    destination   commits: the version generates, the prefix cache is empty.   Or gives up, and everybody raises the same SyncError
+
+No destination commits before all have the version, and no source changes its weights before. A rank that is late or dead is
+named when the deadline is over; nobody waits longer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import ReshardConfig
+from megarl.reshard.atlas import Atlas
+from megarl.reshard.board import Board, Late
+from megarl.reshard.destination import Arrival
+from megarl.reshard.digest import Digest
+from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
+from megarl.reshard.transfer import Transfer, src_view
+from megarl.reshard.transports.choose import Place, choose, place_here
+from megarl.reshard.transports.exported import Exported, export, open_exported
+from megarl.reshard.vllm_atlas import vllm_atlases
+
+logger = logging.getLogger(__name__)
+PULLED = ("shared-memory", "cuda-ipc")
+_GRACE_S = 3.0  # whoever noticed first must be heard before others give up waiting for the verdict
+
+
+class SyncError(RuntimeError):
+    """A version did not arrive; says which rank and which tensor, or what else was wrong."""
+
+
+class Receiver(Protocol):
+    """The engine of this rank, as the sync sees it. It may hold several destinations (one per rank of the engine)."""
+
+    process: str | None
+    """None if its weights are in this process, else a name of the process that is like no other."""
+    device: str
+    tensors: dict[int, dict[str, Tensor]]
+    """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype: the live ones if they are in this process, else
+    tensors of the meta device."""
+
+    def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
+              messages: Callable[[], object]) -> None:  # fmt: skip
+        """Start to copy. `arrivals[destination][source]`; `pulls`: likewise, where they are new or have moved; `messages` receives
+        what travels as messages, if the engine is in this process."""
+
+    def verify(self, timeout_s: float) -> str | None:
+        """Wait for the copies, compare the digests. What is wrong, or None."""
+
+    def commit(self, version: int) -> None: ...
+
+    def give_up(self) -> None: ...
+
+
+Pull = tuple[Exported | dict[str, Tensor], tuple[RectCopy, ...] | None]
+"""Where a source's weights are: exported, or tensors of this process; and their arrangement, if it is not that of the plan."""
+
+
+class WeightSync:
+    """This rank's part. Every rank that holds a source or speaks for a destination has one, made from the same plan.
+
+    Args:
+        plan: from `make_plan`; its destinations are rollout ranks.
+        rank: this process.
+        speakers: destination rank -> the rank whose process drives that destination's engine.
+        sources: this rank's source tensors by the names of its atlas; {} if it is none.
+        receiver: this rank's engine, if it speaks for one.
+        generation: counts the plans that this set of ranks has had.
+
+    `begin` and `finish` are collective over `participants`; between them the engine goes on generating with the old weights if it
+    has two buffers. Source tensors whose weights travel as messages must not move in memory; make a new WeightSync if they do."""
+
+    def __init__(self, plan: ReshardPlan, rank: int, speakers: dict[int, int], sources: dict[str, Tensor], receiver: Receiver | None,
+                 options: ReshardConfig, generation: int = 0) -> None:  # fmt: skip
+        self.plan, self.rank, self._speakers, self._sources, self._receiver = plan, rank, speakers, sources, receiver
+        self.options, self._board = options, Board(generation)
+        self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
+        self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
+        self._receives = {(src, dst): copies for (src, dst), copies in plan.copies.items() if speakers[dst] == rank and receiver}
+        self._place = place_here(rank, next(iter(sources.values())).device.type if sources else "cpu")
+        self._round, self._deadline, self._problem = 0, 0.0, None
+        self._transports: dict[tuple[int, int], str] | None = None
+        self._board.write(f"place/{rank}", (self._place, self._engine_place(), self._dtypes()))
+
+    # ------------------------------------------------------------------ once
+
+    def _engine_place(self) -> Place | None:
+        return self._receiver and place_here(self.rank, self._receiver.device, self._receiver.process)
+
+    def _dtypes(self) -> dict[int, dict[str, torch.dtype]]:
+        """Of this rank's destinations: sources digest what their weights become there."""
+        return {dst: {name: tensor.dtype for name, tensor in of_dst.items()} for dst, of_dst in (self._receiver.tensors if self._receiver else {}).items()}
+
+    def _connect(self) -> None:
+        """Choose transports, export, and lay out the messages. Raises: SyncError on all ranks if a pair has no way that was allowed."""
+        self._version, self._deadline = None, time.monotonic() + self.options.reshard_timeout_s
+        transports, problem = {}, None
+        try:
+            places = self._read_places()
+            transports = self._choose(places)
+        except (SyncError, ValueError) as error:
+            problem = _told(self.rank, None, error)
+        if (verdict := self._vote(problem)) is not None:  # or those who found a way would wait for those who did not
+            raise SyncError(verdict)
+        self._transports = transports
+        self._dtypes_of = {dst: places[self._speakers[dst]][2][dst] for dst in self._sends}
+        self._exported, self._addresses, self._told, self._new_pulls = None, [], {}, {}
+        self._find_sources()  # moves CPU storages, so before any other address is taken
+        self._messages = self._plan_messages()
+
+    def _find_sources(self) -> None:
+        """Once, and again after the weights have moved (an offload): export them, look at the new ones."""
+        if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
+            return
+        if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
+            self._exported = export(self._sources)
+        self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
+        self._digests = {dst: Digest([src_view(copy, self._sources) for copy in copies],
+                                     [self._dtypes_of[dst][copy.dst_name] for copy in copies], torch.get_num_threads())
+                         for dst, copies in self._sends.items()}  # fmt: skip
+        for dst in self._sends:
+            if self._transports[self.rank, dst] == "direct":
+                self._new_pulls.setdefault(dst, {})[self.rank] = (self._sources, None)
+
+    def _read_places(self) -> dict[int, tuple[Place, Place | None, dict[int, dict[str, torch.dtype]]]]:
+        """Peer -> what it wrote when it was made."""
+        peers = {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
+        return {peer: self._read(f"place/{peer}", peer, "connect") for peer in sorted(peers)}
+
+    def _choose(self, places: dict[int, tuple[Place, Place | None, object]]) -> dict[tuple[int, int], str]:
+        """(source, destination) -> transport, of the pairs of this rank; says so once."""
+        transports, pairs_by = {}, {}
+        for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
+            transport, why = choose(places[src][0], places[self._speakers[dst]][1], self.options.reshard_transport)
+            transports[src, dst] = transport
+            pairs_by.setdefault((transport, why), []).append(f"{src}->{dst}")
+        for (transport, why), pairs in pairs_by.items():
+            logger.info("[rank %d] weights %s: %s (%s)", self.rank, ", ".join(pairs), transport, why)
+        return transports
+
+    def _plan_messages(self) -> Transfer | None:
+        """What this rank sends and receives as messages. An engine in another process cannot be written to by torch.distributed: what
+        is for it is received beside it, exported, and pulled."""
+        pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
+        if not pairs:
+            return None
+        copies: dict[tuple[int, int], list[RectCopy]] = {}
+        for src, dst in sorted(pairs):
+            copies.setdefault((src, self._speakers[dst]), []).extend(_renamed(copy, dst) for copy in self.plan.copies[src, dst])
+        incoming = [(src, dst) for src, dst in pairs if self._receiver and dst in self._receiver.tensors]
+        tensors = {f"{dst}/{name}": tensor for dst in {dst for _, dst in incoming} for name, tensor in self._receiver.tensors[dst].items()}
+        if tensors and self._receiver.process is not None:
+            tensors = {name: torch.zeros(t.shape, dtype=t.dtype, device=self._receiver.device) for name, t in tensors.items()}
+            there = export(tensors)
+            for src, dst in incoming:
+                self._new_pulls.setdefault(dst, {})[src] = (there, tuple(_from_staging(copy, dst) for copy in self.plan.copies[src, dst]))
+        plan = ReshardPlan({pair: tuple(of_pair) for pair, of_pair in copies.items()})
+        return Transfer(plan, self.rank, self._sources, tensors)
+
+    # ------------------------------------------------------------------ every version
+
+    def begin(self, version: int) -> None:
+        """Say that this rank's weights are complete as `version`, and start to copy those of the others."""
+        if self._transports is None:
+            self._connect()
+        self._round += 1
+        self._version, self._problem = version, None
+        self._deadline = time.monotonic() + self.options.reshard_timeout_s
+        try:
+            self._announce(version)
+            in_engine = self._receiver is not None and self._receiver.process is None
+            if self._messages is not None and not in_engine:
+                self._messages.run()
+            if self._receiver is not None:
+                messages = self._messages.run if in_engine and self._messages else _nothing
+                self._receiver.begin(version, self._await_sources(version), self._new_pulls, messages)
+                self._new_pulls = {}
+        except Exception as error:  # told to everybody by the vote, raised by finish
+            self._problem = _told(self.rank, version, error)
+
+    def finish(self) -> None:
+        """Wait until every destination has the version, and commit it. Raises: SyncError, the same on all ranks, if one has not."""
+        problem = self._problem
+        if problem is None and self._receiver is not None:
+            try:
+                problem = self._receiver.verify(max(self._deadline - time.monotonic(), 0.1))
+            except Exception as error:  # as in begin
+                problem = _told(self.rank, self._version, error)
+        verdict = self._vote(problem)
+        self._board.turn_page()
+        if verdict is not None:
+            if self._receiver is not None:
+                self._receiver.give_up()
+            raise SyncError(verdict)
+        if self._receiver is not None:
+            self._receiver.commit(self._version)
+
+    def _announce(self, version: int) -> None:
+        """To each destination of this rank."""
+        if self._place.device == "cuda":
+            torch.cuda.synchronize()  # the optimizer's kernels; other processes know nothing of our streams
+        self._find_sources()
+        for dst in self._sends:
+            pulled = self._transports[self.rank, dst] in PULLED
+            moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
+            digest = self._digests[dst]
+            full = digest.full() if self.options.check_weight_sync else None
+            self._board.write(f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved))
+            if moved is not None:
+                self._told[dst] = moved
+
+    def _await_sources(self, version: int) -> dict[int, dict[int, Arrival]]:
+        arrivals: dict[int, dict[int, Arrival]] = {}
+        for src, dst in self._receives:
+            arrival = self._read(f"{self._round}/{src}>{dst}", src, f"make version {version} ready")
+            if arrival.version != version:
+                raise SyncError(f"rank {src} has version {arrival.version}, this rank was told to take version {version}")
+            arrivals.setdefault(dst, {})[src] = arrival
+            if arrival.exported is not None:
+                self._new_pulls.setdefault(dst, {})[src] = (arrival.exported, None)
+        return arrivals
+
+    def _vote(self, problem: str | None) -> str | None:
+        """The verdict on this version: the lowest rank's problem, or None."""
+        root = self.participants[0]
+        self._board.write(f"{self._round}/vote/{self.rank}", problem)
+        if self.rank == root:
+            self._board.write(f"{self._round}/verdict", self._count_votes())
+        try:
+            return self._board.read(f"{self._round}/verdict", self._deadline + 2 * _GRACE_S)
+        except Late:
+            return problem or f"[rank {root}] gave no verdict in time: it hangs or has died"
+
+    def _count_votes(self) -> str | None:
+        problems, late = [], []
+        for peer in self.participants:
+            try:
+                problems.append(self._board.read(f"{self._round}/vote/{peer}", self._deadline + _GRACE_S))
+            except Late:
+                late.append(peer)
+        told = [problem for problem in problems if problem is not None]
+        if late and not told:
+            told = [f"[rank {late[0]}] did not take part within --reshard-timeout-s "
+                    f"({self.options.reshard_timeout_s:g}): it hangs or has died"]  # fmt: skip
+        return told[0] if told else None
+
+    def _read(self, name: str, peer: int, task: str) -> object:
+        try:
+            return self._board.read(name, self._deadline)
+        except Late:
+            raise SyncError(f"rank {peer} did not {task} within --reshard-timeout-s ({self.options.reshard_timeout_s:g}): "
+                            "it hangs or has died") from None  # fmt: skip
+
+
+def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int) -> tuple[ReshardPlan, dict[int, int]]:
+    """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them, rollout rank -> first rank of
+    its engine, which speaks for it)."""
+    plan = make_plan(sources, vllm_atlases(shape, rollout_ranks, tp))
+    return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
+
+
+def _told(rank: int, version: int | None, error: Exception) -> str:
+    text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+    where = f"[rank {rank}] " if version is None else f"[rank {rank}] weights of version {version}: "
+    return text if text.startswith("[rank") else where + text
+
+
+def _nothing() -> None:
+    pass
+
+
+def _renamed(copy: RectCopy, dst: int) -> RectCopy:
+    return RectCopy(copy.src_name, copy.src_row, copy.src_col, f"{dst}/{copy.dst_name}", copy.dst_row, copy.dst_col, copy.rows, copy.cols)
+
+
+def _from_staging(copy: RectCopy, dst: int) -> RectCopy:
+    return RectCopy(f"{dst}/{copy.dst_name}", copy.dst_row, copy.dst_col, copy.dst_name, copy.dst_row, copy.dst_col, copy.rows, copy.cols)
+
+
+def tensors_of(pull: Pull) -> dict[str, Tensor]:
+    """The tensors that a pull reads, mapped if they are another process's."""
+    return open_exported(pull[0]) if isinstance(pull[0], Exported) else pull[0]

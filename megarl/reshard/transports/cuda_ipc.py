@@ -1,0 +1,52 @@
+"""A CUDA storage as an IPC handle that other processes of the node open.
+
+PyTorch's own handle names the allocation and the place in it, keeps the memory while a peer has it open, and works for the caching
+allocator's blocks (and for expandable segments). Handles are made once per storage; a new address is a new export, so after an
+offload the next sync exports anew. Reads go over NVLink or PCIe peer access, on the reader's stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """Where a storage of another process is."""
+
+    device_uuid: str
+    """Device numbers differ between processes that see other devices."""
+    handle: tuple
+    """Arguments of UntypedStorage._new_shared_cuda after the device."""
+    num_bytes: int
+
+
+def share(storage: torch.UntypedStorage) -> CudaMemory:
+    """Describe a CUDA storage. It must not be freed while a peer reads it."""
+    device, *handle = storage._share_cuda_()
+    return CudaMemory(device_uuid(device), tuple(handle), storage.nbytes())
+
+
+def open_shared(segment: CudaMemory) -> Tensor:
+    """The storage as uint8 [num_bytes] on its own device. Raises: RuntimeError if this process cannot see or read that device."""
+    device = device_index(segment.device_uuid)
+    here = torch.cuda.current_device()
+    if device != here and not torch.cuda.can_device_access_peer(here, device):
+        raise RuntimeError(f"GPU {here} cannot read GPU {device} of the same node directly. Use --reshard-transport messages.")
+    storage = torch.UntypedStorage._new_shared_cuda(device, *segment.handle)
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+
+
+def device_uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_index(uuid: str) -> int:
+    """This process's number of a device. Raises: RuntimeError if it sees no such device."""
+    for device in range(torch.cuda.device_count()):
+        if device_uuid(device) == uuid:
+            return device
+    raise RuntimeError(f"GPU {uuid}, which holds the weights, is not among the {torch.cuda.device_count()} that this process sees. "
+                       "Let it see all of the node's (CUDA_VISIBLE_DEVICES), or use --reshard-transport messages.")

@@ -1,0 +1,70 @@
+"""A CPU storage as shared memory that other processes of the node map.
+
+PyTorch moves the storage itself, so every view of it follows: parameters, DDP buckets, the optimizer's shards. It keeps an open
+file that has no name any more; peers reach it as /proc/<pid>/fd/<fd>. So nothing is ever left in /dev/shm, however the job ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_FOLDER = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Where a storage of another process is."""
+
+    pid: int
+    started: int
+    """When the process started, in the kernel's ticks: another process may get its pid."""
+    fd: int
+    inode: int
+    """Of its file: the same number may come to mean another file."""
+    num_bytes: int
+
+
+def share(storage: torch.UntypedStorage) -> SharedMemory:
+    """Move `storage` into shared memory in place; again: only describe it. It stays there as long as it lives.
+
+    Raises: OSError if the node has not enough shared memory (a write into missing pages would kill the process)."""
+    if not storage.is_shared():
+        free = os.statvfs(_FOLDER)
+        if storage.nbytes() > free.f_bavail * free.f_frsize:
+            raise OSError(f"{storage.nbytes():,} bytes of weights must be shared with another process and {_FOLDER} has "
+                          f"{free.f_bavail * free.f_frsize:,} left. Give the container more (docker run --shm-size), or use "
+                          "--reshard-transport messages.")  # fmt: skip
+    fd, num_bytes = storage._share_fd_cpu_()  # what Tensor.share_memory_() does, whatever the process-wide sharing strategy is
+    return SharedMemory(os.getpid(), process_start(os.getpid()), fd, os.fstat(fd).st_ino, num_bytes)
+
+
+def open_shared(segment: SharedMemory) -> Tensor:
+    """The storage as uint8 [num_bytes], mapped read-only; it lives as long as the tensor.
+
+    Raises: ProcessLookupError if its process or the storage is gone."""
+    if process_start(segment.pid) != segment.started:
+        raise ProcessLookupError(f"process {segment.pid}, which holds the weights, has ended")
+    fd = os.open(f"/proc/{segment.pid}/fd/{segment.fd}", os.O_RDONLY)
+    try:
+        if os.fstat(fd).st_ino != segment.inode:
+            raise ProcessLookupError(f"process {segment.pid} no longer has the weights where it said")
+        mapped = mmap.mmap(fd, segment.num_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a read-only buffer becomes a tensor: it is only read
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def process_start(pid: int) -> int:
+    """Start time of a process in ticks since boot; -1 if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        return -1

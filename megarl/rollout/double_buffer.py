@@ -1,0 +1,50 @@
+"""Two copies of an engine's weights: one generates while the other is written, and a switch takes no time.
+
+vLLM's eager layers read `parameter.data` at every call, so pointing it elsewhere is the switch. CUDA graphs and compiled code keep
+the addresses that they were captured with: there it would have no effect."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from megarl.reshard.copier import View
+from megarl.reshard.packed import PackedView
+
+
+class DoubleBuffer:
+    """Args:
+        model: whose parameters are switched.
+        tensors: name -> live view of a parameter's storage, as a destination of the reshard plan.
+
+    `front` is what generates, `back` has the same names, shapes and, at first, values."""
+
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, View]) -> None:
+        storages = {storage._cdata: storage for storage in map(_storage, tensors.values())}
+        clones = {key: storage.clone() for key, storage in storages.items()}
+        self.front = tensors
+        self.back = {name: _moved_view(view, clones[_storage(view)._cdata]) for name, view in tensors.items()}
+        self._parameters = [(p, p.data, _moved(p.data, clones[p.data.untyped_storage()._cdata]))
+                            for p in model.parameters() if p.data.untyped_storage()._cdata in clones]  # fmt: skip
+
+    def switch(self) -> None:
+        """Generate with what is now the back."""
+        self._parameters = [(parameter, back, front) for parameter, front, back in self._parameters]
+        for parameter, front, _ in self._parameters:
+            parameter.data = front
+        self.front, self.back = self.back, self.front
+
+
+def _storage(view: View) -> torch.UntypedStorage:
+    return (view.storage if isinstance(view, PackedView) else view).untyped_storage()
+
+
+def _moved_view(view: View, storage: torch.UntypedStorage) -> View:
+    return dataclasses.replace(view, storage=_moved(view.storage, storage)) if isinstance(view, PackedView) else _moved(view, storage)
+
+
+def _moved(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """The same view of another storage."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,20 @@
+"""What a rank asks of the vLLM workers that are not in its process: methods that vLLM mixes into its worker class (its
+`worker_extension_cls` argument) and that `collective_rpc` calls by name. Plain values only."""
+
+from __future__ import annotations
+
+
+class WorkerExtension:
+    def megarl_weights(self) -> dict[str, tuple[list[int], str]]:
+        """Name -> [rows, cols], dtype of each destination tensor of this rank."""
+        tensors = self.weight_transfer_engine.tensors
+        return {name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()}
+
+    def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:
+        """(What went wrong with the copies that update_weights started, bytes written)."""
+        outcome = self.weight_transfer_engine.puller.wait(timeout_s)
+        return outcome.problem, outcome.bytes
+
+    def megarl_give_up_weights(self) -> None:
+        """finish_weight_update will then change nothing."""
+        self.weight_transfer_engine.puller.give_up()

@@ -1,0 +1,179 @@
+"""A vLLM engine in processes of its own, on ranks that need not train.
+
+    engine = OutOfProcessEngine(config, shape, ranks, rollout_ranks)      on the first of the engine's ranks, not collective
+    engine.connect(atlases, parameters)
+    engine.sync(version)                                                  collective over sources and first ranks of engines
+    engine.generate(prompts, seeds, temperature=1.0)
+    engine.shutdown()
+
+vLLM starts an engine process, and with tensor parallelism one process per rank of the engine; they use the devices of the
+engine's ranks, whose own processes wait. They pull the weights out of the memory that the trainers export (`reshard/sync.py`)."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+from megarl.reshard.atlas import Atlas
+from megarl.reshard.destination import Arrival
+from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.sync import Pull, sync_plan
+from megarl.rollout.engine import Engine, engine_arguments
+from megarl.rollout.environment import engine_environment, prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.plugin import check_version, register
+from megarl.rollout.puller import Order
+
+_UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its binding of threads to
+cores, which several ranks on one machine cannot use."""
+_EXTENSION = "megarl.rollout.extension.WorkerExtension"
+_ANSWER_S = 10.0  # beyond the time that a call may take by itself
+
+
+class EngineDied(RuntimeError):
+    """A process of vLLM ended by itself."""
+
+
+class OutOfProcessEngine(Engine):
+    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], rollout_ranks: Sequence[int]) -> None:
+        """Start vLLM. Its weights are undefined until the first `sync`.
+
+        Args:
+            ranks: of this engine; this process is the first.
+            rollout_ranks: of all engines, consecutive blocks of tensor_parallel_size.
+        Raises: ValueError for engine arguments that cannot work."""
+        super().__init__(config, shape)
+        self.ranks, self.rollout_ranks, self.rank = tuple(ranks), tuple(rollout_ranks), dist.get_rank()
+        self.process = f"engine of rank {self.rank}"
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._double_buffer = _double_buffer(config, self.device)
+        prepare_environment()
+        check_version()  # of the client that _watch looks into
+        sweep_shared_memory()
+        executor = "mp" if self._tp > 1 else _UNIPROC
+        arguments = engine_arguments(config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor)
+        with engine_environment(_visible_devices(self._tp)), undisturbed():
+            from vllm import LLM
+
+            register()
+            self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        self._plan: ReshardPlan | None = None
+        self._is_updating = self._is_closing = False
+        self.death: EngineDied | None = None
+        """Set when a process of the engine ended by itself: then every call fails with it."""
+        threading.Thread(target=self._watch, name="watch_engine", daemon=True).start()
+        self.llm.init_weight_transfer_engine({"init_info": {"ranks": list(self.ranks), "double_buffer": self._double_buffer}})
+        self.tensors = {rank: {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, (size, dtype) in weights.items()}
+                        for rank, weights in zip(self.ranks, self.llm.collective_rpc("megarl_weights"), strict=True)}  # fmt: skip
+
+    def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
+        """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
+        self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp)
+        self._join(self._plan, speakers, parameters)
+
+    # As the receiver of a weight sync.
+
+    def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
+              messages: Callable[[], object]) -> None:  # fmt: skip
+        if not self._double_buffer:
+            self.version = None  # its weights are overwritten from here on
+        orders = [Order(arrivals[rank], pulls.get(rank, {}), self._plan and self._plan.copies_to(rank)) for rank in self.ranks]
+        self._ask(self.llm.start_weight_update)
+        self._is_updating = True
+        self._ask(lambda: self.llm.update_weights({"update_info": [{"order": pickle.dumps(order)} for order in orders]}),
+                  self.options.reshard_timeout_s)  # fmt: skip
+        self._plan = None
+
+    def verify(self, timeout_s: float) -> str | None:
+        outcomes = self._ask(lambda: self.llm.collective_rpc("megarl_wait_for_weights", args=(timeout_s,)), timeout_s)
+        self.bytes_per_sync = sum(num_bytes for _, num_bytes in outcomes)
+        return next((problem for problem, _ in outcomes if problem is not None), None)
+
+    def commit(self, version: int) -> None:
+        self._is_updating = False
+        self._ask(lambda: self._commit(version))
+
+    def give_up(self) -> None:
+        """With two buffers the old version stays; it also stays current if the engine cannot be asked any more."""
+        if self._is_updating and self.death is None:
+            self._is_updating = False
+            self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
+            self._ask(self.llm.finish_weight_update)
+
+    def shutdown(self) -> None:
+        """End vLLM's processes."""
+        self._is_closing, self.version = True, None
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
+        """`call`'s result, if vLLM answers within timeout_s and _ANSWER_S. Its own client waits for ever."""
+        answer: dict[str, object] = {}
+
+        def run() -> None:
+            try:
+                answer["value"] = call()
+            except Exception as error:  # thread boundary
+                answer["error"] = error
+
+        thread = threading.Thread(target=run, name="ask_engine", daemon=True)
+        thread.start()
+        thread.join(timeout_s + _ANSWER_S)
+        if self.death is not None:
+            raise self.death
+        if thread.is_alive():
+            raise TimeoutError(f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s")
+        if "error" in answer:
+            raise answer["error"]
+        return answer["value"]
+
+    def _watch(self) -> None:
+        """When a process of the engine ends by itself: fail whoever waits for it, which vLLM's client does not."""
+        client = self.llm.llm_engine.engine_core
+        processes = list(client.resources.engine_manager.processes)
+        multiprocessing.connection.wait([process.sentinel for process in processes])
+        while not self._is_closing:
+            codes = [process.exitcode for process in processes if process.exitcode is not None]
+            self.death = self.death or EngineDied(f"[rank {self.rank}] the process of vLLM's engine died ({_how(codes)})")
+            for future in list(client.utility_results.values()):
+                if not future.done():
+                    future.set_exception(self.death)
+            client.outputs_queue.put(self.death)
+            time.sleep(0.2)
+
+
+def _how(exit_codes: list[int]) -> str:
+    code = exit_codes[0] if exit_codes else None
+    return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _double_buffer(config: TrainConfig, device: str) -> bool:
+    eager = config.rollout.enforce_eager is True or (config.rollout.enforce_eager is None and device == "cpu")
+    if config.reshard.reshard_double_buffer and not eager:
+        raise ValueError("--reshard-double-buffer: CUDA graphs and compiled code keep the addresses of the weights that they were made "
+                         "with, so the buffers cannot be switched. Leave it out, or add --rollout-enforce-eager.")  # fmt: skip
+    return device == "cpu" and eager if config.reshard.reshard_double_buffer is None else config.reshard.reshard_double_buffer
+
+
+def _visible_devices(tp: int) -> str | None:
+    """The GPUs of this engine's ranks, then the others of the node: their memory is read too. None without GPUs.
+
+    Raises: ValueError if the engine's ranks are not on one node."""
+    if not torch.cuda.is_available():
+        return None
+    first, on_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tp))
+    if first + tp > on_node:
+        raise ValueError(f"--rollout-tensor-parallel-size ({tp}): an out-of-process engine runs on one node, and its first rank is number "
+                         f"{first} of {on_node} there. Try {max(1, on_node - first)}, or other --rollout-ranks.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    return ",".join([*visible[first : first + tp], *visible[:first], *visible[first + tp :]])

@@ -1,0 +1,109 @@
+"""The end of a weight sync in a process of vLLM's own: follows the orders of the rank that drives the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from megarl.reshard.copier import View
+from megarl.reshard.destination import Arrival, Destination
+from megarl.reshard.plan import RectCopy
+from megarl.reshard.sync import Pull, tensors_of
+from megarl.rollout.double_buffer import DoubleBuffer
+
+
+@dataclass(frozen=True)
+class Order:
+    """One version for one destination."""
+
+    arrivals: dict[int, Arrival]
+    pulls: dict[int, Pull]
+    """Sources that are new or have moved."""
+    plan: dict[int, tuple[RectCopy, ...]] | None = None
+    """With the first order of a plan: source rank -> copies."""
+
+
+@dataclass
+class Outcome:
+    """How an order went."""
+
+    problem: str | None = None
+    bytes: int = 0
+
+
+@dataclass
+class _Buffer:
+    """One set of weights, and where they come from."""
+
+    tensors: dict[str, View]
+    destination: Destination | None = None
+    pulls: dict[int, Pull] = field(default_factory=dict)
+
+
+class Puller:
+    """Args:
+        rank: of this destination in the plan.
+        tensors: live weights of the model.
+        double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and returns when done.
+        staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no second copy."""
+
+    def __init__(self, rank: int, model: torch.nn.Module, tensors: dict[str, View], double_buffer: bool, staged: Collection[str] = ()) -> None:
+        self.rank = rank
+        self._double = DoubleBuffer(model, {name: view for name, view in tensors.items() if name not in staged}) if double_buffer else None
+        self._front = _Buffer(tensors)
+        self._back = _Buffer(self._double.back | {name: tensors[name] for name in staged}) if self._double else None
+        self._thread: threading.Thread | None = None
+        self.outcome = Outcome()
+
+    def begin(self, order: Order) -> None:
+        """Raises: RuntimeError while an earlier version is still being copied."""
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError(f"[rank {self.rank}] an earlier version is still being copied, after its sync was given up")
+        for buffer in filter(None, (self._front, self._back)):
+            if order.plan is not None:
+                buffer.destination, buffer.pulls = Destination(self.rank, order.plan, buffer.tensors), {}
+            buffer.pulls |= order.pulls
+        self.outcome = Outcome(problem=f"[rank {self.rank}] nothing was copied")
+        self._thread = threading.Thread(target=self._copy, args=(self._back or self._front, order.arrivals), name="pull_weights", daemon=True)
+        self._thread.start()
+        if self._double is None:
+            self._thread.join()
+
+    def _copy(self, buffer: _Buffer, arrivals: dict[int, Arrival]) -> None:
+        try:
+            for source, pull in buffer.pulls.items():
+                buffer.destination.pull_from(source, tensors_of(pull), pull[1])
+            buffer.pulls = {}
+            self.copy(buffer.destination)
+            self.outcome = Outcome(buffer.destination.difference(arrivals), buffer.destination.bytes)
+        except Exception as error:  # thread boundary: `wait` tells it
+            self.outcome = Outcome(f"[rank {self.rank}] {type(error).__name__}: {error}")
+
+    def copy(self, destination: Destination) -> None:
+        destination.pull()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """How it went, or that it is not over."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return Outcome(f"[rank {self.rank}] the engine was not done copying after {timeout_s:.1f} s")
+        return self.outcome
+
+    def commit(self) -> bool:
+        """Generate with what was copied, if it arrived whole. Returns: whether it did."""
+        if self.outcome.problem is not None:
+            return False
+        if self._double is not None:
+            self._double.switch()
+            self._front, self._back = self._back, self._front
+        self.outcome = Outcome(problem=f"[rank {self.rank}] nothing was copied since the last commit")
+        return True
+
+    def give_up(self) -> None:
+        """What was copied is not to be used."""
+        self.outcome = Outcome(problem=f"[rank {self.rank}] the sync was given up")

@@ -1,0 +1,105 @@
+"""Exported weights as another process sees them, and which pair of processes takes which transport.
+
+    pytest tests/reshard/test_transports.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.reshard.transports import shared_memory
+from megarl.reshard.transports.choose import Place, choose, place_here
+from megarl.reshard.transports.exported import export, open_exported
+
+READER = """
+import pickle, sys, torch
+from megarl.reshard.transports.exported import open_exported
+tensors = open_exported(pickle.load(sys.stdin.buffer))
+pickle.dump({name: tensor.tolist() for name, tensor in tensors.items()}, sys.stdout.buffer)
+"""
+
+
+def read_elsewhere(exported) -> dict[str, list]:
+    """What another process reads."""
+    done = subprocess.run([sys.executable, "-c", READER], input=pickle.dumps(exported), stdout=subprocess.PIPE, check=True, timeout=60)
+    return pickle.loads(done.stdout)
+
+
+def shared_memory_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+
+
+def test_another_process_reads_what_is_there_now():
+    """Views of one buffer, with strides and offsets, and of a storage of another dtype; written before and after the export."""
+    buffer, half = torch.arange(40.0), torch.arange(6, dtype=torch.bfloat16).view(6, 1)
+    tensors = {"all": buffer.view(8, 5), "columns": buffer.view(8, 5)[2:7, 1:3], "vector": buffer[3:7].view(4, 1), "half": half}
+    alias, before = buffer.view(5, 8), shared_memory_files()
+    exported = export(tensors)
+    assert len(exported.segments) == 2
+    assert shared_memory_files() == before  # nothing has a name
+    alias[2, 3] = -1.0  # a view that was made before, as an optimizer's
+    half[1] = 7.0
+    assert read_elsewhere(exported) == {name: tensor.tolist() for name, tensor in tensors.items()}
+    assert export(tensors) == exported  # where it is does not change
+    opened = open_exported(exported)
+    buffer[0] = 5.0
+    assert opened["all"][0, 0] == 5.0
+
+
+def test_tensors_that_moved_are_exported_anew():
+    tensors = {"weight": torch.ones(4, 4)}
+    first = export(tensors)
+    tensors["weight"] = torch.zeros(4, 4)  # as after an offload
+    assert export(tensors) != first
+
+
+def test_what_cannot_be_shared_or_opened_says_why(monkeypatch):
+    full = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(OSError, match=r"64 bytes .* /dev/shm has 0 left\. .*--shm-size.*--reshard-transport messages"):
+        export({"weight": torch.ones(4, 4)})
+    monkeypatch.undo()
+    segment = shared_memory.share(torch.ones(4).untyped_storage())
+    for gone in (dataclasses.replace(segment, started=segment.started + 1), dataclasses.replace(segment, pid=2**22 + 1)):
+        with pytest.raises(ProcessLookupError, match="has ended"):
+            shared_memory.open_shared(gone)
+
+
+HERE, THERE = Place("node", 0, "11", "cpu"), Place("node", 1, "12", "cpu")
+ENGINE = dataclasses.replace(HERE, process="engine of rank 0")
+FAR = dataclasses.replace(THERE, node="other")
+
+
+def on_gpu(place: Place) -> Place:
+    return dataclasses.replace(place, device="cuda")
+
+
+@pytest.mark.parametrize("source, destination, expected", [
+    (HERE, HERE, "direct"), (HERE, THERE, "shared-memory"), (HERE, ENGINE, "shared-memory"), (HERE, FAR, "messages"),
+    (on_gpu(HERE), on_gpu(HERE), "direct"), (on_gpu(HERE), on_gpu(THERE), "cuda-ipc"), (on_gpu(HERE), on_gpu(FAR), "messages"),
+    (HERE, on_gpu(THERE), "messages"), (on_gpu(HERE), THERE, "messages"),
+])  # fmt: skip
+def test_choice(source, destination, expected):
+    assert choose(source, destination)[0] == expected
+
+
+def test_a_forced_transport_is_taken_or_refused_with_one_that_works():
+    assert choose(HERE, THERE, "messages") == ("messages", "--reshard-transport")
+    assert choose(HERE, HERE, "messages")[0] == "direct"  # it is about pairs of processes
+    for source, destination, wanted, why, works in [
+        (HERE, FAR, "shared-memory", "different nodes", "messages"), (HERE, THERE, "direct", "two processes", "shared-memory, messages"),
+        (HERE, THERE, "cuda-ipc", "rank 0 has its weights in cpu memory", "shared-memory, messages"),
+        (HERE, ENGINE, "messages", "no messages to itself", "shared-memory")]:  # fmt: skip
+        with pytest.raises(ValueError, match=rf"--reshard-transport \({wanted}\).*{why}.* works: {works}\. Try auto"):
+            choose(source, destination, wanted)
+
+
+def test_this_process_is_where_it_is():
+    assert choose(place_here(0, "cpu"), place_here(3, "cpu"))[0] == "direct"
+    assert choose(place_here(0, "cpu"), place_here(0, "cpu", "engine of rank 0"))[0] == "shared-memory"

@@ -1,0 +1,134 @@
+"""Engines in processes of their own against transformers, fed from the shared memory of two trainer processes, with real vLLM.
+
+    pytest tests/rollout/test_out_of_process.py
+
+run_out_of_process.py runs once with a tied Qwen2 and vLLM TP=1, and with planted faults; once with an untied Qwen3 and vLLM TP=2, and
+ends by a crash. Log-probs in fp32 agree to 1e-5; a wrong weight shows as 0.1 or more."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.environment import sweep_shared_memory
+
+FP32_LIMIT = 1e-5
+TIMEOUT_S = 280
+HERE = Path(__file__).parent
+SHM = Path("/dev/shm")
+
+
+def run(folder: Path, family: str, tp: int, end: str) -> dict:
+    """Reports of both ranks, exit codes, and what is in /dev/shm that was not there before and is not another job's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = {path.name for path in SHM.iterdir()}
+    arguments = [str(folder), "RANK", str(port), family, str(tp), end]
+    ranks = [subprocess.Popen([sys.executable, str(HERE / "run_out_of_process.py"), *(str(rank) if a == "RANK" else a for a in arguments)],
+                              stderr=subprocess.PIPE, text=True) for rank in (0, 1)]  # fmt: skip
+    try:
+        errors = [rank.communicate(timeout=TIMEOUT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    reports = {}
+    for rank, text in enumerate(errors):
+        path = folder / f"{family}-{tp}-{rank}.json"
+        assert path.exists(), text
+        reports[rank] = json.loads(path.read_text())
+    return reports | {"exit_codes": [rank.returncode for rank in ranks], "stderr": errors, "shm_before": before}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> dict:
+    return run(tmp_path_factory.mktemp("faults"), "qwen2", 1, "faults")
+
+
+@pytest.fixture(scope="module")
+def crash(tmp_path_factory) -> dict:
+    return run(tmp_path_factory.mktemp("crash"), "qwen3", 2, "crash")
+
+
+def check_layouts(report: dict, num_bytes: int) -> None:
+    for name, transports in (("TP1", ["shared-memory"]), ("TP2", ["shared-memory"]), ("messages", ["messages"])):
+        assert max(report[name]) <= FP32_LIMIT, (name, report[name])
+        by, version, vllm_version, written = report[f"{name} by"]
+        assert by == transports and str(version) == vllm_version and written == num_bytes
+    assert "--reshard-transport (messages): weights of rank 0 cannot get to the engine of rank 0 this way" in report["impossible"]
+    assert "For this pair works: shared-memory" in report["impossible"]
+
+
+def test_log_probs_after_every_sync_are_those_of_transformers(faults):
+    """Qwen2, tied, biases, vLLM TP=1, from Megatron TP=1 and TP=2."""
+    hidden, ffn, vocab, heads, groups, head = 128, 96, 130, 4, 2, 32
+    layer = (hidden + 1) * head * (heads + 2 * groups) + heads * head * hidden + 3 * hidden * ffn + 2 * hidden
+    check_layouts(faults[0], 4 * (2 * layer + vocab * hidden + hidden))
+
+
+def test_two_ranks_of_vllm_from_one_or_two_of_megatron(crash):
+    """Qwen3, untied, norms of queries and keys. Replicated norms are written on both ranks."""
+    hidden, ffn, vocab, heads, groups, head = 128, 96, 150, 4, 2, 32
+    split = hidden * head * (heads + 2 * groups) + heads * head * hidden + 3 * hidden * ffn
+    norms = 2 * hidden + 2 * head
+    check_layouts(crash[0], 4 * (2 * (split + 2 * norms) + 2 * vocab * hidden + 2 * hidden))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, tp", [("qwen2", 2), ("qwen3", 1), ("llama", 2)])
+def test_the_other_layouts(tmp_path, family, tp):
+    report = run(tmp_path, family, tp, "clean")[0]
+    assert max(gap for name in ("TP1", "TP2", "messages") for gap in report[name]) <= FP32_LIMIT
+
+
+def test_a_sync_works_again_after_one_that_could_not(faults):
+    error, gap = faults[0]["after an error"]
+    assert error == "" and gap <= FP32_LIMIT
+
+
+def test_generation_goes_on_with_the_old_weights_while_the_new_ones_are_written(faults):
+    assert faults[0]["same while copying"]  # tokens and log-probs, bit for bit, while the copy sleeps
+    assert faults[0]["gap of the slow one"] <= FP32_LIMIT
+
+
+def test_a_flipped_bit_is_named_on_every_rank_and_changes_nothing(faults):
+    for rank in (0, 1):
+        assert "[rank 0] model.embed_tokens.weight[0:" in faults[rank]["flipped"], faults[rank]["flipped"]
+        assert "is not what rank 0 sent from embedding.word_embeddings.weight" in faults[rank]["flipped"]
+    assert faults[0]["same after the flip"]
+    error, gap = faults[0]["repeated"]
+    assert error == "" and gap <= FP32_LIMIT
+
+
+def test_a_late_rank_is_named_and_changes_nothing(faults):
+    assert "rank 1 did not make version 14 ready within --reshard-timeout-s (1.5)" in faults[0]["late"]
+    assert faults[0]["same after the late one"]
+    error, gap = faults[0]["in time again"]
+    assert error == "" and gap <= FP32_LIMIT
+
+
+def test_a_killed_engine_is_named_on_every_rank(faults):
+    for rank in (0, 1):
+        assert "[rank 0] the process of vLLM's engine died (killed by SIGKILL)" in faults[rank]["killed"], faults[rank]
+    assert "died" in faults[0]["generate after the kill"]
+    assert faults["exit_codes"] == [0, 0], faults["stderr"]
+
+
+def test_nothing_stays_in_shared_memory(faults, crash):
+    """After a killed engine, and after ranks that left without a word while the engine was up."""
+    assert crash["exit_codes"] == [7, 7]
+    deadline = time.monotonic() + 15
+    pids = [pid for report in (faults, crash) for rank in (0, 1) for pid in report[rank]["children"]]
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.2)
+    assert len(crash[0]["children"]) >= 3 and [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert sweep_shared_memory() is not None  # what the next start does
+    left = {path.name for path in SHM.iterdir()} - faults["shm_before"]
+    assert [name for name in left if name.startswith(tuple(f"megarl-{r[rank]['pid']}-" for r in (faults, crash) for rank in (0, 1)))] == []
+    assert [name for name in left if name.startswith(("psm_", "torch_", "sem."))] == []
