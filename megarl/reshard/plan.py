@@ -80,19 +80,16 @@ def alias_candidates(plan: ReshardPlan, sources: dict[int, Atlas], destinations:
     """Rank -> {destination parameter: source parameter of the same rank that holds the same elements at the same places}.
 
     Such a pair can be one storage, and then nothing is copied, if the dtypes are equal too: an atlas knows none."""
-    found: dict[int, dict[str, str]] = {}
-    for rank in sorted(sources.keys() & destinations.keys()):
-        partners: dict[str, str | None] = {}
-        for (src, dst), copies in plan.copies.items():
-            if dst == rank:
-                for c in copies:
-                    same_place = src == rank and (c.src_row, c.src_col) == (c.dst_row, c.dst_col)
-                    partner = c.src_name if same_place else None
-                    partners[c.dst_name] = partner if partners.get(c.dst_name, partner) == partner else None
-        mine, theirs = destinations[rank], sources[rank]
-        found[rank] = {name: partner for name, partner in partners.items()
-                       if partner is not None and _outline(mine[name]) == _outline(theirs[partner])}  # fmt: skip
-    return found
+    partners: dict[int, dict[str, str | None]] = {rank: {} for rank in sorted(sources.keys() & destinations.keys())}
+    for (src, dst), copies in plan.copies.items():
+        of_rank = partners.get(dst)
+        for c in copies if of_rank is not None else ():
+            same_place = src == dst and (c.src_row, c.src_col) == (c.dst_row, c.dst_col)
+            partner = c.src_name if same_place else None
+            of_rank[c.dst_name] = partner if of_rank.get(c.dst_name, partner) == partner else None
+    return {rank: {name: partner for name, partner in of_rank.items()
+                   if partner is not None and _outline(destinations[rank][name]) == _outline(sources[rank][partner])}
+            for rank, of_rank in partners.items()}  # fmt: skip
 
 
 def _outline(param: LocalParam) -> tuple[int, int, int]:
