@@ -19,27 +19,36 @@ class Late(TimeoutError):
 class Board:
     """Notes of one generation of a weight sync. Use from one thread."""
 
-    def __init__(self, generation: int = 0, store: dist.Store | None = None) -> None:
-        """store: default: that of the process group of the world."""
-        self._store = dist.PrefixStore(f"megarl_weights/{generation}", store or dist.distributed_c10d._get_default_store())
-        self._own: deque[list[str]] = deque([[]])
+    def __init__(self, generation: int = 0, alone: bool = False) -> None:
+        """alone: nobody else reads or writes."""
+        self._store = None if alone else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
+        self._own: dict[str, object] = {}
+        self._pages: deque[list[str]] = deque([[]])
 
     def write(self, name: str, value: object) -> None:
-        self._store.set(name, pickle.dumps(value))
-        self._own[-1].append(name)
+        self._own[name] = value
+        self._pages[-1].append(name)
+        if self._store is not None:
+            self._store.set(name, pickle.dumps(value))
 
     def read(self, name: str, deadline: float) -> object:
         """deadline: by time.monotonic(). Raises: Late."""
+        if name in self._own:
+            return self._own[name]
         left = max(deadline - time.monotonic(), 0.001)
         try:
             self._store.wait([name], timedelta(seconds=left))
-        except dist.DistStoreError as error:
+        except RuntimeError as error:  # of a file store; of others a DistStoreError
+            if isinstance(error, dist.DistNetworkError):
+                raise
             raise Late(f"nobody wrote {name} within {left:.1f} s") from error
         return pickle.loads(self._store.get(name))
 
     def turn_page(self) -> None:
         """Between syncs: remove what this rank wrote two syncs ago, which everybody has read."""
-        self._own.append([])
-        if len(self._own) > 3:
-            for name in self._own.popleft():
-                self._store.delete_key(name)
+        self._pages.append([])
+        if len(self._pages) > 3:
+            for name in self._pages.popleft():
+                del self._own[name]
+                if self._store is not None:
+                    self._store.delete_key(name)

@@ -83,8 +83,9 @@ class WeightSync:
     def __init__(self, plan: ReshardPlan, rank: int, speakers: dict[int, int], sources: dict[str, Tensor], receiver: Receiver | None,
                  options: ReshardConfig, generation: int = 0) -> None:  # fmt: skip
         self.plan, self.rank, self._speakers, self._sources, self._receiver = plan, rank, speakers, sources, receiver
-        self.options, self._board = options, Board(generation)
+        self.options = options
         self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
+        self._board = Board(generation, alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
         self._receives = {(src, dst): copies for (src, dst), copies in plan.copies.items() if speakers[dst] == rank and receiver}
         self._place = place_here(rank, next(iter(sources.values())).device.type if sources else "cpu")
@@ -270,7 +271,7 @@ def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Seque
 
 
 def _told(rank: int, version: int | None, error: Exception) -> str:
-    text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, SyncError | ValueError) else f"{type(error).__name__}: {error}"
     where = f"[rank {rank}] " if version is None else f"[rank {rank}] weights of version {version}: "
     return text if text.startswith("[rank") else where + text
 

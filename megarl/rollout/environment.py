@@ -120,6 +120,12 @@ def _preserved_random_state() -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
+def remove_own_shared_memory() -> None:
+    """After the processes of this process's engine have ended: vLLM's workers leave what they share behind."""
+    for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}{os.getpid()}-*"):
+        path.unlink(missing_ok=True)
+
+
 def sweep_shared_memory() -> list[str]:
     """Remove the shared memory of jobs that died: ours are named megarl-<pid of a process on this machine>-... .
 

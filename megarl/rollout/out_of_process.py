@@ -29,7 +29,13 @@ from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sync import Pull, sync_plan
 from megarl.rollout.engine import Engine, engine_arguments
-from megarl.rollout.environment import engine_environment, prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.environment import (
+    engine_environment,
+    prepare_environment,
+    remove_own_shared_memory,
+    sweep_shared_memory,
+    undisturbed,
+)
 from megarl.rollout.plugin import check_version, register
 from megarl.rollout.puller import Order
 
@@ -115,6 +121,7 @@ class OutOfProcessEngine(Engine):
         """End vLLM's processes."""
         self._is_closing, self.version = True, None
         self.llm.llm_engine.engine_core.shutdown()
+        remove_own_shared_memory()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
         """`call`'s result, if vLLM answers within timeout_s and _ANSWER_S. Its own client waits for ever."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from pathlib import Path
 
 import torch.distributed as dist
 from vllm.config import VllmConfig
@@ -15,16 +16,16 @@ from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
 
 
 class NamedCPUWorker(CPUWorker):
-    """vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method. Under the external
-    launcher that is the same in every job, so a second job on the machine, or one after a crash, finds it in use. In an engine of
-    its own it is a port, which says nothing about whose it is."""
+    """vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a file's last '/' part). Under
+    the external launcher that is the same in every job, so a second job on the machine, or one after a crash, finds it in use. In
+    processes of vLLM's own it is a file's name, which does not say whose it is, so that nobody could ever remove it."""
 
     def __init__(self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False):
-        if distributed_init_method.startswith("tcp://"):
-            owner, port = os.environ[ENGINE_OF].split("/")[0], distributed_init_method.rpartition(":")[2]
-            method = f"{distributed_init_method}?name=:{SHM_PREFIX}{owner}-{port}"  # the rendezvous ignores a query that it does not know
-        else:
+        if dist.is_initialized():
             method = f"env://:{_unique_name()}"
+        else:
+            owner, unique = os.environ[ENGINE_OF].split("/")[0], Path(distributed_init_method).name.rpartition("_")[2]
+            method = f"{distributed_init_method}?name=/:{SHM_PREFIX}{owner}-{unique}"  # the rendezvous ignores the query
         super().__init__(vllm_config, local_rank, rank, method, is_driver_worker)
 
     def init_device(self) -> None:

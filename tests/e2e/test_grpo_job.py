@@ -46,6 +46,16 @@ def test_layouts_sample_and_learn_the_same(layout_job, layout):
     assert first["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-4)
 
 
+def test_engines_out_of_process_give_the_same_run(layout_job):
+    """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same samples and updates."""
+    for ours, other in zip(layout_job("rank_0_to_rank_1").steps, layout_job("rank_0_to_tp1").steps, strict=True):
+        for key in ("reward/mean", "response/length_mean", "batch/tokens"):
+            assert ours[key] == other[key], key
+        for key in ("policy/grad_norm", "policy/loss", "policy/entropy"):
+            assert ours[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), key
+        assert ours["sync/bytes"] == other["sync/bytes"] / 2  # one engine, not two
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_data, layout):
     """As a share of what training changed. Adam turns a gradient that is hardly more than rounding into a step of the learning rate,

@@ -1,0 +1,49 @@
+"""Weights on a GPU as another process reads them through an IPC handle.
+
+    pytest tests/gpu/test_cuda_ipc.py"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.reshard.transports.exported import export
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+READER = """
+import pickle, sys, torch
+from megarl.reshard.transports.exported import open_exported
+torch.cuda.init()
+for _ in range(2):
+    tensors = open_exported(pickle.load(sys.stdin.buffer))
+    got = {name: (tensor * 1).cpu().tolist() for name, tensor in tensors.items()}
+    torch.cuda.synchronize()
+    pickle.dump(got, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+"""
+
+
+def test_another_process_reads_what_is_there_now_and_after_a_move():
+    """Views of one buffer within the caching allocator's block, with strides and offsets; then other memory, as after an offload."""
+    filler, buffer = torch.zeros(100, device="cuda"), torch.arange(40.0, device="cuda")
+    assert filler.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        for _ in range(2):
+            tensors = {"all": buffer.view(8, 5), "columns": buffer.view(8, 5)[2:7, 1:3], "half": torch.ones(6, 1, device="cuda").bfloat16()}
+            exported = export(tensors)
+            assert len(exported.segments) == 2
+            buffer[3] = -1.0  # written after the export
+            torch.cuda.synchronize()
+            pickle.dump(exported, reader.stdin)
+            reader.stdin.flush()
+            assert pickle.load(reader.stdout) == {name: tensor.tolist() for name, tensor in tensors.items()}
+            buffer = torch.full((40,), 7.0, device="cuda")
+        assert reader.wait(timeout=30) == 0
+    finally:
+        reader.kill()
