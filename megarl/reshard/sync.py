@@ -273,7 +273,7 @@ def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Seque
 def _told(rank: int, version: int | None, error: Exception) -> str:
     text = str(error) if isinstance(error, SyncError | ValueError) else f"{type(error).__name__}: {error}"
     where = f"[rank {rank}] " if version is None else f"[rank {rank}] weights of version {version}: "
-    return text if text.startswith("[rank") else where + text
+    return str(error) if str(error).startswith("[rank") else where + text
 
 
 def _nothing() -> None:

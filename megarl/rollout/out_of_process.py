@@ -28,7 +28,7 @@ from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sync import Pull, sync_plan
-from megarl.rollout.engine import Engine, engine_arguments
+from megarl.rollout.engine import Engine, Response, engine_arguments
 from megarl.rollout.environment import (
     engine_environment,
     prepare_environment,
@@ -78,6 +78,7 @@ class OutOfProcessEngine(Engine):
         self._is_updating = self._is_closing = False
         self.death: EngineDied | None = None
         """Set when a process of the engine ended by itself: then every call fails with it."""
+        self._processes = list(self.llm.llm_engine.engine_core.resources.engine_manager.processes)
         threading.Thread(target=self._watch, name="watch_engine", daemon=True).start()
         self.llm.init_weight_transfer_engine({"init_info": {"ranks": list(self.ranks), "double_buffer": self._double_buffer}})
         self.tensors = {rank: {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, (size, dtype) in weights.items()}
@@ -87,6 +88,16 @@ class OutOfProcessEngine(Engine):
         """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
         self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp)
         self._join(self._plan, speakers, parameters)
+
+    def generate(self, *args, **kwargs) -> list[Response]:
+        """As RolloutEngine.generate. Raises also: EngineDied."""
+        try:
+            if not self._has_died():
+                return super().generate(*args, **kwargs)
+        except Exception:  # vLLM's own word for a dead engine says nothing
+            if not self._has_died():
+                raise
+        raise self.death
 
     # As the receiver of a weight sync.
 
@@ -111,8 +122,8 @@ class OutOfProcessEngine(Engine):
         self._ask(lambda: self._commit(version))
 
     def give_up(self) -> None:
-        """With two buffers the old version stays; it also stays current if the engine cannot be asked any more."""
-        if self._is_updating and self.death is None:
+        """With two buffers the old version stays."""
+        if self._is_updating and not self._has_died():
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
             self._ask(self.llm.finish_weight_update)
@@ -136,7 +147,7 @@ class OutOfProcessEngine(Engine):
         thread = threading.Thread(target=run, name="ask_engine", daemon=True)
         thread.start()
         thread.join(timeout_s + _ANSWER_S)
-        if self.death is not None:
+        if self._has_died():
             raise self.death
         if thread.is_alive():
             raise TimeoutError(f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s")
@@ -144,24 +155,35 @@ class OutOfProcessEngine(Engine):
             raise answer["error"]
         return answer["value"]
 
+    def _has_died(self) -> bool:
+        sentinels = [process.sentinel for process in self._processes]
+        if self.death is None and not self._is_closing and multiprocessing.connection.wait(sentinels, timeout=0):
+            deadline = time.monotonic() + 1.0  # of two threads that look at once, one finds the exit code later
+            while not (codes := [process.exitcode for process in self._processes if process.exitcode is not None]):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            self.death = EngineDied(f"[rank {self.rank}] the process of vLLM's engine died ({_how(codes)})")
+            self.version = None
+        return self.death is not None
+
     def _watch(self) -> None:
         """When a process of the engine ends by itself: fail whoever waits for it, which vLLM's client does not."""
         client = self.llm.llm_engine.engine_core
-        processes = list(client.resources.engine_manager.processes)
-        multiprocessing.connection.wait([process.sentinel for process in processes])
+        multiprocessing.connection.wait([process.sentinel for process in self._processes])
         while not self._is_closing:
-            codes = [process.exitcode for process in processes if process.exitcode is not None]
-            self.death = self.death or EngineDied(f"[rank {self.rank}] the process of vLLM's engine died ({_how(codes)})")
-            for future in list(client.utility_results.values()):
-                if not future.done():
-                    future.set_exception(self.death)
-            client.outputs_queue.put(self.death)
+            if self._has_died():
+                for future in list(client.utility_results.values()):
+                    if not future.done():
+                        future.set_exception(self.death)
+                client.outputs_queue.put(self.death)
             time.sleep(0.2)
 
 
 def _how(exit_codes: list[int]) -> str:
-    code = exit_codes[0] if exit_codes else None
-    return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    if not exit_codes:
+        return "exit code unknown"
+    return f"killed by {signal.Signals(-exit_codes[0]).name}" if exit_codes[0] < 0 else f"exit code {exit_codes[0]}"
 
 
 def _double_buffer(config: TrainConfig, device: str) -> bool:

@@ -23,9 +23,9 @@ class NamedCPUWorker(CPUWorker):
     def __init__(self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False):
         if dist.is_initialized():
             method = f"env://:{_unique_name()}"
-        else:
-            owner, unique = os.environ[ENGINE_OF].split("/")[0], Path(distributed_init_method).name.rpartition("_")[2]
-            method = f"{distributed_init_method}?name=/:{SHM_PREFIX}{owner}-{unique}"  # the rendezvous ignores the query
+        else:  # file:///tmp/vllm_dist_<unique>, the same for all ranks of this engine
+            file, owner = Path(distributed_init_method.removeprefix("file://")), os.environ[ENGINE_OF].split("/")[0]
+            method = f"file://{file.parent}/{SHM_PREFIX}{owner}-{file.name.removeprefix('vllm_dist_')}"
         super().__init__(vllm_config, local_rank, rank, method, is_driver_worker)
 
     def init_device(self) -> None:

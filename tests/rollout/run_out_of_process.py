@@ -6,7 +6,6 @@ Writes FOLDER/<family>-<tp>-<rank>.json. "faults": what is planted by faulty_wor
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
