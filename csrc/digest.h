@@ -21,7 +21,7 @@ struct View {
 };
 static_assert(sizeof(View) == 5 * sizeof(int64_t));
 
-constexpr int64_t kSamples = 32;  // 64 float32 elements, or 128 of 16 bits
+constexpr int64_t kSamples = 16;  // 32 float32 elements, or 64 of 16 bits; each is a cache miss, which is what a digest costs
 constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u, kRows = 0xbf58476d1ce4e5b9u, kCols = 0x94d049bb133111ebu;
 
 // The finalizer of SplitMix64 (Steele, Lea and Flood 2014).

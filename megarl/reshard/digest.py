@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.reshard.copier import PACKED, View, conversion, extension_for, leading_dimension, two_dimensions
 from megarl.reshard.packed import PackedView
 
-SAMPLES = 32
+SAMPLES = 16
 _MASK = 2**64 - 1
 _WEYL, _MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _TILE_WORDS = 4096  # of csrc/digest.h
@@ -53,9 +53,9 @@ class Digest:
         self._extension = extension_for(self._device.type)
 
     def sampled(self, version: int) -> list[int]:
-        """Digests of 32 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 32nd of the view.
+        """Digests of 16 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 16th of the view.
 
-        It finds every wrong stretch of a 16th of a view or more, and a smaller share f with probability 1 - (1 - f)^32. Digests of
+        It finds every wrong stretch of an eighth of a view or more, and a smaller share f with probability 1 - (1 - f)^16. Digests of
         different versions differ, so an old one is never taken for a new one."""
         return self._compute(_mix(version & _MASK), sampled=True)
 
