@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 FAMILIES = ("qwen2_tied", "qwen3", "llama")
-LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective")
+LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "tp2_sp_whole", "pp2_whole")
 
 
 @pytest.fixture(scope="module")
