@@ -27,7 +27,9 @@ _CHUNK_ELEMENTS_CPU, _MIN_ROWS_CPU = 2**23, 256
 _CHUNK_BYTES_CUDA, _MIN_ROWS_CUDA, _MAX_ROWS_CUDA = 5 * 2**29, 1024, 8192
 
 
-def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float) -> None:
+def check_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float
+) -> None:
     """Raises: ValueError, see the doors."""
     if hidden.ndim != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} {list(hidden.shape)}")
@@ -68,8 +70,11 @@ def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
 class LinearHead:
     """One call's hidden states [N, H], weight [V_tp, H] and targets [N], checked. Records no gradient."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float):
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float
+    ):
         rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.vocab_size = vocab_size
         self.hidden, self.weight, self.temperature = hidden.detach(), weight.detach(), float(temperature)
         self.group = group if num_ranks > 1 and len(hidden) else None
         self.in_vocabulary = (targets >= 0) & (targets < vocab_size)
@@ -115,20 +120,24 @@ class LinearHead:
         return torch.where(self.in_vocabulary[rows], log_probs, math.nan), entropy, softmax
 
     def backward(
-        self, softmax: Softmax, grad_log_probs: Tensor, grad_entropy: Tensor | None, hidden: Tensor, grad_weight: Tensor | None, with_hidden: bool
+        self,
+        softmax: Softmax,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        hidden: Tensor,
+        grad_weight: Tensor | None,
+        with_hidden: bool,
     ) -> Tensor | None:
         """Add the chunk's gradient to `grad_weight` [V_tp, H] and return that of `hidden` [C, H], of this rank's columns only.
 
         `softmax` and `hidden` are of the same C rows. None for `grad_weight`, False for `with_hidden`: not wanted."""
         dlogits = softmax_gradient(softmax, grad_log_probs, grad_entropy, self._gradient_buffer(softmax.kept))
         if grad_weight is not None:
-            if hidden.dtype == grad_weight.dtype:
-                grad_weight.addmm_(dlogits.t(), hidden)
-            elif hidden.is_cuda:
+            if hidden.is_cuda and hidden.dtype != grad_weight.dtype:
                 dlogits = dlogits.to(hidden.dtype)
                 torch.addmm(grad_weight, dlogits.t(), hidden, out_dtype=grad_weight.dtype, out=grad_weight)
             else:
-                grad_weight.addmm_(dlogits.t(), hidden.to(grad_weight.dtype))
+                torch.addmm(grad_weight, dlogits.t(), hidden.to(grad_weight.dtype), out=grad_weight)
         return dlogits.to(hidden.dtype) @ self.weight if with_hidden else None
 
     def _gradient_buffer(self, kept: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ Two ways to the same numbers, up to rounding:
               exponentials and of p log p: 12 bytes per row and 256 columns, merged in a fixed order
 
 2 N V_tp H FLOPs forward. Backward makes the logits again: 8 N V_tp H in all (`fused_linear_policy_loss` takes 6, but must know the loss).
-Kept for backward: the inputs and two numbers per row. The tiles are an online softmax as in cut-cross-entropy (arXiv:2411.09009),
-with entropies, without its locks and atomic sums: results are bitwise repeatable.
+What is differentiated goes in chunks, whose logits are the same bits again: of logits around -120, two different matrix products
+disagree by 1e-5, and so would p and its normaliser. Kept for backward: the inputs and up to three numbers per row. The tiles are an
+online softmax as in cut-cross-entropy (arXiv:2411.09009), with entropies, without its locks and atomic sums: results are bitwise
+repeatable.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from megarl.kernels.log_probs import Softmax, merge_ranks, runs_triton, vocab_pa
 Method = Literal["fastest", "chunked"]
 
 _measured: dict[tuple, bool] = {}
-"""(device, dtype, rows up to a power of two, V_tp, H, entropy) -> whether tiles are faster than chunks."""
+"""(device, dtype, rows up to a power of two, V_tp and H, vocabulary, entropy, group, strides, alignment) -> whether tiles are faster."""
 
 
 def linear_log_probs_ref(
@@ -64,8 +66,8 @@ def linear_log_probs(
         temperature: what the logits are divided by; the sampler's.
         with_entropy: also return the entropy of each row's softmax.
         main_grad: [V_tp, H] fp32 (fp64 for fp64). Backward adds the weight's gradient to it and gives `weight` None.
-        method: "fastest" measures tiles and chunks once per shape on CUDA; "chunked" gives the bits of `fused_linear_policy_loss`,
-            so that the ratio of a policy to itself is exactly 1.
+        method: "fastest", without autograd on CUDA, measures tiles and chunks once per shape; "chunked" gives the bits of
+            `fused_linear_policy_loss`, so that the ratio of a policy to itself is exactly 1.
 
     Returns: log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64 for fp64).
 
@@ -75,17 +77,21 @@ def linear_log_probs(
     check_main_grad(main_grad, weight)
     if method not in get_args(Method):
         raise ValueError(f"method ({method!r}) must be one of {', '.join(get_args(Method))}")
-    return _LinearLogProbs.apply(hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad, method)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearLogProbs.apply(hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad)
+    with torch.no_grad():
+        head = LinearHead(hidden, weight, targets, vocab_size, group, temperature)
+        if method == "fastest" and _tiles_are_faster(head, with_entropy):
+            return _tiles(head, with_entropy)
+        return _chunks(head, with_entropy)[:2]
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Keeps its inputs and, per row, the log-sum-exp and the entropy."""
+    """Keeps its inputs and, per row, up to three numbers."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad, method):
-        head = LinearHead(hidden, weight, targets, vocab_size, group, temperature)
-        forward = _tiles if method == "fastest" and _tiles_are_faster(head, with_entropy) else _chunks
-        log_probs, entropy, shift = forward(head, with_entropy)
+    def forward(ctx, hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad):
+        log_probs, entropy, shift = _chunks(LinearHead(hidden, weight, targets, vocab_size, group, temperature), with_entropy)
         ctx.save_for_backward(hidden, weight, targets, entropy, shift)
         ctx.arguments, ctx.main_grad = (vocab_size, group, temperature), main_grad
         ctx.set_materialize_grads(False)
@@ -97,7 +103,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, shift = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 8
         head = LinearHead(hidden, weight, targets, *ctx.arguments)
         grad_hidden = torch.zeros_like(head.hidden) if wants_hidden else None
         grad_weight = None
@@ -121,37 +127,31 @@ class _LinearLogProbs(torch.autograd.Function):
         for reduction in reductions:
             reduction.wait()
         grad_weight = None if grad_weight is None or ctx.main_grad is not None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(log_probs [N], entropy [N] or None, log p - log_q or log-sum-exp [N] or None: see `Softmax.shift`)."""
-    new = lambda: torch.empty(len(head.hidden), dtype=head.dtype, device=head.hidden.device)
-    log_probs, entropy, shift = new(), new() if with_entropy else None, None
-    for rows in head.chunks():
-        log_probs[rows], row_entropy, softmax = head.softmax(rows, with_entropy)
-        if with_entropy:
-            entropy[rows] = row_entropy
-        if softmax.shift is not None:
-            shift = new() if shift is None else shift
-            shift[rows] = softmax.shift
-    return log_probs, entropy, shift
+    """(log_probs [N], entropy [N] or None, `Softmax.shift` of all rows)."""
+    parts = [(*head.softmax(rows, with_entropy),) for rows in head.chunks()]
+    nothing = torch.empty(0, dtype=head.dtype, device=head.hidden.device)
+    log_probs, entropy, softmaxes = zip(*parts, strict=True) if parts else ([nothing], [nothing if with_entropy else None], [])
+    together = lambda tensors: torch.cat(tensors) if tensors and tensors[0] is not None else None
+    return together(log_probs), together(entropy), together([softmax.shift for softmax in softmaxes])
 
 
-def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As `_chunks`; the shift is always the log-sum-exp."""
+def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """(log_probs [N], entropy [N] or None)."""
     from megarl.kernels import linear_log_probs_triton
 
     local = head.local_targets
     is_local = (local >= 0) & (local < head.num_real)
     targets = local.clamp(0, head.num_real - 1)
-    log_probs, entropy, log_z = linear_log_probs_triton.linear_stats(
+    log_probs, entropy, m, log_s = linear_log_probs_triton.linear_stats(
         head.hidden, head.weight[: head.num_real], targets, head.temperature, with_entropy
     )
     if head.group is not None:
-        log_probs, entropy, log_scale = merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, head.group)
-        log_z = log_z - log_scale
-    return torch.where(head.in_vocabulary, log_probs, math.nan), entropy if with_entropy else None, log_z
+        log_probs, entropy, _ = merge_ranks(log_probs, entropy, m + log_s, is_local, with_entropy, head.group)
+    return torch.where(head.in_vocabulary, log_probs, math.nan), entropy if with_entropy else None
 
 
 def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
@@ -160,8 +160,10 @@ def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
         return False
     from megarl.kernels import linear_log_probs_triton
 
+    # Nothing that ranks of a group differ in, such as their share of padding: either all of them have measured already, or none.
+    layout = [(x.stride(), x.data_ptr() % 16) for x in (head.hidden, head.weight)]
     rows = max(len(head.hidden) - 1, 0).bit_length()
-    key = (str(head.hidden.device), head.hidden.dtype, rows, *head.weight.shape, with_entropy, head.group)
+    key = (head.hidden.device, head.hidden.dtype, rows, head.weight.shape, head.vocab_size, with_entropy, head.group, *layout)
     if key not in _measured:
         group, head.group = head.group, None
         tiles_s, chunks_s = math.inf, 1.0

@@ -73,16 +73,19 @@ def can_run(hidden: Tensor, weight: Tensor) -> bool:
     return aligned and hidden.dtype in ((torch.bfloat16, torch.float16) if hidden.is_cuda else (torch.float16, torch.float32))
 
 
-def linear_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(log_q at the targets, entropy or zeros, log-sum-exp) over the rows of `weight`, each [N] fp32; `can_run` inputs, N and V > 0."""
+def linear_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, ...]:
+    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over the rows of `weight`, each [N] fp32;
+    of inputs that `can_run`, N and V > 0."""
     parts = [
-        _stats_of_rows(hidden[first : first + _ROWS_PER_LAUNCH], weight, targets[first : first + _ROWS_PER_LAUNCH], temperature, with_entropy)
+        _stats_of_rows(
+            hidden[first : first + _ROWS_PER_LAUNCH], weight, targets[first : first + _ROWS_PER_LAUNCH], temperature, with_entropy
+        )
         for first in range(0, len(hidden), _ROWS_PER_LAUNCH)
     ]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[Tensor, Tensor, Tensor]:
+def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[Tensor, ...]:
     num_rows, num_hidden = hidden.shape
     device, num_columns = hidden.device, len(weight)
     tiles, options, num_programs, precision = _TILES, dict(num_warps=8, num_stages=3), 1, "ieee"
@@ -110,7 +113,7 @@ def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[
     entropy = torch.zeros_like(total)
     if with_entropy:
         entropy = log_total - (scale * (u + s * offset)).sum(0) / total
-    return y_target - largest - log_total, entropy, largest + log_total
+    return y_target - largest - log_total, entropy, largest, log_total
 
 
 def _cases() -> list[AotCase]:

@@ -154,7 +154,7 @@ class Softmax(NamedTuple):
     kept: Tensor
     """[N, V_tp]: log_q in the dtype of the results, or the logits."""
     shift: Tensor | None
-    """[N]: log p - log_q, or None for 0. Of the Triton kernels: the log-sum-exp over all ranks."""
+    """[N]: log p - log_q, or None for 0. Of the Triton kernels [N, 2]: what to take off a scaled logit to have log p, in two parts."""
     targets: Tensor
     """[N] int64 columns of this rank; any column where not `is_local`."""
     is_local: Tensor
@@ -196,14 +196,17 @@ def softmax_rows(
     if triton and num_real and len(logits):
         from megarl.kernels import log_probs_triton
 
-        log_probs, entropy, log_z = log_probs_triton.logits_stats(logits, targets, num_real, temperature, with_entropy)
+        log_probs, entropy, m, log_s = log_probs_triton.logits_stats(logits, targets, num_real, temperature, with_entropy)
+        log_z = m + log_s
     else:
         log_probs, entropy, log_z = _stats(logits, targets, num_real, temperature, with_entropy, log_q, group is not None, dtype)
-    shift = log_z if triton else None
+        m, log_s = torch.zeros_like(log_z), log_z
+    shift = None
     if group is not None:
         log_probs, entropy, shift = merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group)
-        if triton:
-            shift = torch.where(log_z > -math.inf, log_z - shift, math.inf)
+        log_s = log_s - shift
+    if triton:
+        shift = torch.stack([m, log_s], 1)
     kept = logits if log_q is None else log_q
     softmax = Softmax(kept, shift, targets, is_local, entropy, num_real, temperature, log_q is not None)
     return log_probs, entropy if with_entropy else None, softmax
