@@ -23,7 +23,7 @@ if WANTED and "triton" not in sys.modules:
 
 @pytest.fixture(params=["torch", "interpret"])
 def kernels(request, monkeypatch):
-    """ "torch" or "interpret": what runs behind every door of megarl.kernels during the test."""
+    """"torch" or "interpret": what runs behind every door of megarl.kernels during the test."""
     if request.param == "interpret":
         if not WANTED:
             pytest.skip("with a GPU, MEGARL_KERNELS=interpret pytest tests/kernels does this")
