@@ -1,4 +1,4 @@
-"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, not logits."""
+"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs or a loss, not logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.kernels.log_probs import vocab_parallel_log_probs
+from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
+from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron.attention import StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
@@ -34,33 +35,43 @@ class ResponseTokens:
     """[N] int64 token ids."""
     temperature: float
     with_entropy: bool
+    method: Method = "chunked"
+    """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then exactly 1."""
+    loss: TokenLoss | None = None
+    """Computed, with its gradients, in the forward pass; a sum over tokens."""
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens.
+    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens, or (loss, metrics of
+    each chunk of them) if it is given a loss.
 
-    Only the hidden states that predict a response token reach the output layer: prompts cost no logits."""
+    Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do responses, more than a
+    chunk at a time: `output_layer` holds the weight, its forward is not called."""
 
     def __init__(self, *args, real_vocab_size: int, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
-        if self.post_process and self.config.sequence_parallel:
-            # The positions are selected from the whole sequence, which is therefore gathered before the output layer.
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = True
+        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces gradients during backward: it
+        # waits for one that autograd hands out.
+        self.accumulates_into_main_grad = False
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels: ResponseTokens, *args, **kwargs):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # The output layer all-reduces its input gradient, so each rank takes its slice of it instead of summing again.
+            # The positions are selected from the whole sequence. The gradient of `hidden` below is summed over the ranks already, so
+            # each takes its slice instead of summing again.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden_states[labels.predict_positions], weight=weight)  # [N, 1, V_tp]
-        return vocab_parallel_log_probs(
-            logits.squeeze(1), labels.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp,
-            temperature=labels.temperature, with_entropy=labels.with_entropy, inplace=True)
+        hidden = hidden_states[labels.predict_positions].squeeze(1)  # [N, H]
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() and self.accumulates_into_main_grad else None
+        options = dict(vocab_size=self.real_vocab_size, group=self.pg_collection.tp, temperature=labels.temperature,
+                       with_entropy=labels.with_entropy, main_grad=main_grad)  # fmt: skip
+        if labels.loss is None:
+            return linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
+        fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
+        return fused.loss, fused.metrics
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:

@@ -175,16 +175,17 @@ class ActorRole(_MegatronRole):
         return metrics | {"memory/peak_bytes": peak_memory_bytes()}
 
     def _update_once(self, mini_batch: MiniBatch) -> dict[str, float]:
-        def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None):
+        def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice):
             device = log_probs.device
-            columns = {name: c if (c := micro.column(name)) is None else c.to(device)
+            columns = {name: c if (c := micro.column(name)) is None else c[rows].to(device)
                        for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")}  # fmt: skip
             return self.algorithm.loss(LossInputs(
-                log_probs=log_probs, entropy=entropy, response_lengths=micro.response_length_of_token.to(device),
+                log_probs=log_probs, entropy=entropy, response_lengths=micro.response_length_of_token[rows].to(device),
                 num_tokens=mini_batch.num_tokens, num_sequences=mini_batch.num_sequences,
                 max_response_length=self.config.sampling.max_response_length, **columns))
 
-        return self.policy.update(self.micro_batches([mini_batch]), loss, self.config.sampling.temperature, self.algorithm.needs_entropy)
+        return self.policy.update(self.micro_batches([mini_batch]), loss, self.config.sampling.temperature,
+                                  self.algorithm.needs_entropy, self.algorithm.token_level)
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder. Collective over the mesh."""

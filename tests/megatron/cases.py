@@ -1,6 +1,6 @@
 """Which layouts each model family runs in: read by run_layouts.py and by the tests that judge it."""
 
-DENSE = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "one_stacked",
+DENSE = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "one_stacked", "tp2_sp_whole", "pp2_whole",
          "tp2_sp_stacked_recompute", "one_bf16", "dp2_bf16")  # fmt: skip
 FAMILY_LAYOUTS = {
     "qwen2_tied": DENSE,

@@ -28,7 +28,8 @@ from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 TEMPERATURE = 0.8
-LAYOUTS = {  # name -> (mesh, parallel flags). "one" is the reference that the others must equal.
+# Name -> (mesh, parallel flags). "one" is the reference that the others must equal. _whole: the loss sees a micro-batch as a whole.
+LAYOUTS = {
     "one": (MeshSpec((0,)), ParallelConfig()),
     "tp2": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2)),
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -46,6 +47,8 @@ LAYOUTS = {  # name -> (mesh, parallel flags). "one" is the reference that the o
     "ep2": (MeshSpec((0, 1), ep=2), ParallelConfig(expert_model_parallel_size=2)),
     "tp2_sp_ep2": (MeshSpec((0, 1), tp=2, ep=2, etp=1), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
+    "tp2_sp_whole": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "pp2_whole": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
     "one_bf16": (MeshSpec((0,)), ParallelConfig()),
     "dp2_bf16": (MeshSpec((0, 1)), ParallelConfig()),
 }  # fmt: skip
@@ -134,14 +137,14 @@ def check_layout(folder: Path, layout: str, batch: Batch, expected: torch.Tensor
         out["log_prob_error"] = (torch.cat(log_probs) - wanted).abs().max().item()
     save_hf(str(folder) + f"_{layout}_roundtrip", str(folder), policy.shape, atlases, policy.parameters)
 
-    def loss(micro, log_probs, entropy):
-        value = -(log_probs * micro.column("advantages")).sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
+    def loss(micro, log_probs, entropy, rows):
+        value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
         return value, {"loss": value.detach()}
 
     out["updates"] = []
     for _ in range(2):
         policy.advance_schedule()
-        metrics = policy.update(micros, loss, TEMPERATURE, with_entropy=True)
+        metrics = policy.update(micros, loss, TEMPERATURE, with_entropy=True, token_level=not layout.endswith("_whole"))
         out["updates"].append(metrics)
     save_hf(str(folder) + f"_{layout}_{max_tokens}_{seed}_updated", str(folder), policy.shape, atlases, policy.parameters)
     return out
