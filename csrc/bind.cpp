@@ -7,6 +7,7 @@
 
 #include "copy_plan.h"
 #include "digest.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -35,7 +36,7 @@ void digest(Views views, Digests digests, uint64_t seed, bool sampled, int num_t
   const auto count = static_cast<int64_t>(views.shape(0));
   nb::gil_scoped_release release;
   megarl::check(first, count);
-  if (sampled) megarl::digest_sampled(first, count, seed, out);
+  if (sampled) megarl::digest_sampled(first, count, seed, num_threads, out);
   else megarl::digest_full(first, count, seed, num_threads, out);
 }
 
@@ -43,6 +44,13 @@ void finish_digests(Views views, Digests sums, uint64_t seed) {
   if (sums.shape(0) != views.shape(0)) throw std::invalid_argument("sums must have as many entries as views");
   megarl::finish_sums(reinterpret_cast<const megarl::View*>(views.data()), static_cast<int64_t>(views.shape(0)), seed,
                       reinterpret_cast<uint64_t*>(sums.data()));
+}
+
+void memcpy_with_threads(uintptr_t dst, uintptr_t src, int64_t bytes, int num_threads) {
+  if (bytes < 0) throw std::invalid_argument("bytes (" + std::to_string(bytes) + ") must be >= 0");
+  megarl::share(bytes, 1 << 18, num_threads, [=](int64_t first, int64_t last) {
+    std::memcpy(reinterpret_cast<char*>(dst) + first, reinterpret_cast<const char*>(src) + first, static_cast<size_t>(last - first));
+  });
 }
 
 #ifdef MEGARL_WITH_CUDA
@@ -82,6 +90,8 @@ NB_MODULE(_C, m) {
 
   m.def("digest", &digest, "views"_a, "digests"_a, "seed"_a, "sampled"_a, "num_threads"_a = 1,
         "Writes a 64-bit digest per row of views, int64 [N, 5]: address, rows, cols, ld, mode. Raises ValueError naming the first bad one.");
+  m.def("memcpy", &memcpy_with_threads, "dst"_a, "src"_a, "bytes"_a, "num_threads"_a = 1, nb::call_guard<nb::gil_scoped_release>(),
+        "The C library's copy of host memory, cut as CopyPlan.run cuts: what a plan is measured against.");
   m.def("finish_digests", &finish_digests, "views"_a, "sums"_a, "seed"_a, "Turns sum_cuda's sums into digests, in place.");
 #ifdef MEGARL_WITH_CUDA
   m.def("sum_cuda", &sum_cuda, "table"_a, "view_of_tile"_a, "num_views"_a, "num_tiles"_a, "seed"_a, "sampled"_a, "sums"_a, "stream"_a,

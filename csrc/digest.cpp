@@ -19,6 +19,12 @@ namespace {
 
 constexpr int64_t kBufferWords = 512;  // stays in the first-level cache
 constexpr int64_t kMinWordsPerThread = 1 << 15;
+constexpr int64_t kMinViewsPerThread = 64;  // sampled
+
+// Of a word: its number in the view, its row, its number in the row.
+struct Place {
+  int64_t index, row, word;
+};
 
 uint64_t load(const char* bytes, int64_t count = 8) {
   uint64_t word = 0;  // the first byte is the lowest: every machine that runs this is little-endian
@@ -102,6 +108,27 @@ uint64_t sum_range(const View& view, int64_t first, int64_t last, uint64_t seed)
   return sum;
 }
 
+// Nearly every sample misses the caches, so all are asked for before the first is read.
+uint64_t sum_samples(const View& view, uint64_t seed) {
+  const int64_t from = src_size(view.mode), per_word = elements_per_word(view), per_row = words_per_row(view);
+  const int64_t words = view.rows * per_row, samples = std::min(words, kSamples);
+  Place places[kSamples];
+  for (int64_t s = 0; s < samples; ++s) {
+    const int64_t index = sampled_word(words, s, seed), row = index / per_row, word = index % per_row, col = word * per_word;
+    places[s] = {index, row, word};
+    const int64_t offset = is_packed(view.mode) ? packed_row_offset(row_in_block(view.address, from), row, view.ld) + col * kPackRows
+                                                : row * view.ld + col;
+    __builtin_prefetch(reinterpret_cast<const char*>(view.address) + offset * from);
+  }
+  uint64_t sum = 0;
+  for (int64_t s = 0; s < samples; ++s) {
+    char bytes[8];
+    read_words(view, places[s].row, places[s].word, 1, bytes);
+    sum += term(load(bytes), static_cast<uint64_t>(places[s].index), seed);
+  }
+  return sum;
+}
+
 // Rows without gaps whose words do not straddle them are one row: the same words under the same numbers.
 View as_long_row(const View& view) {
   const bool together = !is_packed(view.mode) && view.ld == view.cols && view.cols % elements_per_word(view) == 0;
@@ -149,19 +176,10 @@ void finish_sums(const View* views, int64_t count, uint64_t seed, uint64_t* sums
   for (int64_t i = 0; i < count; ++i) sums[i] = finish(sums[i], views[i], seed);
 }
 
-void digest_sampled(const View* views, int64_t count, uint64_t seed, uint64_t* digests) {
-  for (int64_t i = 0; i < count; ++i) {
-    const View& view = views[i];
-    const int64_t per_row = words_per_row(view), samples = num_samples(view);
-    uint64_t sum = 0;
-    for (int64_t s = 0; s < samples; ++s) {
-      const int64_t word = sampled_word(view, s, seed);
-      char bytes[8];
-      read_words(view, word / per_row, word % per_row, 1, bytes);
-      sum += term(load(bytes), static_cast<uint64_t>(word), seed);
-    }
-    digests[i] = finish(sum, view, seed);
-  }
+void digest_sampled(const View* views, int64_t count, uint64_t seed, int num_threads, uint64_t* digests) {
+  share(count, kMinViewsPerThread, num_threads, [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) digests[i] = finish(sum_samples(views[i], seed), views[i], seed);
+  });
 }
 
 }  // namespace megarl

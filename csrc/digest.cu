@@ -6,6 +6,8 @@
 namespace megarl {
 namespace {
 
+constexpr int kWarp = 32;
+static_assert(kSamples <= kWarp);
 constexpr int kThreads = 256;
 
 // The element as it is at its destination.
@@ -72,11 +74,12 @@ __global__ void __launch_bounds__(kThreads) full_kernel(const TiledView* __restr
 }
 
 // One block per view, one thread per sample.
-__global__ void __launch_bounds__(kSamples) sampled_kernel(const TiledView* __restrict__ table, uint64_t seed, unsigned long long* sums) {
+__global__ void __launch_bounds__(kWarp) sampled_kernel(const TiledView* __restrict__ table, uint64_t seed, unsigned long long* sums) {
   const View view = table[blockIdx.x].view;
   uint64_t sum = 0;
-  if (threadIdx.x < num_samples(view)) {
-    const int64_t word = sampled_word(view, threadIdx.x, seed), per_row = words_per_row(view);
+  const int64_t words = num_words(view);
+  if (threadIdx.x < (words < kSamples ? words : kSamples)) {
+    const int64_t word = sampled_word(words, threadIdx.x, seed), per_row = words_per_row(view);
     sum = term(read_word(view, word / per_row, word % per_row), static_cast<uint64_t>(word), seed);
   }
   add_to(sums + blockIdx.x, sum);
@@ -92,7 +95,7 @@ int sum_cuda(const TiledView* table, const int32_t* view_of_tile, int64_t num_vi
   auto out = reinterpret_cast<unsigned long long*>(sums);
   const auto grid = static_cast<unsigned>(blocks);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (sampled) sampled_kernel<<<grid, kSamples, 0, on>>>(table, seed, out);
+  if (sampled) sampled_kernel<<<grid, kWarp, 0, on>>>(table, seed, out);
   else full_kernel<<<grid, kThreads, 0, on>>>(table, view_of_tile, seed, out);
   return cudaGetLastError();
 }

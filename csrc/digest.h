@@ -5,8 +5,8 @@
 //
 //   digest = mix(sum_i term(word_i, i, seed) + rows * kRows + cols * kCols + element size + seed)
 //
-// The full digest sums all words; the sampled one a word out of each of 64 equal stretches, drawn by the seed (all, if there are no
-// more than 64). Elements are digested as what they become at their destination. megarl/reshard/digest.py has the same in PyTorch.
+// The full digest sums all words; the sampled one a word out of each of 32 equal stretches, drawn by the seed (all, if there are no
+// more than 32). Elements are digested as what they become at their destination. megarl/reshard/digest.py has the same in PyTorch.
 #pragma once
 #include <cstdint>
 
@@ -21,7 +21,7 @@ struct View {
 };
 static_assert(sizeof(View) == 5 * sizeof(int64_t));
 
-constexpr int64_t kSamples = 64;
+constexpr int64_t kSamples = 16;  // 32 float32 elements, or 64 of 16 bits; each is a cache miss, which is what a digest costs
 constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u, kRows = 0xbf58476d1ce4e5b9u, kCols = 0x94d049bb133111ebu;
 
 // The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
@@ -44,13 +44,11 @@ MEGARL_HOST_DEVICE inline int64_t words_per_row(const View& view) {
   return (view.cols + elements_per_word(view) - 1) / elements_per_word(view);
 }
 MEGARL_HOST_DEVICE inline int64_t num_words(const View& view) { return view.rows * words_per_row(view); }
-MEGARL_HOST_DEVICE inline int64_t num_samples(const View& view) { return num_words(view) < kSamples ? num_words(view) : kSamples; }
 
-// Word of sample s, 0 <= s < num_samples: in [s, s + 1) / 64 of the words.
-MEGARL_HOST_DEVICE inline int64_t sampled_word(const View& view, int64_t s, uint64_t seed) {
-  const int64_t words = num_words(view);
+// Word of sample s, 0 <= s < min(words, kSamples): in [s, s + 1) / kSamples of the words.
+MEGARL_HOST_DEVICE inline int64_t sampled_word(int64_t words, int64_t s, uint64_t seed) {
   if (words <= kSamples) return s;
-  // words * s / 64 without leaving 64 bits
+  // words * s / kSamples without leaving 64 bits
   const auto bound = [words](int64_t part) { return words / kSamples * part + words % kSamples * part / kSamples; };
   const int64_t first = bound(s), length = bound(s + 1) - first;
   return first + static_cast<int64_t>(mix(seed + static_cast<uint64_t>(s) * kWeyl) >> 1) % length;
@@ -69,7 +67,7 @@ MEGARL_HOST_DEVICE inline int64_t num_tiles(const View& view) { return (num_word
 void check(const View* views, int64_t count);
 // One digest per view into `digests`.
 void digest_full(const View* views, int64_t count, uint64_t seed, int num_threads, uint64_t* digests);
-void digest_sampled(const View* views, int64_t count, uint64_t seed, uint64_t* digests);
+void digest_sampled(const View* views, int64_t count, uint64_t seed, int num_threads, uint64_t* digests);
 // Turns sums over words into digests, in place.
 void finish_sums(const View* views, int64_t count, uint64_t seed, uint64_t* sums);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 
 import megarl
@@ -17,6 +18,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   eval       Evaluate a model on --eval-data.
   convert    Convert models: `megarl convert --help`.
   check      Report everything that is wrong with a configuration, without touching a device.
+  reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag
   megarl --version        the version
@@ -100,13 +102,41 @@ def check(argv: list[str]) -> int:
     return 0
 
 
+def reshard_plan(argv: list[str]) -> int:
+    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only, and no run folder or data."""
+    from megarl.config.check import check_layout
+    from megarl.config.loader import load_config
+    from megarl.config.mesh import role_meshes
+    from megarl.reshard.report import parse, report
+
+    options, rest = parse(argv)
+    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:  # a file that comes first is overridden by all that follow
+        unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
+        unneeded.flush()
+        config = load_config([f"@{unneeded.name}", *rest], _registry(), "megarl reshard-plan")
+    world_size = options.world_size or config.placement.nproc_per_node
+    shape, meshes = check_layout(config, world_size), role_meshes(config, world_size)
+    if "rollout" not in meshes:
+        raise ConfigError(["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."])
+    train = "bfloat16" if config.model.bf16 else "float32"
+    rollout = train if config.rollout.dtype == "auto" else config.rollout.dtype
+    sys.stdout.write(report(shape, meshes["actor"], meshes["rollout"], train, rollout, config.actor.qkv_layout, options))
+    return 0
+
+
 def _registry() -> dict[str, type]:
     from megarl.algorithms import REGISTRY
 
     return REGISTRY
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "eval": evaluate, "convert": convert, "check": check}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "eval": evaluate,
+    "convert": convert,
+    "check": check,
+    "reshard-plan": reshard_plan,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

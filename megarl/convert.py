@@ -79,7 +79,7 @@ def convert(arguments: argparse.Namespace, world_size: int) -> int:
     shape = ModelShape.load(arguments.model)
     parallel = ParallelConfig(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp)
     policy = Policy(shape, mesh, ModelConfig(model=arguments.model, bf16=arguments.bf16), parallel)
-    atlases = megatron_atlases(shape, mesh)
+    atlases = megatron_atlases(shape, mesh, parallel)
     load_hf(arguments.model, atlases[dist.get_rank()], policy.parameters, shape)
     save_hf(arguments.save, arguments.model, shape, atlases, policy.parameters)
     if dist.get_rank() == 0:

@@ -5,12 +5,18 @@
 A group is all samples with the same id, in any order. The standard deviation is the unbiased one, as `torch.std`. A group with
 a single reward has nothing to be compared with: advantage 0. Equal rewards give exactly 0. A NaN reward is a sample whose
 reward failed: it takes no part in its group's statistics and its own advantage is 0.
+
+The kernel compares every sample with every other: 2 B^2 fp64 additions in one launch (B = 16384: 5e8, well below a millisecond),
+where finding the distinct ids needs a sort and a stop of the stream to learn how many there are. 16 bytes per sample leave or enter
+the chip; the rest is read from its caches.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from megarl.kernels.backend import backend
 
 
 def group_advantages_ref(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
@@ -34,15 +40,23 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool,
         normalize_by_std: divide by the group's standard deviation + eps.
 
     Returns: [B] fp32, in the order of `rewards`.
-    Raises: ValueError for wrong shapes or dtypes, or an infinite reward.
+    Raises: ValueError for wrong shapes or dtypes, or, on CPU, an infinite reward. (Elsewhere looking at rewards would stop the
+        stream; the advantages of such a group are NaN.)
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [B], got {rewards.dtype} {list(rewards.shape)}")
     if group_ids.shape != rewards.shape or group_ids.dtype != torch.int64:
         raise ValueError(f"group_ids must be int64 {list(rewards.shape)} like rewards, got {group_ids.dtype} {list(group_ids.shape)}")
-    if bool(rewards.isinf().any()):
+    if rewards.device.type == "cpu" and bool(rewards.isinf().any()):
         index = int(rewards.isinf().nonzero()[0])
         raise ValueError(f"rewards[{index}] ({rewards[index].item()}) must be finite, or NaN for a failed sample")
+    if backend(rewards) == "torch":
+        return _compute_torch(rewards, group_ids, normalize_by_std, eps)
+    from megarl.kernels import group_advantages_triton
+    return group_advantages_triton.group_advantages(rewards, group_ids, normalize_by_std, eps)
+
+
+def _compute_torch(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float) -> Tensor:
     ids, group = group_ids.unique(return_inverse=True)
     is_valid = ~rewards.isnan()
     # In fp64 a sum of equal fp32 rewards is exact, so that equal rewards give exactly 0.

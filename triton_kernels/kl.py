@@ -2,16 +2,23 @@
 
 With d = log_probs - ref_log_probs:
 
-    k1 = d                     unbiased, but noisy and of either sign
-    k2 = d^2 / 2               biased, small variance, >= 0
-    k3 = exp(-d) - 1 + d       unbiased, small variance, >= 0
+    k1  = d                    unbiased, but noisy and of either sign
+    abs = |d|                  biased: a distance, not an estimate of the KL
+    k2  = d^2 / 2              biased, small variance, >= 0
+    k3  = exp(-d) - 1 + d      unbiased, small variance, >= 0; held at 10, without gradient, where it would be more
 
 What they do as a *loss* is another question: a good estimate of a value need not have a good gradient (arXiv:2510.01555). For
 tokens sampled from the policy that is differentiated:
 
     k1  gradient 1, so its expectation is 0: noise that pulls the policy nowhere. Right in the reward, useless in a loss.
+    abs gradient of size 1 towards the reference, however near it is.
     k2  gradient d: unbiased for the gradient of KL(policy || reference), the same as k1 in the reward.
-    k3  gradient 1 - exp(-d): of KL(reference || policy); equal to k2's to first order in d, unbounded for d << 0.
+    k3  gradient 1 - exp(-d): of KL(reference || policy); equal to k2's to first order in d.
+
+`straight_through` shows the value of any of them and has the gradient of k2, unlimited.
+
+The limit of k3 is verl's: it is met where the policy's probability fell below 1/13 of the reference's, or is e^11 times as large.
+One launch reads 8 and writes 8 bytes per token: the estimate, and its slope for the backward.
 """
 
 from __future__ import annotations
@@ -22,20 +29,50 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-KLEstimator = Literal["k1", "k2", "k3"]
+from megarl.kernels.backend import backend
 
-# k3 grows as exp(-d): beyond d = -20 (5e8) it stays there, without gradient.
-_MAX_EXPONENT = 20.0
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
+
+MAX_K3 = 10.0
+# exp(-d) must not overflow; a d this far from 0 is beyond MAX_K3 on both sides.
+MAX_EXPONENT = 20.0
 
 
-def kl_estimate_ref(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator) -> Tensor:
+def kl_estimate_ref(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False) -> Tensor:
     """The specification, in fp64 and differentiated by autograd."""
     d = log_probs.double() - ref_log_probs.double()
-    limited = d.clamp(min=-_MAX_EXPONENT)
-    return {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(-limited) + limited}[kind]
+    limited = d.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    k3 = (torch.expm1(-limited) + limited).clamp(max=MAX_K3)
+    value = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": k3}[kind]
+    k2 = d.square() / 2
+    return value.detach() + k2 - k2.detach() if straight_through else value
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator) -> Tensor:
+def at_least_fp32(x: Tensor | None) -> Tensor | None:
+    """fp64 stays, for gradient checks; all else is computed in fp32, as the kernels do."""
+    return None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[Tensor, Tensor]:
+    """Estimate and derivative for differences d [N], by hand: autograd's derivative of exp(-d) + d loses all digits where d is
+    small, on every early step."""
+    match kind:
+        case "k1":
+            value, slope = d, torch.ones_like(d)
+        case "abs":
+            value, slope = d.abs(), torch.where(d.isnan(), d, d.sign())
+        case "k2":
+            value, slope = d.square() / 2, d
+        case _:
+            limited = d.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+            negative_slope = torch.expm1(-limited)
+            value = negative_slope + limited
+            slope = torch.where(value > MAX_K3, 0, -negative_slope)
+            value = value.clamp(max=MAX_K3)
+    return value, d if straight_through else slope
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False) -> Tensor:
     """KL estimate per token [N] from log_probs [N] and ref_log_probs [N], fp32. Differentiable in `log_probs` only.
 
     Raises: ValueError for an unknown kind, different shapes, or a ref_log_probs that requires a gradient.
@@ -46,25 +83,22 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator) -> 
         raise ValueError(f"ref_log_probs must be {list(log_probs.shape)} like log_probs, got {list(ref_log_probs.shape)}")
     if ref_log_probs.requires_grad:
         raise ValueError("ref_log_probs requires a gradient, but the estimate has none for it: pass ref_log_probs.detach()")
-    if kind == "k3":
-        return _K3.apply(log_probs, ref_log_probs)
-    d = log_probs - ref_log_probs
-    return d if kind == "k1" else d.square() / 2
+    return _KLEstimate.apply(log_probs, ref_log_probs, kind, straight_through)
 
 
-class _K3(torch.autograd.Function):
-    """By hand because autograd's derivative of exp(-d) + d loses all digits where d is small: on every early step."""
-
+class _KLEstimate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log_probs, ref_log_probs):
-        d = log_probs - ref_log_probs
-        limited = d.clamp(min=-_MAX_EXPONENT)
-        negative_slope = torch.expm1(-limited)
-        ctx.save_for_backward(torch.where(d < -_MAX_EXPONENT, 0, -negative_slope))
-        return negative_slope + limited
+    def forward(ctx, log_probs, ref_log_probs, kind, straight_through):
+        if backend(log_probs) == "triton":
+            from megarl.kernels import kl_triton
+            value, slope = kl_triton.kl_and_slope(log_probs, ref_log_probs, kind, straight_through)
+        else:
+            value, slope = kl_and_slope(at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), kind, straight_through)
+        ctx.save_for_backward(slope)
+        return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (slope,) = ctx.saved_tensors
-        return grad * slope, None
+        return grad * slope, None, None, None

@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megarl.kernels.backend import backend
 
 # Elements of one chunk of rows. CPU: 2 MiB in fp32, about what a core caches. Others: 128 MiB in fp32, many waves of work.
 _CHUNK_ELEMENTS_CPU = 2**19
@@ -118,67 +121,143 @@ def _check(logits: Tensor, targets: Tensor, vocab_size: int, num_ranks: int, tem
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """Keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16) the logits, to make it again."""
+    """Keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16, Triton) the logits, to make it again."""
 
     @staticmethod
     def forward(ctx, logits, local_targets, num_real, group, temperature, with_entropy, inplace, keep):
-        full_precision = logits.dtype in (torch.float32, torch.float64)
-        dtype = logits.dtype if full_precision else torch.float32
-        # A token of another rank: any column that exists, and what is read there or added to it becomes 0.
-        targets = local_targets.clamp(0, max(num_real - 1, 0))
-        is_local = (local_targets >= 0) & (local_targets < num_real)
-        kept = None
-        if keep and full_precision:
-            kept = logits if inplace else torch.empty_like(logits)
-        log_probs, entropy, log_z = (torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3))
-        if num_real == 0:
-            log_z.fill_(-math.inf)
-        for rows, scaled in _scaled_chunks(logits, num_real, temperature, dtype, alias=not inplace):
-            log_q = torch.log_softmax(scaled, dim=-1, out=None if kept is None else kept[rows])
-            log_probs[rows] = log_q.gather(1, targets[rows, None])[:, 0]
-            if group is not None:
-                log_z[rows] = scaled.amax(-1) - log_q.amax(-1)
-            if with_entropy:
-                log2_q = (log_q * _LOG2E).clamp_min_(_MIN_LOG2)
-                entropy[rows] = torch.linalg.vecdot(log2_q.exp2(), log2_q).mul_(-_LN2)
-        if group is not None:
-            log_probs, entropy, log_z = _merge(log_probs, entropy, log_z, is_local, with_entropy, group)
+        log_q = None
+        if keep and logits.dtype in (torch.float32, torch.float64) and not runs_triton(logits):
+            log_q = logits if inplace else torch.empty_like(logits)
+        log_probs, entropy, softmax = softmax_rows(
+            logits, local_targets, num_real=num_real, group=group, temperature=temperature, with_entropy=with_entropy, log_q=log_q
+        )
         if keep:
-            ctx.save_for_backward(logits if kept is None else kept, targets, is_local, entropy, None if group is None else log_z)
-            ctx.num_real, ctx.temperature, ctx.inplace, ctx.recompute = num_real, temperature, inplace, kept is None
+            *tensors, ctx.num_real, ctx.temperature, ctx.is_log_q = softmax
+            ctx.save_for_backward(*tensors)
+            ctx.inplace = inplace or log_q is not None
         ctx.set_materialize_grads(False)
-        return log_probs, entropy if with_entropy else None
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):
-        kept, targets, is_local, entropy, log_z = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 8
-        at_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / ctx.temperature
-        row_scale, entropy_scale = -at_target, None
-        if grad_entropy is not None:
-            row_scale = row_scale - grad_entropy / ctx.temperature * entropy
-            entropy_scale = (grad_entropy * (-_LN2 / ctx.temperature))[:, None]
-        row_scale, at_target = row_scale[:, None], torch.where(is_local, at_target, 0)[:, None]
-        grad = kept if ctx.inplace or not ctx.recompute else torch.empty_like(kept)
-        for rows, log_q in _log_q_chunks(ctx, kept, entropy.dtype):
-            log2_p = log_q.mul_(_LOG2E)
-            if log_z is not None:
-                log2_p.add_(log_z[rows, None], alpha=_LOG2E)
-            if entropy_scale is None:
-                part = log2_p.exp2_().mul_(row_scale[rows])
-            else:
-                p = log2_p.clamp_min_(_MIN_LOG2).exp2()
-                part = log2_p.mul_(entropy_scale[rows]).add_(row_scale[rows]).mul_(p)
-            part.scatter_add_(1, targets[rows, None], at_target[rows])
-            if ctx.recompute:
-                grad[rows] = part
-        grad[:, ctx.num_real :] = 0
-        return grad, None, None, None, None, None, None, None
+        softmax = Softmax(*ctx.saved_tensors, ctx.num_real, ctx.temperature, ctx.is_log_q)
+        out = softmax.kept if ctx.inplace else torch.empty_like(softmax.kept)
+        return softmax_gradient(softmax, grad_log_probs, grad_entropy, out), None, None, None, None, None, None, None
 
 
-def _merge(log_probs, entropy, log_z, is_local, with_entropy, group) -> tuple[Tensor, Tensor, Tensor]:
+class Softmax(NamedTuple):
+    """What the gradient of some rows needs. Beside `kept` nothing is larger than one number per row."""
+
+    kept: Tensor
+    """[N, V_tp]: log_q in the dtype of the results, or the logits."""
+    shift: Tensor | None
+    """[N]: log p - log_q, or None for 0. Of the Triton kernels [N, 2]: what to take off a scaled logit to have log p, in two parts."""
+    targets: Tensor
+    """[N] int64 columns of this rank; any column where not `is_local`."""
+    is_local: Tensor
+    """[N] bool: the target is among this rank's columns."""
+    entropy: Tensor
+    """[N], over all ranks."""
+    num_real: int
+    temperature: float
+    is_log_q: bool
+
+
+def runs_triton(logits: Tensor) -> bool:
+    """Triton kernels compute in fp32; float64, which is for checks, is PyTorch's everywhere."""
+    return logits.dtype != torch.float64 and backend(logits) == "triton"
+
+
+def softmax_rows(
+    logits: Tensor,
+    local_targets: Tensor,
+    *,
+    num_real: int,
+    group: dist.ProcessGroup | None,
+    temperature: float,
+    with_entropy: bool,
+    log_q: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Softmax]:
+    """(log_probs, entropy or None, for the gradient) of checked arguments. A collective of `group`. Records no gradient.
+
+    Args:
+        local_targets: [N] int64 token ids less this rank's first column: negative or beyond its columns for other ranks' tokens.
+        num_real: this rank's columns that are not padding.
+        log_q: [N, V_tp] fp32 or fp64, written and kept for the gradient; may be `logits`. None: `logits` is kept. PyTorch only.
+    """
+    dtype = logits.dtype if logits.dtype in (torch.float32, torch.float64) else torch.float32
+    # A token of another rank: any column that exists, and what is read there or added to it becomes 0.
+    targets = local_targets.clamp(0, max(num_real - 1, 0))
+    is_local = (local_targets >= 0) & (local_targets < num_real)
+    triton = runs_triton(logits)
+    if triton and num_real and len(logits):
+        from megarl.kernels import log_probs_triton
+
+        log_probs, entropy, m, log_s = log_probs_triton.logits_stats(logits, targets, num_real, temperature, with_entropy)
+        log_z = m + log_s
+    else:
+        log_probs, entropy, log_z = _stats(logits, targets, num_real, temperature, with_entropy, log_q, group is not None, dtype)
+        m, log_s = torch.zeros_like(log_z), log_z
+    shift = None
+    if group is not None:
+        log_probs, entropy, shift = merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group)
+        log_s = log_s - shift
+    if triton:
+        shift = torch.stack([m, log_s], 1)
+    kept = logits if log_q is None else log_q
+    softmax = Softmax(kept, shift, targets, is_local, entropy, num_real, temperature, log_q is not None)
+    return log_probs, entropy if with_entropy else None, softmax
+
+
+def _stats(logits, targets, num_real, temperature, with_entropy, log_q_out, with_log_z, dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's columns: log_q at the targets [N], entropy [N] (0 unless wanted), log-sum-exp [N] (0 unless wanted)."""
+    log_probs, entropy, log_z = (torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3))
+    if num_real == 0:
+        log_z.fill_(-math.inf)
+    for rows, scaled in _scaled_chunks(logits, num_real, temperature, dtype, alias=log_q_out is not logits):
+        log_q = torch.log_softmax(scaled, dim=-1, out=None if log_q_out is None else log_q_out[rows])
+        log_probs[rows] = log_q.gather(1, targets[rows, None])[:, 0]
+        if with_log_z:
+            log_z[rows] = scaled.amax(-1) - log_q.amax(-1)
+        if with_entropy:
+            log2_q = (log_q * _LOG2E).clamp_min_(_MIN_LOG2)
+            entropy[rows] = torch.linalg.vecdot(log2_q.exp2(), log2_q).mul_(-_LN2)
+    return log_probs, entropy, log_z
+
+
+def softmax_gradient(softmax: Softmax, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, out: Tensor) -> Tensor:
+    """Write dL/dlogits [N, V_tp] for dL/dlog_prob [N] and dL/dentropy [N] into `out`, any float dtype; may be `softmax.kept`."""
+    kept, shift, targets, is_local, entropy, num_real, temperature, is_log_q = softmax
+    at_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
+    row_scale, entropy_scale = -at_target, None
+    if grad_entropy is not None:
+        row_scale = row_scale - grad_entropy / temperature * entropy
+        entropy_scale = grad_entropy * (-_LN2 / temperature)
+    at_target = torch.where(is_local, at_target, 0)
+    if runs_triton(kept) and num_real and len(kept):
+        from megarl.kernels import log_probs_triton
+
+        return log_probs_triton.dlogits(kept, shift, targets, at_target, row_scale, entropy_scale, num_real, temperature, out)
+    for rows, log_q in _log_q_chunks(kept, num_real, temperature, is_log_q, entropy.dtype):
+        log2_p = log_q.mul_(_LOG2E)
+        if shift is not None:
+            log2_p.add_(shift[rows, None], alpha=_LOG2E)
+        if entropy_scale is None:
+            part = log2_p.exp2_().mul_(row_scale[rows, None])
+        else:
+            p = log2_p.clamp_min_(_MIN_LOG2).exp2()
+            part = log2_p.mul_(entropy_scale[rows, None]).add_(row_scale[rows, None]).mul_(p)
+        part.scatter_add_(1, targets[rows, None], at_target[rows, None])
+        if not (is_log_q and out is kept):
+            out[rows] = part
+    out[:, num_real:] = 0
+    return out
+
+
+def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tuple[Tensor, Tensor, Tensor]:
     """Of all ranks' columns: log-probs [N], entropy [N], and [N] what turns this rank's log_q into log p."""
     largest = log_z.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -213,11 +292,10 @@ def _scaled_chunks(logits: Tensor, num_real: int, temperature: float, dtype: tor
         yield rows, scratch[: rows.stop - first]
 
 
-def _log_q_chunks(ctx, kept: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _log_q_chunks(kept: Tensor, num_real: int, temperature: float, is_log_q: bool, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or made again from kept logits."""
-    if ctx.recompute:
-        for rows, scaled in _scaled_chunks(kept, ctx.num_real, ctx.temperature, dtype, alias=False):
-            yield rows, torch.log_softmax(scaled, dim=-1)
+    if is_log_q:
+        yield from _scaled_chunks(kept, kept.shape[1] if num_real else 0, 1.0, dtype, alias=True)
     else:
-        for rows, log_q in _scaled_chunks(kept, kept.shape[1] if ctx.num_real else 0, 1.0, dtype, alias=True):
-            yield rows, log_q
+        for rows, scaled in _scaled_chunks(kept, num_real, temperature, dtype, alias=False):
+            yield rows, torch.log_softmax(scaled, dim=-1)

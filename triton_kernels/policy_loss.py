@@ -1,37 +1,85 @@
-"""PPO's clipped policy loss with the two bounds apart, and the dual clip, in one pass that also leaves the gradient.
+"""The policy loss of PPO and its relatives with everything that is added to it, and its gradient, in one launch.
 
     ratio = exp(log_probs - old_log_probs)
-    loss  = max(-A ratio, -A clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high))    PPO arXiv:1707.06347, eq. 7; DAPO arXiv:2503.14476
-    loss  = min(loss, -A clip_ratio_c)     where A < 0: dual clip, arXiv:1912.09729
-    total = sum_i weights_i loss_i
 
-The gradient to a log-prob is -A ratio weight where neither clip holds the loss, else 0. log_probs - old_log_probs is limited to
-+-20 (a ratio of 5e8), with gradient 0 beyond. Everything is known in the forward pass, so the only tensor that is kept is the
-gradient: 4 bytes per token, against some forty for PyTorch's graph of the same formula.
+    ppo     policy = max(-A ratio, -A clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high))   arXiv:1707.06347, eq. 7; DAPO 2503.14476
+            policy = min(policy, -A clip_ratio_c)   where A < 0: dual clip, arXiv:1912.09729
+    cispo   policy = -A stop_gradient(clip(ratio, ...)) log_probs                         arXiv:2506.13585, eq. 4
+
+    tis     = min(exp(old_log_probs - rollout_log_probs), tis_clip)     truncated importance sampling, a constant; 1 without
+    loss    = tis policy + kl_coef kl(log_probs, ref_log_probs) - entropy_coef entropy
+    total   = sum_i weights_i loss_i
+
+The gradient of ppo to a log-prob is -A ratio where neither clip holds the loss, else 0; log_probs - old_log_probs is limited to
++-20 (a ratio of 5e8), with gradient 0 beyond. That of cispo is -A clip(ratio): the clip bounds it and never takes it away.
+kl.py has the KL estimates and their slopes. A token of weight 0 does not exist: whatever the other columns hold there.
+
+Everything is known in the forward pass, so the only tensor that is made and kept is the gradient. Reading up to seven columns and
+writing one is 32 bytes per token, against some forty launches and buffers for PyTorch's graph of the same formula.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_MAX_LOG_RATIO = 20.0
+from megarl.kernels.backend import backend
+from megarl.kernels.kl import KLEstimator, at_least_fp32, kl_and_slope, kl_estimate_ref
+
+PolicyLossKind = Literal["ppo", "cispo"]
+
+MAX_LOG_RATIO = 20.0
 
 
 class PolicyLossStats(NamedTuple):
-    """Scalars over the N tokens, not divided by anything, without gradient."""
+    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient."""
 
     num_clipped: Tensor
-    """Tokens whose loss is the clipped one: the clip took their gradient away."""
+    """ppo: tokens whose loss is the clipped one: the clip took their gradient away. cispo: tokens whose ratio the clip changed."""
     num_dual_clipped: Tensor
     """Tokens with a negative advantage whose loss is the dual clip's bound."""
     kl_sum: Tensor
     """Sum of ratio - 1 - log ratio: the k3 estimate of KL(old || now), for tokens sampled from old."""
+    ref_kl_sum: Tensor | None
+    """Sum of the KL estimates to the reference; None without `ref_log_probs`."""
+    tis_weight_sum: Tensor | None
+    """Sum of truncated importance weights; None without `tis_clip`."""
+    entropy_sum: Tensor | None
+    """Sum of `entropy`; None without."""
     ratio_deviation_max: Tensor
     """Largest |ratio - 1|; 0 for no tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLossOptions:
+    """The numbers of the formula above."""
+
+    clip_eps_low: float
+    clip_eps_high: float
+    """The ratio is clipped to [1 - clip_eps_low, 1 + clip_eps_high]."""
+    clip_ratio_c: float | None = None
+    """ppo: bound of the ratio for negative advantages, > 1. None: no dual clip."""
+    kind: PolicyLossKind = "ppo"
+    tis_clip: float | None = None
+    """Bound of the importance weight to the engine that sampled, > 0. None: no such weight."""
+    kl_estimator: KLEstimator = "k3"
+    kl_straight_through: bool = False
+    """The KL has the gradient of k2."""
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("kind", get_args(PolicyLossKind)), ("kl_estimator", get_args(KLEstimator))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(choices)}")
+        if self.kind == "cispo" and self.clip_ratio_c is not None:
+            raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip bounds every ratio")
 
 
 def policy_loss_ref(
@@ -39,17 +87,30 @@ def policy_loss_ref(
     old_log_probs: Tensor,
     advantages: Tensor,
     weights: Tensor,
+    options: PolicyLossOptions,
     *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    clip_ratio_c: float | None = None,
+    rollout_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> Tensor:
-    """The specification of the loss, in fp64 and differentiated by autograd."""
-    log_probs, old_log_probs, advantages, weights = (x.double() for x in (log_probs, old_log_probs, advantages, weights))
-    ratio = (log_probs - old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high))
-    if clip_ratio_c is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * clip_ratio_c), loss)
+    """The specification of the loss, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
+    exists = weights != 0
+    columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
+    log_probs, old, advantages, weights, rollout, ref, entropy = (None if x is None else x[exists].double() for x in columns)
+    ratio = (log_probs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped_ratio = ratio.clamp(1 - options.clip_eps_low, 1 + options.clip_eps_high)
+    if options.kind == "cispo":
+        loss = -advantages * clipped_ratio.detach() * log_probs
+    else:
+        loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    if options.clip_ratio_c is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * options.clip_ratio_c), loss)
+    if options.tis_clip is not None:
+        loss = loss * (old - rollout).exp().clamp(max=options.tis_clip)
+    if options.kl_coef != 0:
+        loss = loss + options.kl_coef * kl_estimate_ref(log_probs, ref, options.kl_estimator, options.kl_straight_through)
+    if options.entropy_coef != 0:
+        loss = loss - options.entropy_coef * entropy
     return (weights * loss).sum()
 
 
@@ -58,61 +119,130 @@ def policy_loss(
     old_log_probs: Tensor,
     advantages: Tensor,
     weights: Tensor,
+    options: PolicyLossOptions,
     *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    clip_ratio_c: float | None = None,
+    rollout_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, PolicyLossStats]:
-    """Sum of the weighted, clipped policy loss of N tokens. Differentiable in `log_probs` only.
+    """Sum of the weighted losses of N tokens. Differentiable in `log_probs` and `entropy` only.
 
     Args:
         log_probs: [N] fp32, of the policy now.
         old_log_probs, advantages: [N] fp32, constants.
-        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`), times any
-            importance weight of the caller. The loss is summed, never divided.
-        clip_eps_low, clip_eps_high: the ratio is clipped to [1 - clip_eps_low, 1 + clip_eps_high].
-        clip_ratio_c: bound of the ratio for negative advantages, > 1. None: no dual clip.
+        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`); 0 takes a token
+            out. The loss is summed, never divided.
+        rollout_log_probs: [N] fp32, constants; with `tis_clip`.
+        ref_log_probs: [N] fp32, constants; with `kl_coef`, and without for `ref_kl_sum` alone.
+        entropy: [N] fp32; with `entropy_coef`, and without for `entropy_sum` alone.
 
     Returns: the loss, a scalar, and `PolicyLossStats`. N may be 0: all zeros, with a gradient of shape [0].
-    Raises: ValueError if shapes differ, or if anything but log_probs requires a gradient.
+    Raises: ValueError if shapes differ, if a constant requires a gradient, or if a column that an option needs is missing.
     """
-    constants = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
-    for name, tensor in constants.items():
+    _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy)
+    loss, *stats = _PolicyLoss.apply(log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options)
+    return loss, PolicyLossStats(*stats)
+
+
+def _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy) -> None:
+    constants = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights,
+                 "rollout_log_probs": rollout_log_probs, "ref_log_probs": ref_log_probs}  # fmt: skip
+    for name, tensor in (constants | {"entropy": entropy}).items():
+        if tensor is None:
+            continue
         if tensor.shape != log_probs.shape or log_probs.ndim != 1:
             raise ValueError(f"{name} must be [N] like log_probs, got {list(tensor.shape)} with log_probs {list(log_probs.shape)}")
-        if tensor.requires_grad:
+        if tensor.requires_grad and name != "entropy":
             raise ValueError(f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()")
-    loss, *stats = _PolicyLoss.apply(log_probs, old_log_probs, advantages, weights, clip_eps_low, clip_eps_high, clip_ratio_c)
-    return loss, PolicyLossStats(*stats)
+    for name, tensor, option, is_used in (
+        ("rollout_log_probs", rollout_log_probs, f"tis_clip ({options.tis_clip})", options.tis_clip is not None),
+        ("ref_log_probs", ref_log_probs, f"kl_coef ({options.kl_coef})", options.kl_coef != 0),
+        ("entropy", entropy, f"entropy_coef ({options.entropy_coef})", options.entropy_coef != 0),
+    ):
+        if is_used and tensor is None:
+            raise ValueError(f"{name} is None, but {option} needs it: pass [N] like log_probs")
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log_probs, old_log_probs, advantages, weights, clip_eps_low, clip_eps_high, clip_ratio_c):
-        difference = log_probs - old_log_probs
-        log_ratio = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        ratio = torch.exp(log_ratio)
-        loss = -advantages * ratio
-        clipped_loss = -advantages * ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-        is_clipped = clipped_loss > loss
-        gradient = torch.where(is_clipped | (difference.abs() > _MAX_LOG_RATIO), 0, loss * weights)
-        loss = torch.maximum(loss, clipped_loss)
-        num_dual_clipped = loss.new_zeros(())
-        if clip_ratio_c is not None:
-            bound = -advantages * clip_ratio_c
-            is_dual_clipped = (advantages < 0) & (loss > bound)
-            loss = torch.where(is_dual_clipped, bound, loss)
-            gradient = torch.where(is_dual_clipped, 0, gradient)
-            num_dual_clipped = is_dual_clipped.sum().to(loss.dtype)
-        ctx.save_for_backward(gradient)
-        num_clipped = is_clipped.sum().to(loss.dtype)
-        kl_sum = (torch.expm1(log_ratio) - log_ratio).sum()
-        ratio_deviation_max = (ratio - 1).abs().max() if len(ratio) else loss.new_zeros(())
-        ctx.mark_non_differentiable(num_clipped, num_dual_clipped, kl_sum, ratio_deviation_max)
-        return (loss * weights).sum(), num_clipped, num_dual_clipped, kl_sum, ratio_deviation_max
+    def forward(ctx, log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options):
+        columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
+        loss, gradient, stats = _compute(*columns, options)
+        ctx.entropy_coef = options.entropy_coef
+        ctx.save_for_backward(gradient, weights if options.entropy_coef != 0 else None)
+        ctx.mark_non_differentiable(*(total for total in stats if total is not None))
+        return loss, *stats
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None, None, None, None
+        gradient, weights = ctx.saved_tensors
+        entropy_gradient = None
+        if ctx.needs_input_grad[1] and weights is not None:
+            entropy_gradient = weights * (-ctx.entropy_coef * grad_loss)
+        return gradient * grad_loss, entropy_gradient, None, None, None, None, None, None
+
+
+def _compute(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    rollout_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    options: PolicyLossOptions,
+) -> tuple[Tensor, Tensor, PolicyLossStats]:
+    """(loss, gradient [N], statistics) by the tensors' backend."""
+    columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
+    if backend(log_probs) == "torch":
+        return _compute_torch(*columns, options)
+    from megarl.kernels import policy_loss_triton
+    loss, gradient, stats = policy_loss_triton.policy_loss(*columns, **dataclasses.asdict(options))
+    return loss, gradient, PolicyLossStats(*stats)
+
+
+def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options):
+    columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
+    log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy = map(at_least_fp32, columns)
+    exists = weights != 0
+    log_probs, advantages = torch.where(exists, log_probs, 0), torch.where(exists, advantages, 0)
+    difference = torch.where(exists, log_probs - old_log_probs, 0)
+    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = torch.exp(log_ratio)
+    clipped_ratio = ratio.clamp(1 - options.clip_eps_low, 1 + options.clip_eps_high)
+    num_dual_clipped, tis_weight_sum, ref_kl_sum, entropy_sum = log_ratio.new_zeros(()), None, None, None
+    if options.kind == "cispo":
+        is_clipped = clipped_ratio != ratio
+        slope = -advantages * clipped_ratio
+        loss = slope * log_probs
+    else:
+        loss = -advantages * ratio
+        clipped_loss = -advantages * clipped_ratio
+        is_clipped = clipped_loss > loss
+        slope = torch.where(is_clipped | (difference.abs() > MAX_LOG_RATIO), 0, loss)
+        loss = torch.maximum(loss, clipped_loss)
+    if options.clip_ratio_c is not None:
+        bound = -advantages * options.clip_ratio_c
+        is_dual_clipped = (advantages < 0) & (loss > bound)
+        loss, slope = torch.where(is_dual_clipped, bound, loss), torch.where(is_dual_clipped, 0, slope)
+        num_dual_clipped = is_dual_clipped.sum().to(loss.dtype)
+    policy_weights = weights
+    if options.tis_clip is not None:
+        tis = torch.where(exists, (old_log_probs - rollout_log_probs).clamp(max=math.log(options.tis_clip)).exp(), 0)
+        policy_weights, tis_weight_sum = weights * tis, tis.sum()
+    total, gradient = (loss * policy_weights).sum(), slope * policy_weights
+    if ref_log_probs is not None:
+        kl, kl_slope = kl_and_slope(torch.where(exists, log_probs - ref_log_probs, 0), options.kl_estimator, options.kl_straight_through)
+        ref_kl_sum = kl.sum()
+        if options.kl_coef != 0:
+            total = total + options.kl_coef * (weights * kl).sum()
+            gradient = gradient + options.kl_coef * (weights * kl_slope)
+    if entropy is not None:
+        entropy = torch.where(exists, entropy, 0)
+        entropy_sum = entropy.sum()
+        if options.entropy_coef != 0:
+            total = total - options.entropy_coef * (weights * entropy).sum()
+    deviation = (ratio - 1).abs().max() if len(ratio) else total.new_zeros(())
+    num_clipped, kl_sum = is_clipped.sum().to(total.dtype), (torch.expm1(log_ratio) - log_ratio).sum()
+    return total, gradient, PolicyLossStats(num_clipped, num_dual_clipped, kl_sum, ref_kl_sum, tis_weight_sum, entropy_sum, deviation)

@@ -52,6 +52,9 @@ class Algorithm:
 
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
+    token_level: ClassVar[bool] = True
+    """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a micro-batch's tokens, and saves a
+    quarter of the output layer's work. False: it sees whole sequences, all tokens of a micro-batch at once."""
 
     @property
     def needs_reference(self) -> bool:

@@ -46,6 +46,26 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         world_size: ranks of the job.
         new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
     """
+    job, findings = _job(config, shape, world_size)
+    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else []), *([] if new_run else [_evaluation])]
+    if job.uses_rollout:
+        rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
+    return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+
+
+def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
+    """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
+
+    Raises: ConfigError with all findings. Returns the model's shape."""
+    shape = ModelShape.load(config.model.model)
+    job, findings = _job(config, shape, world_size)
+    rules = [_placement, _mesh, _actor_shape, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
+    raise_findings(findings + [finding for rule in rules for finding in rule(job)])
+    return shape
+
+
+def _job(config: TrainConfig, shape: ModelShape | None, world_size: int) -> tuple[_Job, list[str]]:
+    """What the rules look at, and what is wrong with the lists of ranks."""
     ranks, findings = {}, []
     for role, text in (("actor", config.placement.actor_ranks), ("rollout", config.placement.rollout_ranks)):
         try:
@@ -53,11 +73,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         except ValueError as error:
             ranks[role] = None
             findings.append(f"--{role}-{error}")
-    job = _Job(config, shape, world_size, ranks)
-    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else []), *([] if new_run else [_evaluation])]
-    if job.uses_rollout:
-        rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
-    return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+    return _Job(config, shape, world_size, ranks), findings
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
@@ -96,6 +112,8 @@ def _mesh(job: _Job) -> Iterator[str]:
     tp, pp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
     if actor.sequence_parallel and tp == 1:
         yield "--sequence-parallel: needs --tensor-model-parallel-size above 1. Leave it out, or try --tensor-model-parallel-size 2."
+    if job.shape is not None and any(split_findings(job.shape, tp, pp)):
+        return  # no number of ranks would help; `_actor_shape` says what does
     if ranks and len(ranks) < tp * pp:
         yield (
             f"--tensor-model-parallel-size ({tp}) x --pipeline-model-parallel-size ({pp}) = {tp * pp}: needs as many ranks, and the "
@@ -165,11 +183,40 @@ def _evaluation(job: _Job) -> Iterator[str]:
 
 
 def _actor_shape(job: _Job) -> Iterator[str]:
-    yield from split_findings(job.shape, job.config.actor.tensor_model_parallel_size, job.config.actor.pipeline_model_parallel_size)
+    actor = job.config.actor
+    yield from split_findings(job.shape, actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size)
+    yield from _experts(job)
+
+
+def _experts(job: _Job) -> Iterator[str]:
+    """How the actor's mixture of experts is split, if it is one."""
+    actor, shape, ranks = job.config.actor, job.shape, job.ranks["actor"]
+    tp, pp, ep = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size
+    etp = actor.expert_tensor_parallel_size or tp
+    if shape.is_dense:
+        for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if getattr(actor, field) not in (None, 1):
+                value, family = getattr(actor, field), shape.model_type
+                yield f"--{flag_name(field)} ({value}): needs a mixture of experts, and {family} is none. Leave it out."
+        return
+    if shape.num_moe_experts % ep:
+        yield (f"--expert-model-parallel-size ({ep}): must divide the model's num_experts ({shape.num_moe_experts})."
+               f"{_try(_divisors(shape.num_moe_experts), ep)}")  # fmt: skip
+    if shape.moe_ffn_hidden_size % etp:
+        yield (f"--expert-tensor-parallel-size ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
+               f"{_try(_divisors(shape.moe_ffn_hidden_size), etp)}")  # fmt: skip
+    if ranks and len(ranks) % (tp * pp) == 0 and len(ranks) // pp % (etp * ep):
+        stage = len(ranks) // pp
+        fits = [n for n in _divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
+        yield (f"--expert-model-parallel-size ({ep}) x --expert-tensor-parallel-size ({etp}) = {ep * etp}: must divide the ranks of a "
+               f"pipeline stage ({stage}).{_try(fits, ep)}")  # fmt: skip
+    if tp > 1 and not actor.sequence_parallel:
+        yield (f"--tensor-model-parallel-size ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
+               "sequence parallelism. Try --sequence-parallel.")  # fmt: skip
 
 
 def split_findings(shape: ModelShape, tp: int, pp: int) -> Iterator[str]:
-    """Why Megatron cannot split the model over `tp` x `pp` ranks."""
+    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks."""
     sizes = {**_split_sizes(shape), "key-value heads": shape.num_query_groups}
     fits = [n for n in _divisors(shape.num_attention_heads) if not any(size % n for size in sizes.values())]
     for name, size in sizes.items():
@@ -184,6 +231,7 @@ def split_findings(shape: ModelShape, tp: int, pp: int) -> Iterator[str]:
 
 def _rollout_shape(job: _Job) -> Iterator[str]:
     tp, groups, sizes = job.config.rollout.tensor_parallel_size, job.shape.num_query_groups, _split_sizes(job.shape)
+    sizes |= {"moe_intermediate_size": job.shape.moe_ffn_hidden_size} if job.shape.is_moe else {}
     fits = [
         n
         for n in _divisors(job.shape.num_attention_heads)
@@ -199,10 +247,10 @@ def _rollout_shape(job: _Job) -> Iterator[str]:
 
 
 def _split_sizes(shape: ModelShape) -> dict[str, int]:
-    """What every tensor-parallel split cuts into equal parts."""
+    """What every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
     return {
         "attention heads": shape.num_attention_heads,
-        "intermediate_size": shape.ffn_hidden_size,
+        **({} if shape.is_moe else {"intermediate_size": shape.ffn_hidden_size}),
         "vocabulary, padded to a multiple of 64": shape.padded_vocab_size(),
     }
 

@@ -25,12 +25,16 @@ class Family:
     num_key_value_heads: int | None = 32  # None: num_attention_heads
     max_position_embeddings: int = 32768
     eos_token_id: int | None = None
+    sliding_window: int | None = None  # not None: every layer slides unless the key says null
+    is_moe: bool = False
 
 
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
     "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2),
+    "mistral": Family("MistralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, sliding_window=4096),
 }
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
@@ -44,6 +48,9 @@ ONLY = {
     "is_causal": ((True,), "only causal language models are supported"),
     "dual_chunk_attention_config": ((), "dual chunk attention is not supported"),
     "quantization_config": ((), "quantized weights cannot be trained; use the unquantized model"),
+    "decoder_sparse_step": ((1,), "every layer must be a mixture of experts"),
+    "mlp_only_layers": (([],), "every layer must be a mixture of experts"),
+    "shared_expert_intermediate_size": ((0,), "shared experts are not supported"),
 }
 ROPE_TYPES = ("default", "llama3")
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -63,6 +70,9 @@ class ModelShape:
         rope_scaling: None, or llama3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
         eos_token_ids: of config.json, then those that only generation_config.json has.
         torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
+        num_moe_experts: 0 for a dense model; then the three fields that follow mean nothing, otherwise ffn_hidden_size does not.
+        moe_ffn_hidden_size: of one expert. moe_router_topk: experts per token.
+        norm_topk_prob: the weights of a token's experts sum to 1.
     """
 
     model_type: str
@@ -82,6 +92,10 @@ class ModelShape:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
+    num_moe_experts: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_router_topk: int = 0
+    norm_topk_prob: bool = False
 
     @classmethod
     def load(cls, folder: str | Path) -> ModelShape:
@@ -96,12 +110,22 @@ class ModelShape:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
         findings = [*_missing(config, family), *_unsupported(config, family), *_unsupported_rope(config)]
+        findings += _unsupported_experts(config) if family.is_moe else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
         return _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
 
     def padded_vocab_size(self, multiple: int = 64) -> int:
         """Rows of the padded embedding. 64 is vLLM's padding, so that both sides' shards coincide."""
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def is_moe(self) -> bool:
+        """Every layer is a mixture of experts."""
+        return self.num_moe_experts > 0
+
+    @property
+    def is_dense(self) -> bool:
+        return not self.is_moe
 
     @property
     def architecture(self) -> str:
@@ -152,8 +176,34 @@ def _unsupported(config: dict[str, object], family: Family) -> Iterator[str]:
     window, full_layers = config.get("sliding_window"), _value(config, "max_window_layers", 28)
     if config.get("use_sliding_window") and window is not None and full_layers < _value(config, "num_hidden_layers", 0):
         yield f"use_sliding_window (true, sliding_window {window}): sliding-window attention is not supported."
-    if window is not None and config["model_type"] == "llama":
+    if window is not None and config["model_type"] in ("llama", "mistral"):
         yield f"sliding_window ({window}): sliding-window attention is not supported."
+    if family.sliding_window is not None and "sliding_window" not in config:
+        yield (f"sliding_window (missing, which means {family.sliding_window}): sliding-window attention is not supported. "
+               f'Write "sliding_window": null if the model has none.')
+
+
+_EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
+
+
+def _expert_sizes(config: dict[str, object]) -> dict[str, object]:
+    """The keys of a mixture of experts. transformers 5 also writes num_experts as num_local_experts."""
+    found = {key: _value(config, key, default) for key, default in _EXPERT_DEFAULTS.items()}
+    return found | {"num_experts": _value(config, "num_experts", _value(config, "num_local_experts", 128))}
+
+
+def _unsupported_experts(config: dict[str, object]) -> Iterator[str]:
+    sizes = _expert_sizes(config)
+    experts, per_token = sizes["num_experts"], sizes["num_experts_per_tok"]
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        if not isinstance(sizes[key], int) or sizes[key] < 1:
+            yield f"{key} ({sizes[key]}): must be a positive whole number."
+    if not isinstance(sizes["norm_topk_prob"], bool):
+        yield f"norm_topk_prob ({sizes['norm_topk_prob']}): must be true or false."
+    if isinstance(experts, int) and isinstance(per_token, int) and per_token > experts:
+        yield f"num_experts_per_tok ({per_token}): must be at most num_experts ({experts})."
+    if per_token == 1 and sizes["norm_topk_prob"]:
+        yield "norm_topk_prob (true): with num_experts_per_tok 1 every weight is 1 and the router learns nothing. Write false."
 
 
 def _rope(config: dict[str, object]) -> dict[str, object]:
@@ -184,7 +234,7 @@ def _unsupported_rope(config: dict[str, object]) -> Iterator[str]:
 
 
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    rope, heads = _rope(config), config["num_attention_heads"]
+    rope, heads, experts = _rope(config), config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
     return ModelShape(
         model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
@@ -195,6 +245,8 @@ def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, 
         rope_scaling={key: rope[key] for key in LLAMA3_KEYS} if rope["rope_type"] == "llama3" else None,
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        num_moe_experts=experts["num_experts"] if experts else 0, moe_ffn_hidden_size=experts["moe_intermediate_size"] if experts else 0,
+        moe_router_topk=experts["num_experts_per_tok"] if experts else 0, norm_topk_prob=bool(experts and experts["norm_topk_prob"]),
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A role's mesh: a list of ranks and its parallel sizes. Pure arithmetic, so the driver can plan with it.
 
-Rank order is Megatron's default, tp fastest, then dp, then pp."""
+Rank order is Megatron's default, tp fastest, then dp, then pp. The experts of a mixture have a grid of their own over the same
+ranks of each pipeline stage: etp fastest, then ep, then edp."""
 
 from __future__ import annotations
 
@@ -14,39 +15,64 @@ from megarl.config.schema import TrainConfig
 class MeshSpec:
     """Where a role lives. `ranks[i]` has the coordinates of index i; the data-parallel size is what is left.
 
-    Example: MeshSpec((0, 1, 2, 3), tp=2) is two data-parallel replicas, (0, 1) and (2, 3)."""
+    Example: MeshSpec((0, 1, 2, 3), tp=2) is two data-parallel replicas, (0, 1) and (2, 3).
+
+    Args:
+        ep: ranks over which a layer's experts are dealt out.
+        etp: ranks that split each expert. None: as tp."""
 
     ranks: tuple[int, ...]
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.ranks) % (self.tp * self.pp):
             raise ValueError(f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
                              f"pipeline_model_parallel_size ({self.pp})")
+        if self.tp * self.dp % (self.expert_tp * self.ep):
+            raise ValueError(f"the {self.tp * self.dp} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
+                             f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})")
 
     @property
     def dp(self) -> int:
         return len(self.ranks) // (self.tp * self.pp)
 
     @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    @property
     def shape(self) -> dict[str, int]:
         """Sizes by name, fastest-varying first."""
         return {"tp": self.tp, "dp": self.dp, "pp": self.pp}
 
+    @property
+    def expert_shape(self) -> dict[str, int]:
+        """The same for the grid of the experts."""
+        return {"etp": self.expert_tp, "ep": self.ep, "edp": self.tp * self.dp // (self.expert_tp * self.ep), "pp": self.pp}
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        index, out = self.ranks.index(rank), {}
-        for name, size in self.shape.items():
-            out[name], index = index % size, index // size
-        return out
+        """In both grids; they share pp."""
+        return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(self.ranks.index(rank), self.expert_shape)
 
     def ranks_where(self, **fixed: int) -> tuple[int, ...]:
         """Ranks whose coordinates match, e.g. ranks_where(dp=0): the model-parallel block of the first replica."""
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
     def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
-        """Ranks with the same coordinates as `rank`, except along the varied names."""
-        return self.ranks_where(**{n: c for n, c in self.coordinates(rank).items() if n not in varied})
+        """Ranks with the same coordinates as `rank`, except along the varied names, which are of one grid."""
+        grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
+        mine = self.coordinates(rank)
+        return self.ranks_where(**{name: mine[name] for name in grid if name not in varied})
+
+
+def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
+    out = {}
+    for name, size in shape.items():
+        out[name], index = index % size, index // size
+    return out
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
@@ -55,7 +81,9 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
     The reference shares the actor's mesh and is absent when no KL needs it; rewards are scored where samples are made."""
     placement, everyone = config.placement, tuple(range(world_size))
     actor_ranks = parse_ranks(placement.actor_ranks, world_size) if placement.actor_ranks else everyone
-    actor = MeshSpec(tuple(actor_ranks), config.actor.tensor_model_parallel_size, config.actor.pipeline_model_parallel_size)
+    parallel = config.actor
+    actor = MeshSpec(tuple(actor_ranks), parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+                     parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
     meshes = {"actor": actor}
     if config.algorithm.needs_reference:
         meshes["reference"] = actor

@@ -40,8 +40,8 @@ TRANSFORMER_REFUSED = {
         rotary_* rope_* use_rotary_position_embeddings position_embedding_type no_rope_freq mrope_section window_size
         window_attn_skip_freq softmax_scale softmax_type attention_output_gate apply_residual_connection_post_layernorm
         group_query_attention untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
-    "mixture of experts is not supported yet.": """
-        num_moe_experts num_experts moe_* overlap_moe_* expert_tensor_parallel_size delay_wgrad_compute ep_overlap_*""",
+    "the experts come from --model's config.json, and balancing losses are not supported yet.": "num_moe_experts num_experts moe_*",
+    "overlapping the experts' communication is not supported yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",
     "context parallelism is not supported yet.": """
@@ -67,7 +67,7 @@ TRANSFORMER_REFUSED = {
 }
 
 # Parallel sizes that other versions of the field can raise: 1 is fine, more is not supported yet.
-ONLY_ONE = ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size")
+ONLY_ONE = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 def find_engine_flag(name: str) -> Flag | str | None:

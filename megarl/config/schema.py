@@ -40,6 +40,13 @@ class ParallelConfig:
     """Ranks that split each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers."""
+    expert_model_parallel_size: int = 1
+    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that split each expert's matrices. Default: --tensor-model-parallel-size."""
+    qkv_layout: Literal["grouped", "stacked"] = "grouped"
+    """Order of linear_qkv's rows. grouped: Megatron's, each group's query heads, key and value together. stacked: all query heads,
+    all keys, all values, as vLLM has them: then a sync at equal tensor parallelism moves no bytes. Same numbers either way."""
     sequence_parallel: bool = False
     """Split the activations of norms and residuals along the sequence over the tensor-parallel ranks."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -54,7 +61,13 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "recompute_num_layers": 1},
+            at_least={
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "expert_model_parallel_size": 1,
+                "expert_tensor_parallel_size": 1,
+                "recompute_num_layers": 1,
+            },
             rules=[
                 (
                     self.recompute_modules is None or 0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
@@ -246,6 +259,8 @@ class RolloutConfig:
 class ReshardConfig:
     """weight sync (from the actor's layout into the engines')"""
 
+    reshard_alias: bool = True
+    """Where layout and dtype agree, let an in-process engine's parameter be the trainer's own memory: nothing is copied or held twice."""
     reshard_transport: Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"] = "auto"
     """How weights get from an actor rank to an engine. auto: within a process direct copies, on one node shared memory (CPU) or CUDA IPC
     (GPU), else messages of torch.distributed. Anything else must work for every pair of ranks."""

@@ -120,9 +120,8 @@ class Job:
 
     def finish_step(self, step: int, plan: StepPlan, rewards: list[float | None], gap: Future, shaped: Future, updated: Future,
                     synced: Future) -> None:
-        """Read the step's results and record them. Raises GateError if trainer and engine have drifted apart."""
+        """Read the step's results and record them, then judge them. Raises GateError if trainer and engine have drifted apart."""
         mismatch = combine(gap.result())
-        self._check_mismatch(mismatch)
         metrics = mismatch | combine(shaped.result()) | combine(updated.result()) | combine(synced.result())
         lengths = [s.response_length for s in plan.samples]
         scored = [r for r in rewards if r is not None]
@@ -134,6 +133,7 @@ class Job:
             **phase_times(self.executor.take_seconds()), "batch/tokens": tokens, "batch/samples_moved": len(plan.moves), "sync/version": step,
         }  # fmt: skip
         self.run.finish_step(step, metrics, tokens)
+        self._check_mismatch(mismatch)
 
     def finish_sft_step(self, step: int, plan: StepPlan, updated: Future) -> dict[str, float]:
         """Record the step. Returns its metrics."""

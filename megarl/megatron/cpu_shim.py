@@ -154,6 +154,53 @@ def _fix_megatron() -> None:
     # param_and_grad_buffer.py:285 and :443, on gloo: both copy the whole buffer first (2 GB of gradients for 0.5B parameters),
     # the first gathers into the copy, the second all-reduces it. In place the same sums take no memory and a quarter of the time.
     buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = _reduce_scatter_in_place, _all_gather_in_place
+    _fix_experts()
+
+
+def _fix_experts() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    # moe_utils.py:1192 asks whether te_general_gemm is None; without Transformer Engine the name does not exist.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # moe_utils.py:1093 makes lists of split sizes out of CUDA tensors only; all_to_all_single takes no tensors.
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    # Expert tensor parallelism gathers and scatters shares of unequal length, which gloo refuses.
+    mappings._gather_along_first_dim = _gather_padded(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_padded(mappings._reduce_scatter_along_first_dim)
+
+
+def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+
+
+def _gather_padded(gather):
+    def gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        gathered = gather(_padded(input_, longest), group).split(longest) if longest else [input_]
+        return torch.cat([rows[:length] for rows, length in zip(gathered, output_split_sizes)])
+
+    return gather_along_first_dim
+
+
+def _reduce_scatter_padded(reduce_scatter):
+    def reduce_scatter_along_first_dim(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, None, use_global_buffer)
+        longest, mine = max(input_split_sizes), input_split_sizes[group.rank()]
+        if not longest:
+            return input_
+        return reduce_scatter(torch.cat([_padded(rows, longest) for rows in input_.split(input_split_sizes)]), group)[:mine]
+
+    return reduce_scatter_along_first_dim
 
 
 if _SWAPS:

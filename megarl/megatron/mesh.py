@@ -14,12 +14,13 @@ from megarl.megatron.cpu_shim import cpu_megatron
 with cpu_megatron():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Megatron's names -> the coordinates that vary inside the group. Context and expert parallelism are of size 1 here, so
-# every group over them collapses to the one without.
+# Megatron's names -> the coordinates that vary inside the group. Context parallelism is of size 1 here, so every group over it
+# collapses to the one without.
 _GROUPS = {
-    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": (), "ep": (), "mp": ("tp", "pp"),
+    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": (), "mp": ("tp", "pp"),
     "tp_cp": ("tp",), "dp_cp": ("dp",), "intra_dp_cp": ("dp",), "tp_dp_cp": ("tp", "dp"),
-    "expt_tp": ("tp",), "expt_dp": ("dp",), "intra_expt_dp": ("dp",), "tp_ep": ("tp",), "tp_ep_pp": ("tp", "pp"),
+    "ep": ("ep",), "expt_tp": ("etp",), "expt_dp": ("edp",), "intra_expt_dp": ("edp",), "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
     "intra_dist_opt": ("tp", "dp", "pp"),
 }  # fmt: skip
 

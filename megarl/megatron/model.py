@@ -1,4 +1,4 @@
-"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, not logits."""
+"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs or a loss, not logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.kernels.log_probs import vocab_parallel_log_probs
+from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
+from megarl.kernels.linear_log_probs import Method, linear_log_probs
+from megarl.megatron.attention import StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
 
@@ -33,33 +35,43 @@ class ResponseTokens:
     """[N] int64 token ids."""
     temperature: float
     with_entropy: bool
+    method: Method = "chunked"
+    """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then exactly 1."""
+    loss: TokenLoss | None = None
+    """Computed, with its gradients, in the forward pass; a sum over tokens."""
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens.
+    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens, or (loss, metrics of
+    each chunk of them) if it is given a loss.
 
-    Only the hidden states that predict a response token reach the output layer: prompts cost no logits."""
+    Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do responses, more than a
+    chunk at a time: `output_layer` holds the weight, its forward is not called."""
 
     def __init__(self, *args, real_vocab_size: int, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
-        if self.post_process and self.config.sequence_parallel:
-            # The positions are selected from the whole sequence, which is therefore gathered before the output layer.
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = True
+        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces gradients during backward: it
+        # waits for one that autograd hands out.
+        self.accumulates_into_main_grad = False
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels: ResponseTokens, *args, **kwargs):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # The output layer all-reduces its input gradient, so each rank takes its slice of it instead of summing again.
+            # The positions are selected from the whole sequence. The gradient of `hidden` below is summed over the ranks already, so
+            # each takes its slice instead of summing again.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden_states[labels.predict_positions], weight=weight)  # [N, 1, V_tp]
-        return vocab_parallel_log_probs(
-            logits.squeeze(1), labels.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp,
-            temperature=labels.temperature, with_entropy=labels.with_entropy, inplace=True)
+        hidden = hidden_states[labels.predict_positions].squeeze(1)  # [N, H]
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() and self.accumulates_into_main_grad else None
+        options = dict(vocab_size=self.real_vocab_size, group=self.pg_collection.tp, temperature=labels.temperature,
+                       with_entropy=labels.with_entropy, main_grad=main_grad)  # fmt: skip
+        if labels.loss is None:
+            return linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
+        fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
+        return fused.loss, fused.metrics
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:
@@ -84,9 +96,22 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         recompute_modules=list(parallel.recompute_modules) if parallel.recompute_modules else None,
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, even for dense models
+        **(_expert_fields(shape, parallel) if shape.is_moe else {}),
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
     return TransformerConfig(**(fields | extra))
+
+
+def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
+    """The same for a mixture of experts. The router computes in fp32; no balancing loss."""
+    return dict(
+        num_moe_experts=shape.num_moe_experts, moe_ffn_hidden_size=shape.moe_ffn_hidden_size, moe_router_topk=shape.moe_router_topk,
+        # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to 1
+        moe_router_pre_softmax=not shape.norm_topk_prob, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0, moe_grouped_gemm=uses_transformer_engine(),
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+    )  # fmt: skip
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
@@ -98,10 +123,19 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available()
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+    else:
+        spec = _local_layer_spec(config)
+    if qkv_layout == "stacked":
+        spec.submodules.self_attention.module = StackedQKVSelfAttention
+    return spec
+
+
+def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
@@ -110,10 +144,10 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmo
     return spec
 
 
-def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection) -> PolicyModel:
+def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> PolicyModel:
     """This rank's stage and shard of the model, weights uninitialised. Collective over the mesh (tied embeddings)."""
     with cpu_megatron():
-        spec = _layer_spec(config)
+        spec = _layer_spec(config, qkv_layout)
         if not uses_transformer_engine():
             num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
             spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)
@@ -133,5 +167,6 @@ def _check_tensor_parallel_marks(model: PolicyModel, config: TransformerConfig) 
     """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
     sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer")
     for name, parameter in model.named_parameters():
-        if config.tensor_model_parallel_size > 1 and any(s in name for s in sharded) and "layer_norm" not in name:
+        ranks = config.expert_tensor_parallel_size if ".experts." in name else config.tensor_model_parallel_size
+        if ranks > 1 and any(s in name for s in sharded) and "layer_norm" not in name:
             assert getattr(parameter, "tensor_model_parallel", False), f"{name} is split but not marked tensor_model_parallel"

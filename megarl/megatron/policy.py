@@ -11,6 +11,7 @@ stage; other stages return None for them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,7 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.kernels.fused_linear_policy_loss import TokenLoss
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
@@ -36,8 +38,8 @@ with cpu_megatron():
         forward_backward_pipelining_without_interleaving,
     )
 
-Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, log_probs [N], entropy [N] or None) -> (loss divided by its global denominator, metrics)."""
+Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, log_probs [C], entropy [C] or None, which of its N response tokens) -> (loss divided by its global denominator, metrics)."""
 
 
 class Policy:
@@ -50,7 +52,7 @@ class Policy:
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
-            self.model = build_policy_model(self.config, shape, self.groups)
+            self.model = build_policy_model(self.config, shape, self.groups, parallel.qkv_layout)
             self.ddp = self._wrap(optimizer) if optimizer else None
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
@@ -73,6 +75,7 @@ class Policy:
         ddp = DistributedDataParallel(self.config, ddp_config, self.model, pg_collection=self.groups)
         if self.bf16 and self.device.type == "cpu":
             accumulate_in_pieces(self.model)
+        self.model.accumulates_into_main_grad = not optimizer.overlap_grad_reduce
         self.config.no_sync_func = ddp.no_sync
         # Losses are divided by global denominators already: no token count for Megatron to divide by.
         self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
@@ -90,23 +93,27 @@ class Policy:
         """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage.
 
         In training mode, so that the gate sees the model as it is trained: with dropout on it fails."""
-        out = self._run(micro_batches, temperature, with_entropy=False, loss=None)
+        out = self._run(micro_batches, temperature, with_entropy=False, loss=None, token_level=False)
         return [log_probs.cpu() for log_probs in out] if self.is_last_stage else None
 
-    def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False) -> dict[str, float]:
+    def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False,
+               token_level: bool = True) -> dict[str, float]:
         """One optimizer step over the micro-batches of all data-parallel ranks.
+
+        A `token_level` loss is a sum over tokens, called for a chunk of them at a time; its gradient comes with the forward pass. Any
+        other is called once per micro-batch, for all of its tokens, and the output layer's product is made again in backward.
 
         Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
         Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        per_micro = self._run(micro_batches, temperature, with_entropy, loss)
+        per_chunk = [metrics for micro in self._run(micro_batches, temperature, with_entropy, loss, token_level) for metrics in micro]
         with cpu_megatron():
             succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
             raise FloatingPointError(f"gradient norm is {grad_norm}: the loss or its gradient is not finite. Lower --lr, or look at the "
                                      "rewards and log-probs of this step in rollouts/")
-        metrics = combine({name: value.item() for name, value in m.items()} for m in per_micro) if self.reports else {}
+        metrics = combine({name: value.item() for name, value in m.items()} for m in per_chunk) if self.reports else {}
         if self.reports and self.groups.dp.rank() == 0:
             metrics["policy/grad_norm"] = float(grad_norm)
             metrics["policy/lr"] = self.optimizer.param_groups[0]["lr"]
@@ -116,19 +123,24 @@ class Policy:
         """Set the learning rate of the next step. Before the step's first update, so that warm-up does not begin with a step at 0."""
         self.scheduler.step(1)
 
-    def _run(self, micro_batches: list[MicroBatch], temperature: float, with_entropy: bool, loss: Loss | None) -> list:
-        """Forward (and backward, with a loss) through Megatron's schedule -> what the last stage collected."""
+    def _run(self, micro_batches: list[MicroBatch], temperature: float, with_entropy: bool, loss: Loss | None, token_level: bool) -> list:
+        """Forward (and backward, with a loss) through Megatron's schedule -> what the last stage collected per micro-batch: log-probs, or
+        with a loss its metrics, one dict per chunk."""
         model = self.ddp if loss is not None else self.model
 
         def forward_step(iterator, model):
             micro = next(iterator)
-            output = self._forward(model, micro, temperature, with_entropy)
+            token_loss = functools.partial(loss, micro) if token_level else None
+            output = self._forward(model, micro, temperature, with_entropy, token_loss)
+            if loss is None:  # one tensor: with experts in the model, Megatron asks the output for its device
+                return (output[0] if self.is_last_stage else output), lambda log_probs, non_loss_data: log_probs
 
-            def finish(output, non_loss_data=False):
-                log_probs, entropy = output
-                if non_loss_data:
-                    return log_probs
-                value, metrics = loss(micro, log_probs, entropy)
+            def finish(output):
+                if token_level:
+                    value, metrics = output
+                else:
+                    value, of_all = loss(micro, *output, slice(0, len(output[0])))
+                    metrics = [of_all]
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
             return output, finish
@@ -142,14 +154,15 @@ class Policy:
             return forward_backward_pipelining_without_interleaving(
                 **arguments, p2p_communicator=P2PCommunicator(self.groups.pp, self.config))
 
-    def _forward(self, model: torch.nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool):
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool, loss: TokenLoss | None):
         tokens, lengths = micro.batch.tokens, micro.batch.lengths.tolist()
         # Sequence parallelism needs a multiple of the tensor-parallel size: close with a sample of its own that no loss looks at.
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
         fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
         if fill:
             tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
-        wanted = ResponseTokens(micro.predict_positions.to(self.device), micro.targets.to(self.device), temperature, with_entropy)
+        wanted = ResponseTokens(micro.predict_positions.to(self.device), micro.targets.to(self.device), temperature, with_entropy,
+                                method="chunked" if self.ddp else "fastest", loss=loss)
         return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(lengths))
 
     def _packed(self, lengths: list[int]) -> PackedSeqParams:

@@ -11,6 +11,7 @@ Model families differ in data only: the tables of this folder list every tensor,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ Atlas = dict[str, LocalParam]
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """One canonical tensor: sizes by the names of `dimensions`, and the ModelShape flag without which it is absent."""
+    """One canonical tensor: sizes by the names of `dimensions`, and the flag of ModelShape without which it is absent."""
 
     name: str
     rows: str
@@ -66,11 +67,20 @@ LAYER_TENSORS = (
     HFTensor("self_attn.k_norm.weight", "head", "one", needs="qk_layernorm"),
     HFTensor("self_attn.o_proj.weight", "hidden", "query"),
     HFTensor("post_attention_layernorm.weight", "hidden", "one"),
-    HFTensor("mlp.gate_proj.weight", "ffn", "hidden"),
-    HFTensor("mlp.up_proj.weight", "ffn", "hidden"),
-    HFTensor("mlp.down_proj.weight", "hidden", "ffn"),
+    HFTensor("mlp.gate_proj.weight", "ffn", "hidden", needs="is_dense"),
+    HFTensor("mlp.up_proj.weight", "ffn", "hidden", needs="is_dense"),
+    HFTensor("mlp.down_proj.weight", "hidden", "ffn", needs="is_dense"),
+    HFTensor("mlp.gate.weight", "experts", "hidden", needs="is_moe"),
 )
-"""Qwen2 (qkv_bias), Qwen3 (qk_layernorm) and Llama (neither); names are relative to `model.layers.<i>.`."""
+"""Qwen2 (qkv_bias), Qwen3 (qk_layernorm), Qwen3-MoE (that and is_moe), Llama and Mistral (none); names are relative to
+`model.layers.<i>.`."""
+
+EXPERT_TENSORS = (
+    HFTensor("gate_proj.weight", "expert_ffn", "hidden"),
+    HFTensor("up_proj.weight", "expert_ffn", "hidden"),
+    HFTensor("down_proj.weight", "hidden", "expert_ffn"),
+)
+"""Of each expert of a mixture; names are relative to `model.layers.<i>.mlp.experts.<e>.`."""
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -79,17 +89,22 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def expert_prefix(layer: int, expert: int) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}."
+
+
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Sizes by the names that the tables use."""
     return {"one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "head": shape.head_dim, "vocab": shape.vocab_size,
-            "query": shape.num_attention_heads * shape.head_dim, "key": shape.num_query_groups * shape.head_dim}  # fmt: skip
+            "query": shape.num_attention_heads * shape.head_dim, "key": shape.num_query_groups * shape.head_dim,
+            "experts": shape.num_moe_experts, "expert_ffn": shape.moe_ffn_hidden_size}  # fmt: skip
 
 
 def has(shape: ModelShape, needs: str | None) -> bool:
     return needs is None or getattr(shape, needs)
 
 
-def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+def hf_sizes(shape: ModelShape) -> Sizes:
     """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no lm_head.weight."""
     size = dimensions(shape)
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
@@ -97,6 +112,9 @@ def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
         for tensor in LAYER_TENSORS:
             if has(shape, tensor.needs):
                 sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
+        for expert in range(shape.num_moe_experts):
+            for tensor in EXPERT_TENSORS:
+                sizes[expert_prefix(layer, expert) + tensor.name] = (size[tensor.rows], size[tensor.cols])
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if not shape.tie_word_embeddings:
         sizes[OUTPUT] = (size["vocab"], size["hidden"])
@@ -111,9 +129,13 @@ def hf_atlas(shape: ModelShape) -> Atlas:
 # ------------------------------------------------------------------ how a local parameter is cut out of canonical tensors
 
 
+Sizes = dict[str, tuple[int, int]]
+"""Canonical tensor -> (rows, cols)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a layout needs to know: the model and this rank's place in its tensor-parallel group."""
+    """What a layout needs to know: the model and this rank's place in its tensor-parallel group (for experts: their own)."""
 
     shape: ModelShape
     tp_size: int
@@ -125,7 +147,7 @@ class Cut:
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
 
-Layout = Callable[[Cut, dict[str, tuple[int, int]], tuple[str, ...]], LocalParam]
+Layout = Callable[[Cut, Sizes, tuple[str, ...]], LocalParam]
 """(cut, sizes of the canonical tensors, names of those that this parameter is made of) -> the local parameter."""
 
 
@@ -138,18 +160,18 @@ class Row:
     hf_names: tuple[str, ...]
     needs: str | None = None
 
-    def build(self, cut: Cut, sizes: dict[str, tuple[int, int]], hf_prefix: str = "") -> LocalParam:
+    def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "") -> LocalParam:
         return self.layout(cut, sizes, tuple(hf_prefix + name for name in self.hf_names))
 
 
-def replicated(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+def replicated(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """The whole tensor on every rank."""
     (name,) = hf_names
     rows, cols = sizes[name]
     return LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
 
 
-def column_shard(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """An equal share of the columns (row-parallel layers: o_proj, down_proj)."""
     (name,) = hf_names
     rows, cols = sizes[name]
@@ -157,7 +179,7 @@ def column_shard(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[st
     return LocalParam(rows, end - start, (Piece(name, 0, rows, start, end, 0, 0),))
 
 
-def stacked_row_shards(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+def stacked_row_shards(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """An equal share of the rows of each tensor, one below the other (gate above up)."""
     pieces: list[Piece] = []
     at = 0
@@ -169,7 +191,24 @@ def stacked_row_shards(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tu
     return LocalParam(at, sizes[hf_names[0]][1], tuple(pieces))
 
 
-def vocab_shard(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+def every_expert(layout: Layout) -> Layout:
+    """The layout of one expert, stacked over all experts in one matrix: [E, rows, cols] as [E * rows, cols].
+
+    The names of its canonical tensors have the expert's number as `{expert}`."""
+
+    def stacked(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
+        pieces: list[Piece] = []
+        rows = cols = 0
+        for expert in range(cut.shape.num_moe_experts):
+            one = layout(cut, sizes, tuple(name.format(expert=expert) for name in hf_names))
+            pieces += [dataclasses.replace(piece, local_row=rows + piece.local_row) for piece in one.pieces]
+            rows, cols = rows + one.rows, one.cols
+        return LocalParam(rows, cols, tuple(pieces))
+
+    return stacked
+
+
+def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """An equal share of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that shards of both sides coincide."""
     (name,) = hf_names
     vocab, hidden = sizes[name]
@@ -179,7 +218,7 @@ def vocab_shard(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str
     return LocalParam(end - start, hidden, pieces, padding_rows=end - start - held)
 
 
-def layer_params(rows: tuple[Row, ...], cut: Cut, sizes: dict[str, tuple[int, int]], layer: int) -> Iterator[tuple[str, LocalParam]]:
+def layer_params(rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int) -> Iterator[tuple[str, LocalParam]]:
     """(name within the layer, parameter) of every row that this model has, cut out of canonical layer `layer`."""
     for row in rows:
         if has(cut.shape, row.needs):
@@ -188,8 +227,8 @@ def layer_params(rows: tuple[Row, ...], cut: Cut, sizes: dict[str, tuple[int, in
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
     """Raises: ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot divide, and sizes that can."""
-    quantities = {"num_attention_heads": shape.num_attention_heads, "ffn_hidden_size": shape.ffn_hidden_size,
-                  "the padded vocabulary": shape.padded_vocab_size(), **also}  # fmt: skip
+    ffn = {} if shape.is_moe else {"ffn_hidden_size": shape.ffn_hidden_size}
+    quantities = {"num_attention_heads": shape.num_attention_heads, **ffn, "the padded vocabulary": shape.padded_vocab_size(), **also}
 
     def problems(size: int) -> list[str]:
         found = [f"{name} ({value}) must be a multiple of it" for name, value in quantities.items() if value % size]
@@ -201,3 +240,10 @@ def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: in
         works = [str(size) for size in range(1, min(shape.num_attention_heads, 64) + 1) if not problems(size)]
         why = "; ".join(found) if tp_size >= 1 else "it must be at least 1"
         raise ValueError(f"{flag} ({tp_size}): {why}. Sizes that work: {', '.join(works)}.")
+
+
+def check_divides(flag: str, size: int, name: str, quantity: int) -> None:
+    """Raises: ValueError, naming sizes that work, if `size` does not divide `quantity`."""
+    if size < 1 or quantity % size:
+        works = [str(n) for n in range(1, quantity + 1) if quantity % n == 0]
+        raise ValueError(f"{flag} ({size}) must divide {name} ({quantity}). Sizes that work: {', '.join(works)}.")

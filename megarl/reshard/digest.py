@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.reshard.copier import PACKED, View, conversion, extension_for, leading_dimension, two_dimensions
 from megarl.reshard.packed import PackedView
 
-SAMPLES = 64
+SAMPLES = 16
 _MASK = 2**64 - 1
 _WEYL, _MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _TILE_WORDS = 4096  # of csrc/digest.h
@@ -32,7 +32,7 @@ class Digest:
         views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the same values, but the
             last has another digest. Kept; read at every call.
         dtypes: what each view's values become at their destination, one for all or one per view. Default: what they are.
-        num_threads: CPU threads of `full`.
+        num_threads: CPU threads.
     Raises: ValueError naming the first view that breaks a rule.
 
     Every method returns one number in [0, 2**64) per view, in order. Neither is collective."""
@@ -45,16 +45,17 @@ class Digest:
         if len(dtypes) != len(views):
             raise ValueError(f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for all, or left out.")
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
-        self._rows = [self._describe(index) for index in range(len(self._views))]
+        rows = [self._describe(index) for index in range(len(self._views))]
+        self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
         self._device = self._views[0].device if self._views else torch.device("cpu")
         if any(view.device != self._device for view in self._views):
             raise ValueError(f"views must be on one device, not on {sorted({str(view.device) for view in self._views})}.")
         self._extension = extension_for(self._device.type)
 
     def sampled(self, version: int) -> list[int]:
-        """Digests of 64 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 64th of the view.
+        """Digests of 16 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 16th of the view.
 
-        It finds every wrong stretch of a 32nd of a view or more, and a smaller share f with probability 1 - (1 - f)^64. Digests of
+        It finds every wrong stretch of an eighth of a view or more, and a smaller share f with probability 1 - (1 - f)^16. Digests of
         different versions differ, so an old one is never taken for a new one."""
         return self._compute(_mix(version & _MASK), sampled=True)
 
@@ -71,23 +72,23 @@ class Digest:
     def _compute(self, seed: int, sampled: bool) -> list[int]:
         if self._extension is None:
             return [_digest(view, dtype, seed, sampled) for view, dtype in zip(self._views, self._dtypes, strict=True)]
-        rows = [(view.data_ptr(), *row[1:]) for view, row in zip(self._views, self._rows, strict=True)]
-        table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        table = self._table
+        table[:, 0] = torch.tensor([view.data_ptr() for view in self._views], dtype=torch.int64)
         if self._device.type == "cuda":
-            digests = self._sum_on_gpu(table, seed, sampled)
+            digests = self._sum_on_gpu(seed, sampled)
             self._extension.finish_digests(table, digests, seed)
         else:
-            digests = torch.empty(len(rows), dtype=torch.int64)
+            digests = torch.empty(len(table), dtype=torch.int64)
             self._extension.digest(table, digests, seed, sampled, self._num_threads)
         return [digest & _MASK for digest in digests.tolist()]
 
-    def _sum_on_gpu(self, table: Tensor, seed: int, sampled: bool) -> Tensor:
+    def _sum_on_gpu(self, seed: int, sampled: bool) -> Tensor:
         """Sums over the words of each view, int64 [N] on the CPU. Waits for the current stream."""
-        tiles = [-(-rows * -(-cols * dtype.itemsize // 8) // _TILE_WORDS)
-                 for (_, rows, cols, *_), dtype in zip(self._rows, self._dtypes, strict=True)]  # fmt: skip
-        tiles = torch.tensor(tiles, dtype=torch.int64)
+        sizes = torch.tensor([dtype.itemsize for dtype in self._dtypes])
+        words = self._table[:, 1] * ((self._table[:, 2] * sizes + 7) // 8)
+        tiles = (words + _TILE_WORDS - 1) // _TILE_WORDS
         with torch.cuda.device(self._device):
-            tiled = torch.cat([table, (tiles.cumsum(0) - tiles)[:, None]], dim=1).to(self._device)
+            tiled = torch.cat([self._table, (tiles.cumsum(0) - tiles)[:, None]], dim=1).to(self._device)
             view_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(tiles).to(self._device)
             sums = torch.zeros(len(tiles), dtype=torch.int64, device=self._device)
             self._extension.sum_cuda(tiled.data_ptr(), view_of_tile.data_ptr(), len(tiles), len(view_of_tile), seed, sampled,

@@ -1,11 +1,15 @@
-"""What a rank of a Megatron-Core 0.16 GPTModel holds.
+"""What a rank of a Megatron-Core 0.16 GPTModel holds, by tensor, pipeline, virtual-pipeline, expert and expert-tensor parallelism.
 
 `linear_qkv` is the delicate one: the full matrix has, for each of the G query groups, the group's query heads, then its key
 head, then its value head; rank r of t holds rows [r*S/t, (r+1)*S/t) of it, S = (H + 2G) * head_dim, also when t > G."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
 from megarl.reshard.atlas import (
     EMBEDDING,
     FINAL_NORM,
@@ -15,17 +19,21 @@ from megarl.reshard.atlas import (
     LocalParam,
     Piece,
     Row,
+    Sizes,
+    check_divides,
     check_tensor_parallel,
     column_shard,
+    expert_prefix,
     hf_sizes,
     layer_params,
     replicated,
     stacked_row_shards,
     vocab_shard,
 )
+from megarl.reshard.vllm_atlas import fused_qkv
 
 
-def grouped_qkv(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+def grouped_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """This rank's rows of the matrix [query heads of group 0; key 0; value 0; query heads of group 1; ...]."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
@@ -55,44 +63,133 @@ LAYER = (
     Row("self_attention.k_layernorm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
     Row("self_attention.linear_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
     Row("pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
-    Row("mlp.linear_fc1.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",)),
+    Row("mlp.linear_fc1.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
+    Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
+    Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="is_moe"),
 )
 
-TRANSFORMER_ENGINE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-"""The Transformer Engine layer spec fuses these norms into the linear layer that follows."""
+STACKED_QKV_LAYER = tuple(replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER)
+"""With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in vLLM."""
+
+EXPERT = (
+    Row("linear_fc1.weight", stacked_row_shards, ("gate_proj.weight", "up_proj.weight")),
+    Row("linear_fc2.weight", column_shard, ("down_proj.weight",)),
+)
+"""Of each local expert, cut over the expert tensor-parallel group."""
 
 FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
 LAST_STAGE = (Row("decoder.final_layernorm.weight", replicated, (FINAL_NORM,)),)
 
 
-def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, te_spec: bool = False) -> Atlas:
-    """The atlas of one rank. Layer indices in the names are local to the pipeline stage (uniform split).
+def _transformer_engine_name(shape: ModelShape, name: str) -> str:
+    """The Transformer Engine layer spec fuses each norm into the linear layer that follows it; a router follows none."""
+    if name == "input_layernorm.weight":
+        return "self_attention.linear_qkv.layer_norm_weight"
+    return "mlp.linear_fc1.layer_norm_weight" if name == "pre_mlp_layernorm.weight" and shape.is_dense else name
+
+
+def _expert_name(name: str, expert: int, te_spec: bool) -> str:
+    """Megatron's sequential experts are modules of their own; Transformer Engine's grouped ones number their weights."""
+    return f"mlp.experts.{name}{expert}" if te_spec else f"mlp.experts.local_experts.{expert}.{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronPlace:
+    """The parallel sizes of a Megatron model and one rank's place in them. The defaults are one rank.
+
+    Args:
+        vpp_size: model chunks per pipeline stage (interleaved virtual pipeline).
+        ep_size: expert model parallelism. etp_size, etp_rank: expert tensor parallelism; None: as tp."""
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    vpp_size: int = 1
+    ep_size: int = 1
+    ep_rank: int = 0
+    etp_size: int | None = None
+    etp_rank: int | None = None
+
+    @classmethod
+    def of(cls, mesh: MeshSpec, rank: int, vpp_size: int = 1) -> MegatronPlace:
+        at = mesh.coordinates(rank)
+        return cls(mesh.tp, at["tp"], mesh.pp, at["pp"], vpp_size, mesh.ep, at["ep"], mesh.expert_tp, at["etp"])
+
+    @property
+    def expert_tp(self) -> tuple[int, int]:
+        """(size, rank) of the group that splits an expert."""
+        return (self.tp_size, self.tp_rank) if self.etp_size is None else (self.etp_size, self.etp_rank or 0)
+
+
+def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, te_spec: bool = False,
+                   qkv_layout: str = "grouped") -> Atlas:  # fmt: skip
+    """`place_atlas` of a rank that knows tensor and pipeline parallelism only."""
+    return place_atlas(shape, MegatronPlace(tp_size, tp_rank, pp_size, pp_rank), te_spec, qkv_layout)
+
+
+def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, qkv_layout: str = "grouped") -> Atlas:
+    """The atlas of one rank. Layer indices in the names are local to the model chunk; the split over stages is uniform.
+
+    With a virtual pipeline, chunk c of stage p holds the layers from (c * pp_size + p) * L / (pp_size * vpp_size) on, and the
+    names of its parameters begin with `chunks.<c>.`.
 
     Tied embeddings: a single stage has no output_layer; with several, the last stage's output_layer.weight is a second copy
     of the embedding.
 
     Args:
-        te_spec: names of the Transformer Engine layer spec instead of the local one.
+        te_spec: names of the Transformer Engine layer spec (experts grouped) instead of the local one (experts sequential).
+        qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
-    qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
-    check_tensor_parallel(shape, tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
-    if shape.num_layers % pp_size:
-        works = [str(p) for p in range(1, shape.num_layers + 1) if shape.num_layers % p == 0]
-        raise ValueError(f"--pipeline-model-parallel-size ({pp_size}) must divide num_layers ({shape.num_layers}). "
-                         f"Sizes that work: {', '.join(works)}.")
-    cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)
-    first, last = pp_rank == 0, pp_rank == pp_size - 1
-    atlas: Atlas = {row.name: row.build(cut, sizes) for row in FIRST_STAGE if first}
-    per_stage = shape.num_layers // pp_size
-    for local in range(per_stage):
-        for name, param in layer_params(LAYER, cut, sizes, pp_rank * per_stage + local):
-            atlas[f"decoder.layers.{local}.{TRANSFORMER_ENGINE_NAMES.get(name, name) if te_spec else name}"] = param
-    atlas |= {row.name: row.build(cut, sizes) for row in LAST_STAGE if last}
-    if last and not (shape.tie_word_embeddings and first):
-        source = EMBEDDING if shape.tie_word_embeddings else OUTPUT
-        atlas["output_layer.weight"] = vocab_shard(cut, sizes, (source,))
+    check_place(shape, place)
+    if qkv_layout == "stacked" and shape.num_query_groups % place.tp_size:
+        raise ValueError(f"--qkv-layout (stacked) needs whole key heads on each rank: --tensor-model-parallel-size ({place.tp_size}) must "
+                         f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped.")
+    rows = STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER
+    cut, sizes = Cut(shape, place.tp_size, place.tp_rank), hf_sizes(shape)
+    per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
+    atlas: Atlas = {}
+    for chunk in range(place.vpp_size):
+        prefix = f"chunks.{chunk}." if place.vpp_size > 1 else ""
+        position, last_position = chunk * place.pp_size + place.pp_rank, place.vpp_size * place.pp_size - 1
+        if position == 0:
+            atlas |= {prefix + row.name: row.build(cut, sizes) for row in FIRST_STAGE}
+        for local in range(per_chunk):
+            for name, param in _layer(rows, place, cut, sizes, position * per_chunk + local, te_spec):
+                atlas[f"{prefix}decoder.layers.{local}.{name}"] = param
+        if position == last_position:
+            atlas |= {prefix + row.name: row.build(cut, sizes) for row in LAST_STAGE}
+            if not (shape.tie_word_embeddings and position == 0):
+                source = EMBEDDING if shape.tie_word_embeddings else OUTPUT
+                atlas[f"{prefix}output_layer.weight"] = vocab_shard(cut, sizes, (source,))
     return atlas
+
+
+def _layer(rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool) -> Iterator[tuple[str, LocalParam]]:
+    """(name within the layer, parameter) of canonical layer `layer`, whose parameters outside of experts are `rows`."""
+    shape = cut.shape
+    for name, param in layer_params(rows, cut, sizes, layer):
+        yield (_transformer_engine_name(shape, name) if te_spec else name), param
+    held, expert_cut = shape.num_moe_experts // place.ep_size, Cut(shape, *place.expert_tp)
+    for local in range(held):
+        for row in EXPERT:
+            yield _expert_name(row.name, local, te_spec), row.build(expert_cut, sizes, expert_prefix(layer, place.ep_rank * held + local))
+
+
+def check_place(shape: ModelShape, place: MegatronPlace) -> None:
+    """Raises: ValueError naming a flag whose size does not divide the model, and sizes that do."""
+    qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
+    check_tensor_parallel(shape, place.tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
+    check_divides("--pipeline-model-parallel-size", place.pp_size, "num_layers", shape.num_layers)
+    of_stage = shape.num_layers // place.pp_size
+    check_divides("--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", of_stage)
+    if shape.is_moe:
+        check_divides("--expert-model-parallel-size", place.ep_size, "num_experts", shape.num_moe_experts)
+        check_divides("--expert-tensor-parallel-size", place.expert_tp[0], "moe_intermediate_size", shape.moe_ffn_hidden_size)
+
+
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, vpp_size: int = 1, qkv_layout: str = "grouped") -> dict[int, Atlas]:
+    """Atlas of every rank of a mesh. Ranks that hold the same share one."""
+    places = {rank: MegatronPlace.of(mesh, rank, vpp_size) for rank in mesh.ranks}
+    built = {place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())}
+    return {rank: built[place] for rank, place in places.items()}

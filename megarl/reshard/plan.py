@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.reshard.atlas import Atlas, LocalParam, Piece
 
@@ -58,24 +58,41 @@ Rect = tuple[int, int, int, int]
 """row_start, row_end, col_start, col_end."""
 
 
-def make_plan(sources: dict[int, Atlas], destinations: dict[int, Atlas]) -> ReshardPlan:
+def make_plan(sources: dict[int, Atlas], destinations: dict[int, Atlas], ranks_per_node: int | None = None) -> ReshardPlan:
     """Plan the copies that fill every destination from the sources.
 
-    Where several sources hold the same elements, the destination's own rank wins; otherwise the rank that has sent least so
-    far, so replicas share the work. Every rank that calls this with the same atlases gets the same plan.
+    Where several sources hold the same elements, the destination's own rank wins, then a rank of its node; among equals the rank
+    that has sent least so far, so replicas share the work. Every rank that calls this with the same arguments gets the same plan.
+
+    Args:
+        ranks_per_node: consecutive ranks share a node. None: all do.
 
     Raises: PlanError naming the parameter and the rectangle that is missing, written twice or out of bounds."""
     _check_atlases(sources, "source")
     _check_atlases(destinations, "destination")
-    replicas = _replicas(sources)
-    sent: Counter[int] = Counter()
+    replicas, senders = _replicas(sources), _Senders(ranks_per_node)
     copies: dict[tuple[int, int], list[RectCopy]] = {}
     for rank, atlas in sorted(destinations.items()):
         for name, param in atlas.items():
             for piece in param.pieces:
-                for source, copy in _fill(rank, name, piece, replicas.get(piece.hf_name, {}), sent):
+                for source, copy in _fill(rank, name, piece, replicas.get(piece.hf_name, {}), senders):
                     copies.setdefault((source, rank), []).append(copy)
     return ReshardPlan({pair: tuple(rects) for pair, rects in sorted(copies.items())})
+
+
+@dataclass
+class _Senders:
+    """Who sends what several ranks hold."""
+
+    ranks_per_node: int | None
+    sent: Counter[int] = field(default_factory=Counter)
+    """Rank -> elements that it sends to others so far."""
+
+    def preference(self, source: int, destination: int) -> tuple[bool, bool, int]:
+        """Smaller is better."""
+        per_node = self.ranks_per_node
+        elsewhere = per_node is not None and source // per_node != destination // per_node
+        return source != destination, elsewhere, self.sent[source]
 
 
 _Replicas = dict[str, dict[Rect, list[tuple[int, str, Piece]]]]
@@ -92,10 +109,11 @@ def _replicas(sources: dict[int, Atlas]) -> _Replicas:
 
 
 def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]],
-          sent: Counter[int]) -> Iterable[tuple[int, RectCopy]]:  # fmt: skip
+          senders: _Senders) -> Iterable[tuple[int, RectCopy]]:  # fmt: skip
     """(source rank, copy) of each part of one destination piece. What is written leaves `missing`, so nothing is written twice."""
     missing = [_canonical(piece)]
-    holders = [(min(held, key=lambda h: (h[0] != rank, sent[h[0]])), rect) for rect, held in replicas.items() if _overlap(rect, missing[0])]
+    holders = [(min(held, key=lambda h: senders.preference(h[0], rank)), rect)
+               for rect, held in replicas.items() if _overlap(rect, missing[0])]  # fmt: skip
     for (source, src_name, src), rect in sorted(holders, key=lambda h: h[0][0] != rank):
         left: list[Rect] = []
         for wanted in missing:
@@ -106,7 +124,7 @@ def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[in
             left.extend(_difference(wanted, part))
             row, end_row, col, end_col = part
             if source != rank:
-                sent[source] += (end_row - row) * (end_col - col)
+                senders.sent[source] += (end_row - row) * (end_col - col)
             yield source, RectCopy(
                 src_name, src.local_row + row - src.row_start, src.local_col + col - src.col_start,
                 name, piece.local_row + row - piece.row_start, piece.local_col + col - piece.col_start, end_row - row, end_col - col)
@@ -117,30 +135,36 @@ def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[in
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
     """Within each local parameter: pieces inside the bounds, not overlapping, and covering all but the padding rows."""
+    checked: set[int] = set()  # ranks that hold the same may share their atlas
     for rank, atlas in atlases.items():
-        for name, param in atlas.items():
-            _check_param(f"[rank {rank}] {side} {name}", param)
+        if id(atlas) not in checked:
+            checked.add(id(atlas))
+            for name, param in atlas.items():
+                _check_param(f"[rank {rank}] {side} {name}", param)
 
 
 def _check_param(where: str, param: LocalParam) -> None:
-    written: list[tuple[Rect, Piece]] = []
     filled_rows = param.rows - param.padding_rows
-    for piece in param.pieces:
+    active: list[tuple[Rect, Piece]] = []  # pieces of which rows from here on may be left
+    area = 0
+    for piece in sorted(param.pieces, key=lambda piece: piece.local_row):
         local = _local(piece)
         if piece.row_end <= piece.row_start or piece.col_end <= piece.col_start:
             raise PlanError(f"{where}: the piece {_show(piece.hf_name, _canonical(piece))} is empty.")
         if local[0] < 0 or local[2] < 0 or local[1] > filled_rows or local[3] > param.cols:
             raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} lands on {_bounds(local)}, outside of "
                             f"[0:{filled_rows}, 0:{param.cols}].")
-        for other, other_piece in written:
+        active = [(other, held) for other, held in active if other[1] > local[0]]
+        for other, other_piece in active:
             if _overlap(local, other):
                 raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
                                 f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on {_bounds(_overlap(local, other))}.")
-        written.append((local, piece))
-    missing = [(0, filled_rows, 0, param.cols)] if filled_rows and param.cols else []
-    for local, _ in written:
-        missing = [rest for hole in missing for rest in _remainder(hole, local)]
-    if missing:
+        active.append((local, piece))
+        area += (local[1] - local[0]) * (local[3] - local[2])
+    if area != filled_rows * param.cols:  # inside and not overlapping, so they fill everything exactly if their areas say so
+        missing = [(0, filled_rows, 0, param.cols)]
+        for piece in param.pieces:
+            missing = [rest for hole in missing for rest in _remainder(hole, _local(piece))]
         raise PlanError(f"{where}: no piece fills {_bounds(missing[0])} of its {param.rows} x {param.cols} elements.")
 
 

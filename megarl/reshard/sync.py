@@ -84,7 +84,7 @@ class WeightSync:
                  options: ReshardConfig, generation: int = 0) -> None:  # fmt: skip
         self.plan, self.rank, self._speakers, self._sources, self._receiver = plan, rank, speakers, sources, receiver
         self.options = options
-        self.participants = sorted({source for source, _ in plan.copies} | {speakers[dst] for _, dst in plan.copies})
+        self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
         self._board = Board(generation, alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
         self._receives = {(src, dst): copies for (src, dst), copies in plan.copies.items() if speakers[dst] == rank and receiver}

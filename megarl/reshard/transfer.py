@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import OUTPUT, Atlas, Piece, hf_atlas, hf_sizes
+from megarl.reshard.atlas import OUTPUT, Atlas, Piece, Sizes, hf_atlas, hf_sizes
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
@@ -293,6 +293,20 @@ def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
     if not paths:
         raise FileNotFoundError(f"no *.safetensors in {folder}. --random-init starts without weights; convert *.bin files first.")
     return {name: path for path in paths for name in safe_open(path, framework="pt").keys()}  # noqa: SIM118 (not a dict)
+
+
+def checkpoint_sizes(folder: str | os.PathLike) -> Sizes:
+    """Tensor name -> (rows, cols) of every tensor in the *.safetensors files of `folder`; a vector of n is (n, 1).
+
+    Raises: ValueError naming a tensor of more dimensions; FileNotFoundError without weights."""
+    sizes: Sizes = {}
+    for name, path in weight_files(folder).items():
+        with safe_open(path, framework="pt") as file:
+            size = file.get_slice(name).get_shape()
+        if not 1 <= len(size) <= 2:
+            raise ValueError(f"{name} in {folder} has shape {size}: only vectors and matrices can be transferred.")
+        sizes[name] = (size[0], size[1] if len(size) == 2 else 1)
+    return sizes
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a rank of a vLLM 0.32 dense decoder (Qwen2, Qwen3, Llama) holds."""
+"""What a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral) holds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from megarl.reshard.atlas import (
     LocalParam,
     Piece,
     Row,
+    Sizes,
     check_tensor_parallel,
     column_shard,
+    every_expert,
     hf_sizes,
     layer_params,
     layer_prefix,
@@ -25,7 +27,7 @@ from megarl.reshard.atlas import (
 )
 
 
-def fused_qkv(cut: Cut, sizes: dict[str, tuple[int, int]], hf_names: tuple[str, ...]) -> LocalParam:
+def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """[this rank's query heads; its key heads; its value heads]. With more ranks than key heads, t/G ranks share each."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
@@ -51,14 +53,21 @@ LAYER = (
     Row("self_attn.k_norm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
     Row("self_attn.o_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
     Row("post_attention_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
-    Row("mlp.gate_up_proj.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",)),
-)
+    Row("mlp.gate_up_proj.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
+    Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
+    Row("mlp.gate.weight", replicated, ("mlp.gate.weight",), needs="is_moe"),
+    Row("mlp.experts.routed_experts.w13_weight", every_expert(stacked_row_shards),
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), needs="is_moe"),
+    Row("mlp.experts.routed_experts.w2_weight", every_expert(column_shard), ("mlp.experts.{expert}.down_proj.weight",), needs="is_moe"),
+)  # fmt: skip
+"""The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may store them otherwise
+(`expose_weights` in megarl/rollout)."""
 
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
     """The atlas of one rank. Raises: ValueError if tp_size does not divide the model."""
-    check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size")
+    expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
+    check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size", **expert_ffn)
     cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)
     atlas: Atlas = {EMBEDDING: vocab_shard(cut, sizes, (EMBEDDING,))}
     for layer in range(shape.num_layers):

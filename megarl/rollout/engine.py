@@ -1,10 +1,10 @@
 """A vLLM engine in the trainer's process, whose weights are pulled from Megatron's shards.
 
-    engine = RolloutEngine(config, shape, ranks)        every rank, after Megatron has built its groups
-    engine.connect(atlases, parameters)                 once, and again if a parameter moved
-    engine.sync(version)                                a transaction: only a committed version generates
+    engine = RolloutEngine(config, shape, ranks, atlases, parameters)      every rank, after Megatron has built its groups
+    engine.connect(atlases, parameters)                                    only if the sources become others later on
+    engine.sync(version)                                                   a transaction: only a committed version generates
     engine.generate(prompts, seeds, temperature=1.0)
-    engine.shutdown()                                   last: no collective works afterwards
+    engine.shutdown()                                                      last: no collective works afterwards
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine pass the same
 prompts and seeds. `out_of_process.py` is the same engine in processes of its own."""
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
@@ -72,7 +73,7 @@ class Engine:
     def sync(self, version: int) -> int:
         """Bring the sources' current weights into the engine and commit them as `version`. Collective over sources and engines.
 
-        Returns: bytes written. Raises: SyncError if some engine did not get them whole; then no engine commits them."""
+        Returns: bytes written; aliased weights count none. Raises: SyncError if some engine did not get them whole; then no engine commits them."""
         self.begin_sync(version)
         return self.finish_sync()
 
@@ -125,17 +126,24 @@ class Engine:
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [_response(output.outputs[0]) for output in outputs]
 
+
 class RolloutEngine(Engine):
     process = None
     """Of its weights, for the sync: this one."""
 
-    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int]) -> None:
-        """Start vLLM on this rank. Collective over the world; its weights are undefined until the first `sync`.
+    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
+                 parameters: dict[str, torch.Tensor]) -> None:  # fmt: skip
+        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
+
+        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
+        same layout and dtype are its memory from then on: an update changes them at once, and `sync` makes that a version.
 
         Args:
             ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world that it finds,
                 so these must be all ranks.
-        Raises: ValueError for ranks or engine arguments that cannot work."""
+            sources: atlas of every source rank, the same on all ranks.
+            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
+        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
         super().__init__(config, shape)
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
@@ -149,23 +157,27 @@ class RolloutEngine(Engine):
         with undisturbed():
             from vllm import LLM
 
+            from megarl.rollout.weight_transfer import offering
+
             register()
-            self.llm = LLM(**arguments)
+            offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
+            with offering(offered, parameters) as offer:
+                self.llm = LLM(**arguments)
+        self._aliases = offer.taken
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self.tensors: dict[int, dict[str, View]] = {}
         """This rank -> name -> live weight."""
         self.llm.init_weight_transfer_engine({"init_info": {"expose": lambda tensors: self.tensors.update({dist.get_rank(): tensors})}})
         self._is_updating = False
         self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
+        self.connect(sources, parameters)
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan how the weights come from the ranks in `sources`, and remember this rank's own.
-
-        Args:
-            sources: atlas of every source rank, the same on all ranks.
-            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
-        Raises: PlanError if the sources do not hold every weight of every engine."""
-        plan, rank = make_plan(sources, vllm_atlases(self.shape, self.ranks, self._tp)), dist.get_rank()
+        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as above."""
+        rank, aliases_of = dist.get_rank(), [{}] * dist.get_world_size()
+        dist.all_gather_object(aliases_of, self._aliases)
+        wanted = vllm_atlases(self.shape, self.ranks, self._tp)
+        plan = make_plan(sources, {rank: without(atlas, aliases_of[rank]) for rank, atlas in wanted.items()})
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
         self._join(plan, {rank: rank for rank in self.ranks}, parameters)
 
@@ -174,7 +186,7 @@ class RolloutEngine(Engine):
     def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
               messages: Callable[[], object]) -> None:  # fmt: skip
         rank = dist.get_rank()
-        self.version, self._arrivals = None, arrivals[rank]
+        self.version, self._arrivals = None, arrivals.get(rank, {})
         for source, pull in pulls.get(rank, {}).items():
             self.destination.pull_from(source, tensors_of(pull), pull[1])
 
@@ -253,6 +265,8 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
                 rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if shape.is_moe:
+            arguments["moe_backend"] = "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
     return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
 
 

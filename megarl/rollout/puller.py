@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -46,12 +47,14 @@ class Puller:
     """Args:
         rank: of this destination in the plan.
         tensors: live weights of the model.
-        double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and returns when done."""
+        double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and returns when done.
+        staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no second copy."""
 
-    def __init__(self, rank: int, model: torch.nn.Module, tensors: dict[str, View], double_buffer: bool) -> None:
+    def __init__(self, rank: int, model: torch.nn.Module, tensors: dict[str, View], double_buffer: bool, staged: Collection[str] = ()) -> None:
         self.rank = rank
-        self._double = DoubleBuffer(model, tensors) if double_buffer else None
-        self._front, self._back = _Buffer(tensors), _Buffer(self._double.back) if self._double else None
+        self._double = DoubleBuffer(model, {name: view for name, view in tensors.items() if name not in staged}) if double_buffer else None
+        self._front = _Buffer(tensors)
+        self._back = _Buffer(self._double.back | {name: tensors[name] for name in staged}) if self._double else None
         self._thread: threading.Thread | None = None
         self.outcome = Outcome()
 
@@ -91,12 +94,15 @@ class Puller:
             return Outcome(f"[rank {self.rank}] the engine was not done copying after {timeout_s:.1f} s")
         return self.outcome
 
-    def commit(self) -> None:
-        """Generate with what was copied, if it arrived whole."""
-        if self.outcome.problem is None and self._double is not None:
+    def commit(self) -> bool:
+        """Generate with what was copied, if it arrived whole. Returns: whether it did."""
+        if self.outcome.problem is not None:
+            return False
+        if self._double is not None:
             self._double.switch()
             self._front, self._back = self._back, self._front
-            self.outcome = Outcome(problem=f"[rank {self.rank}] nothing was copied since the last commit")
+        self.outcome = Outcome(problem=f"[rank {self.rank}] nothing was copied since the last commit")
+        return True
 
     def give_up(self) -> None:
         """What was copied is not to be used."""

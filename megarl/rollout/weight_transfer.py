@@ -1,14 +1,17 @@
 """vLLM's weights as destinations of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
 
-    built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor
+    built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
     init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
     start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +19,19 @@ from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
 
-from megarl.config.hf_config import ModelShape
+from megarl.config.hf_config import FAMILIES, ModelShape
+from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.copier import View
+from megarl.reshard.transfer import checkpoint_sizes
 from megarl.reshard.vllm_atlas import vllm_atlas
 from megarl.rollout.plugin import check_version
 from megarl.rollout.puller import Puller
+
+if TYPE_CHECKING:
+    from megarl.rollout.cpu_experts import PackedExperts
 
 
 @dataclass
@@ -44,14 +53,42 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Else: a pickled Order."""
 
 
+@dataclass
+class Offer:
+    """The trainer's parameters, to an engine that is being built beside them in one process."""
+
+    atlas: Atlas
+    parameters: dict[str, torch.Tensor]
+    taken: dict[str, str] = field(default_factory=dict)
+    """Set by the engine: its parameter -> the trainer's whose memory it took over."""
+
+
+_offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
+
+
+@contextlib.contextmanager
+def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
+    """Around the construction of an engine: vLLM builds the weight-transfer engine inside, at the one moment when memory that
+    CUDA graphs and compiled code will read can still be chosen."""
+    offer = Offer(atlas, parameters)
+    token = _offer.set(offer)
+    try:
+        yield offer
+    finally:
+        _offer.reset(token)
+
+
 class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls, update_info_cls, supports_draft_weight_update = InitInfo, UpdateInfo, False
 
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        shape = ModelShape.load(vllm_config.model_config.model)
-        self.atlas = vllm_atlas(shape, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
-        self.tensors = expose_weights(model, self.atlas)
+        self.atlas = engine_atlas(vllm_config)
+        self.packed = find_packed_experts(model)
+        offer = _offer.get()
+        if offer is not None:
+            offer.taken = alias_weights(model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer)
+        self.tensors = expose_weights(model, self.atlas, self.packed)
         self.puller: Puller | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -59,7 +96,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             init_info.expose(self.tensors)
         else:
             rank = init_info.ranks[get_tensor_model_parallel_rank()]
-            self.puller = Puller(rank, self.model, self.tensors, init_info.double_buffer)
+            self.puller = Puller(rank, self.model, self.tensors, init_info.double_buffer, staged=self.packed.keys())
 
     def start_weight_update(self) -> None:
         pass
@@ -68,26 +105,66 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """In a process of vLLM's own with two buffers this returns at once; `Puller.wait` says when it is over."""
         if update_info.copy is not None:
             update_info.copy()
+            self._pack_experts()
         else:
             self.puller.begin(pickle.loads(update_info.order))
 
     def finish_weight_update(self) -> None:
-        if self.puller is not None:
-            self.puller.commit()
+        if self.puller is not None and self.puller.commit():
+            self._pack_experts()
+
+    def _pack_experts(self) -> None:
+        for experts in self.packed.values():
+            experts.pack()
 
     def shutdown(self) -> None:
         self.puller = None
 
 
-def expose_weights(model: torch.nn.Module, atlas: Atlas) -> dict[str, torch.Tensor]:
-    """Name -> [rows, cols] view of each live weight. Undoes the CPU prepack.
+def engine_atlas(vllm_config: VllmConfig) -> Atlas:
+    """Of this rank of an engine: from the tables, or for a model that they do not know from vLLM's own loader.
+
+    Raises: ValueError or FileNotFoundError if an unknown model's folder holds no weights, whose sizes the trace needs."""
+    folder = vllm_config.model_config.model
+    if vllm_config.model_config.hf_config.model_type in FAMILIES:
+        return vllm_atlas(ModelShape.load(folder), get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+    from megarl.rollout.trace import empty_model, trace_vllm_atlas
+
+    return trace_vllm_atlas(empty_model(vllm_config), checkpoint_sizes(folder))
+
+
+def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:
+    """Let the model's parameters be the offered ones wherever both hold the same elements in the same dtype and place.
+
+    Returns: name in the model -> name of what it became."""
+    parameters, taken = dict(model.named_parameters()), {}
+    for name, source in find_aliases(offer.atlas, atlas).items():
+        weight, ours = parameters.get(name), offer.parameters[source]
+        if weight is not None and weight.dtype == ours.dtype and weight.device == ours.device and ours.is_contiguous():
+            # A vector stays one; a prepacked linear layer left an empty parameter behind.
+            weight.data = ours.view(weight.shape if weight.numel() else ours.shape)
+            taken[name] = source
+    return taken
+
+
+def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
+    """Parameter name -> the plain twin of every weight that vLLM packs for its CPU experts; {} on a GPU and for dense models."""
+    if not current_platform.is_cpu():
+        return {}
+    from megarl.rollout.cpu_experts import PackedExperts
+
+    return {f"{prefix}.{name}": packed for prefix, module in model.named_modules() for name, packed in PackedExperts.find(module).items()}
+
+
+def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, PackedExperts] | None = None) -> dict[str, torch.Tensor]:
+    """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU prepack of linear layers.
 
     On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind; they get storage
     again (0 until the first transfer), and each layer multiplies with it by vLLM's own fallback. lm_head keeps its parameter
     but multiplies with a packed copy, as does a tied one, which owns no parameter: so *every* module is switched.
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | {name: experts.plain for name, experts in (packed or {}).items()}
     if parameters.keys() != atlas.keys():
         raise RuntimeError(f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
                            f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}")

@@ -11,11 +11,11 @@ from megarl.algorithms.base import Algorithm, LossInputs
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import TrainConfig
+from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch, Move, Sample
+from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from megarl.megatron.policy import Policy
 
 
-def megatron_atlases(shape: ModelShape, mesh: MeshSpec) -> dict[int, Atlas]:
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
     """What each rank of the mesh holds."""
     from megarl.megatron.model import uses_transformer_engine
 
-    where = {rank: mesh.coordinates(rank) for rank in mesh.ranks}
-    return {rank: megatron_atlas(shape, mesh.tp, c["tp"], mesh.pp, c["pp"], uses_transformer_engine()) for rank, c in where.items()}
+    return megatron_atlas.megatron_atlases(shape, mesh, uses_transformer_engine(), qkv_layout=parallel.qkv_layout)
 
 
 class _MegatronRole:
@@ -53,7 +52,7 @@ class _MegatronRole:
         config = self.config
         self.policy = Policy(self.shape, self.mesh, config.model, config.actor, config.optimizer if self.trains else None,
                              config.batch.train_iters, config.transformer)
-        self.atlases = megatron_atlases(self.shape, self.mesh)
+        self.atlases = megatron_atlases(self.shape, self.mesh, config.actor)
         atlas = self.atlases[self.rank]
         if config.model.random_init:
             random_weights(self.shape, atlas, self.policy.parameters, config.batch.seed)
@@ -176,16 +175,17 @@ class ActorRole(_MegatronRole):
         return metrics | {"memory/peak_bytes": peak_memory_bytes()}
 
     def _update_once(self, mini_batch: MiniBatch) -> dict[str, float]:
-        def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None):
+        def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice):
             device = log_probs.device
-            columns = {name: c if (c := micro.column(name)) is None else c.to(device)
+            columns = {name: c if (c := micro.column(name)) is None else c[rows].to(device)
                        for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")}  # fmt: skip
             return self.algorithm.loss(LossInputs(
-                log_probs=log_probs, entropy=entropy, response_lengths=micro.response_length_of_token.to(device),
+                log_probs=log_probs, entropy=entropy, response_lengths=micro.response_length_of_token[rows].to(device),
                 num_tokens=mini_batch.num_tokens, num_sequences=mini_batch.num_sequences,
                 max_response_length=self.config.sampling.max_response_length, **columns))
 
-        return self.policy.update(self.micro_batches([mini_batch]), loss, self.config.sampling.temperature, self.algorithm.needs_entropy)
+        return self.policy.update(self.micro_batches([mini_batch]), loss, self.config.sampling.temperature,
+                                  self.algorithm.needs_entropy, self.algorithm.token_level)
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder. Collective over the mesh."""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
@@ -15,6 +16,7 @@ from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.packing import Move, Sample
+from megarl.reshard.atlas import Atlas
 from megarl.workers.actor import ActorRole, megatron_atlases
 from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.exchange import exchange
@@ -41,20 +43,21 @@ class RolloutRole:
         if config.data.eval_data:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
-        self.engine = self._start_engine()
-        if self.engine is not None:
-            self.engine.connect(megatron_atlases(self.shape, self.actor_mesh), self.actor.policy.parameters if self.actor else {})
+        sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
+        self.engine = self._start_engine(sources, self.actor.policy.parameters if self.actor else {})
 
-    def _start_engine(self) -> Engine | None:
+    def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
         if self.mode == "in-process":
             from megarl.rollout.engine import RolloutEngine
 
-            return RolloutEngine(self.config, self.shape, self.mesh.ranks)
+            return RolloutEngine(self.config, self.shape, self.mesh.ranks, sources, parameters)
         if self.rank != self.holders[0]:
             return None
         from megarl.rollout.out_of_process import OutOfProcessEngine
 
-        return OutOfProcessEngine(self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks)
+        engine = OutOfProcessEngine(self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks)
+        engine.connect(sources, parameters)
+        return engine
 
     @property
     def replica(self) -> int:

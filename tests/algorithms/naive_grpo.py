@@ -11,7 +11,23 @@ import torch
 
 def estimate_kl(log_prob, ref, kind):
     d = log_prob - ref
-    return d if kind == "k1" else d * d / 2 if kind == "k2" else torch.exp(-d) - 1 + d
+    match kind:
+        case "k1":
+            return d
+        case "abs":
+            return d if d > 0 else -d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            k3 = torch.exp(-d) - 1 + d
+            return k3 if k3 < 10 else torch.tensor(10.0, dtype=torch.float64)
+
+
+def kl_loss(algorithm, log_prob, ref):
+    if not algorithm.kl_straight_through:
+        return estimate_kl(log_prob, ref, algorithm.kl_estimator)
+    shown, pulls = estimate_kl(log_prob.detach(), ref, algorithm.kl_estimator), estimate_kl(log_prob, ref, "k2")
+    return shown + pulls - pulls.detach()
 
 
 def naive_advantages(samples, algorithm):
@@ -39,15 +55,19 @@ def token_loss(algorithm, advantage, log_prob, old, rollout, ref, entropy):
     ratio = torch.exp(log_prob - old)
     low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     clipped_ratio = ratio if low <= ratio <= high else torch.tensor(low if ratio < low else high, dtype=torch.float64)
-    clipped = bool(-advantage * clipped_ratio > -advantage * ratio)
-    loss = -advantage * (clipped_ratio if clipped else ratio)
+    if algorithm.policy_loss == "cispo":
+        clipped = not low <= ratio <= high
+        loss = -advantage * clipped_ratio.detach() * log_prob
+    else:
+        clipped = bool(-advantage * clipped_ratio > -advantage * ratio)
+        loss = -advantage * (clipped_ratio if clipped else ratio)
     dual_clipped = algorithm.clip_ratio_c is not None and advantage < 0 and bool(loss > -advantage * algorithm.clip_ratio_c)
     if dual_clipped:
         loss = torch.tensor(-advantage * algorithm.clip_ratio_c, dtype=torch.float64)
     if algorithm.tis_clip is not None:
         loss = loss * min(math.exp(float(old - rollout)), algorithm.tis_clip)
     if algorithm.kl_mode == "loss":
-        loss = loss + algorithm.kl_coef * estimate_kl(log_prob, ref, algorithm.kl_estimator)
+        loss = loss + algorithm.kl_coef * kl_loss(algorithm, log_prob, ref)
     if algorithm.entropy_coef != 0:
         loss = loss - algorithm.entropy_coef * entropy
     return loss, clipped, dual_clipped

@@ -20,8 +20,14 @@ spec.loader.exec_module(naive)
 
 MAX_RESPONSE_LENGTH = 9
 COLUMNS = ("log_probs", "old", "rollout", "ref", "entropy")
-CLIPS = [dict(), dict(clip_eps_low=0.1, clip_eps_high=0.4), dict(clip_ratio_c=1.5)]
-KLS = [dict()] + [dict(kl_mode=m, kl_coef=0.3, kl_estimator=k) for m, k in itertools.product(["loss", "reward"], ["k1", "k2", "k3"])]
+CLIPS = {
+    "ppo": dict(),
+    "asymmetric": dict(clip_eps_low=0.1, clip_eps_high=0.4),
+    "dual": dict(clip_ratio_c=1.5),
+    "cispo": dict(policy_loss="cispo", clip_eps_high=0.4),
+}
+KLS = [dict()] + [dict(kl_mode=m, kl_coef=0.3, kl_estimator=k) for m, k in itertools.product(["loss", "reward"], ["k1", "abs", "k2", "k3"])]
+KLS += [dict(kl_mode="loss", kl_coef=0.3, kl_estimator=k, kl_straight_through=True) for k in ("k1", "k3")]
 
 
 def make_samples():
@@ -84,7 +90,7 @@ def gradients(loss, leaves):
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"])
 @pytest.mark.parametrize("kl", KLS, ids=lambda kl: "-".join(str(value) for value in kl.values()) or "no-kl")
-@pytest.mark.parametrize("clip", CLIPS, ids=["ppo", "asymmetric", "dual"])
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 def test_equals_the_loops(clip, kl, aggregation):
     samples = make_samples()
     for entropy_coef, tis_clip, by_std in itertools.product([0.0, 0.2], [None, 1.2], [True, False]):
@@ -105,13 +111,15 @@ def test_the_cases_meet_every_branch():
     _, metrics, _ = naive_result(GRPO(clip_ratio_c=1.5, tis_clip=1.2), make_samples())
     assert metrics["policy/clip_fraction"] > 0.1 and metrics["policy/dual_clip_fraction"] > 0.03
     assert 0.5 < metrics["policy/tis_weight"] < 1.15
+    assert 0.2 < naive_result(GRPO(policy_loss="cispo"), make_samples())[1]["policy/clip_fraction"] < 0.9
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"])
 @pytest.mark.parametrize("split", ["sequences", "tokens of any sequence", "one empty"])
-def test_shares_of_any_split_sum_to_the_whole(aggregation, split):
+@pytest.mark.parametrize("options", [dict(clip_ratio_c=3.0), dict(policy_loss="cispo")], ids=["ppo", "cispo"])
+def test_shares_of_any_split_sum_to_the_whole(options, aggregation, split):
     """Micro-batches and data-parallel ranks: loss, gradient and metrics do not depend on who holds what. At most 1e-6."""
-    algorithm = GRPO(loss_aggregation=aggregation, kl_mode="loss", kl_coef=0.1, entropy_coef=0.05, tis_clip=1.5, clip_ratio_c=3.0)
+    algorithm = GRPO(loss_aggregation=aggregation, kl_mode="loss", kl_coef=0.1, entropy_coef=0.05, tis_clip=1.5, **options)
     inputs, leaves = make_inputs(algorithm, make_samples())
     whole, whole_metrics = algorithm.loss(inputs)
     num_tokens, generator = inputs.num_tokens, torch.Generator().manual_seed(1)
@@ -131,12 +139,13 @@ def test_shares_of_any_split_sum_to_the_whole(aggregation, split):
         assert reduce(metrics[name] for _, metrics in shares).item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
 
 
-def test_on_policy_is_reinforce_from_logits_on():
+@pytest.mark.parametrize("options", [dict(clip_ratio_c=3.0), dict(policy_loss="cispo")], ids=["ppo", "cispo"])
+def test_on_policy_is_reinforce_from_logits_on(options):
     """old = now: ratio exactly 1, clip fraction exactly 0, and the logits' gradient is that of -mean(A log p)."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(30, 17, generator=generator).requires_grad_()
     targets = torch.randint(0, 17, (30,), generator=generator)
-    algorithm = GRPO(clip_ratio_c=3.0)
+    algorithm = GRPO(**options)
     inputs, _ = make_inputs(algorithm, make_samples())
     log_probs, _ = vocab_parallel_log_probs(logits, targets, vocab_size=17)
     on_policy = dict(log_probs=log_probs, old_log_probs=log_probs.detach(), rollout_log_probs=log_probs.detach())

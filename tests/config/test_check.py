@@ -30,6 +30,12 @@ def test_the_job_is_right(findings):
     assert findings() == [] and findings("--algorithm sft") == []
 
 
+def test_a_size_that_no_model_allows_is_not_blamed_on_the_number_of_ranks(findings):
+    found = findings("--tensor-model-parallel-size 3")
+    assert found and not any("nproc" in finding for finding in found)
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
 # flags, world size -> the finding; flags of the job put right.
 RULES = {
     "heads": (
@@ -52,6 +58,50 @@ RULES = {
         {"ffn_hidden_size": 255},
         "--tensor-model-parallel-size (2): must divide the model's intermediate_size (255). Try 1.",
         "--tensor-model-parallel-size 1",
+    ),
+    "experts of a dense model": (
+        "--expert-model-parallel-size 2",
+        2,
+        {},
+        "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out.",
+        "",
+    ),
+    "expert count": (
+        "--expert-model-parallel-size 2",
+        2,
+        EXPERTS | {"num_moe_experts": 5},
+        "--expert-model-parallel-size (2): must divide the model's num_experts (5). Try 1 or 5.",
+        "--expert-model-parallel-size 1",
+    ),
+    "expert width": (
+        "--expert-tensor-parallel-size 2",
+        2,
+        EXPERTS | {"moe_ffn_hidden_size": 15},
+        "--expert-tensor-parallel-size (2): must divide the model's moe_intermediate_size (15). Try 1 or 3.",
+        "--expert-tensor-parallel-size 1",
+    ),
+    "expert ranks": (
+        "--expert-model-parallel-size 4",
+        2,
+        EXPERTS,
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "Try 1 or 2.",
+        "--expert-model-parallel-size 2",
+    ),
+    "experts and sequence parallelism": (
+        "--tensor-model-parallel-size 2",
+        2,
+        EXPERTS,
+        "--tensor-model-parallel-size (2): Megatron trains a mixture of experts with tensor parallelism only together with sequence "
+        "parallelism. Try --sequence-parallel.",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "rollout experts": (
+        "--rollout-tensor-parallel-size 2",
+        2,
+        EXPERTS | {"moe_ffn_hidden_size": 15},
+        "--rollout-tensor-parallel-size (2): must divide the model's moe_intermediate_size (15). Try 1.",
+        "--rollout-tensor-parallel-size 1",
     ),
     "vocabulary": (
         "--tensor-model-parallel-size 3 --global-batch-size 32",

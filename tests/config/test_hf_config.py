@@ -19,6 +19,8 @@ LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 QWEN2 = {"model_type": "qwen2", **SIZES}
 QWEN3 = {"model_type": "qwen3", **SIZES, "head_dim": 32}
 LLAMA = {"model_type": "llama", **SIZES}
+MISTRAL = {"model_type": "mistral", **SIZES, "sliding_window": None}
+MOE = {"model_type": "qwen3_moe", **SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # As in Qwen2.5-0.5B-Instruct, Qwen3-0.6B and Llama-3.2-1B, smaller; then the way transformers 5 writes them; then with keys left out.
 CONFIGS = {
@@ -81,6 +83,36 @@ CONFIGS = {
         "dtype": "bfloat16",
         "rope_parameters": {**LLAMA3, "rope_theta": 500000.0, "rope_type": "llama3"},
     },
+    "mistral 0.3": {
+        **MISTRAL,
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+    },
+    "qwen3-30b-a3b": {
+        **MOE,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+    },
+    "mistral, keys left out": {key: value for key, value in MISTRAL.items() if key != "num_key_value_heads"} | {"num_attention_heads": 8},
+    "qwen3_moe, keys left out": {"model_type": "qwen3_moe", **SIZES, "num_experts": 8, "moe_intermediate_size": 24},
     "qwen2, old rope key": {**QWEN2, "rope_theta": 5e5, "rope_scaling": {"type": "default"}},
     "qwen2, keys left out": QWEN2,
     "qwen3, keys left out": {key: value for key, value in QWEN3.items() if key != "head_dim"},
@@ -123,6 +155,14 @@ def test_shape_is_what_transformers_reads(name, write_model):
     eos = theirs.eos_token_id
     assert shape.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
     assert shape.torch_dtype == str(theirs.dtype or "float32").removeprefix("torch.")
+    assert shape.is_moe == (shape.model_type == "qwen3_moe")
+    if shape.is_moe:
+        assert (shape.num_moe_experts, shape.moe_router_topk, shape.moe_ffn_hidden_size, shape.norm_topk_prob) == (
+            theirs.num_experts,
+            theirs.num_experts_per_tok,
+            theirs.moe_intermediate_size,
+            theirs.norm_topk_prob,
+        )
 
     model = AutoModelForCausalLM.from_config(theirs)  # biases, norms and head sizes are in no config key of every family
     assert model.config.architectures in (None, [shape.architecture]) and type(model).__name__ == shape.architecture
@@ -175,8 +215,15 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**QWEN2, "num_key_value_heads": 3}, "num_key_value_heads (3): "),
         ({**QWEN2, "hidden_size": "64"}, "hidden_size (64): must be a positive whole number."),
         ({"model_type": "qwen3"}, "hidden_size (missing): "),
-        ({**SIZES, "model_type": "mistral"}, "model_type (mistral): must be one of qwen2, qwen3, llama."),
-        ({**SIZES, "model_type": "qwen3_moe"}, "model_type (qwen3_moe): must be one of qwen2, qwen3, llama. Did you mean qwen3?"),
+        ({**SIZES, "model_type": "gemma"}, "model_type (gemma): must be one of qwen2, qwen3, qwen3_moe, llama, mistral."),
+        ({**SIZES, "model_type": "qwen2_moe"}, "model_type (qwen2_moe): must be one of qwen2, qwen3, qwen3_moe, llama, mistral. Did"),
+        ({**MISTRAL, "sliding_window": 4096}, "sliding_window (4096): "),
+        ({**SIZES, "model_type": "mistral"}, "sliding_window (missing, which means 4096): "),
+        ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step (2): every layer must be a mixture of experts"),
+        ({**MOE, "mlp_only_layers": [0]}, "mlp_only_layers ([0]): every layer"),
+        ({**MOE, "num_experts_per_tok": 5}, "num_experts_per_tok (5): must be at most num_experts (4)."),
+        ({**MOE, "num_experts": 0}, "num_experts (0): must be a positive whole number."),
+        ({**MOE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob (true): with num_experts_per_tok 1"),
         ({}, "model_type (missing): "),
     ],
 )

@@ -16,6 +16,8 @@ COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", 
 LAYOUTS = {  # actor -> engines
     "one": ("--nproc-per-node", "1"),
     "dp2_to_tp1": (),
+    "dp2_stacked_to_tp1": ("--qkv-layout", "stacked"),
+    "dp2_copied_to_tp1": ("--no-reshard-alias",),
     "tp2_to_tp2": ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2"),
     "dp2_to_tp2": ("--rollout-tensor-parallel-size", "2"),
     "tp2_to_tp1": ("--tensor-model-parallel-size", "2"),

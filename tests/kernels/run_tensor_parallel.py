@@ -2,11 +2,15 @@
 
 import datetime
 import itertools
+import os
 import sys
 
 import torch
 import torch.distributed as dist
 
+from megarl.kernels import linear_head
+from megarl.kernels.fused_linear_policy_loss import fused_linear_policy_loss, fused_linear_policy_loss_ref
+from megarl.kernels.linear_log_probs import linear_log_probs, linear_log_probs_ref
 from megarl.kernels.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_ref
 
 WORDS = "real vocabulary of {} in {} columns per rank, entropy {}, {}"
@@ -49,6 +53,52 @@ def check_equal_to_one_rank(group, vocab_size, num_columns, with_entropy, dtype)
     assert all(torch.equal(other, gathered[0]) for other in gathered), "ranks disagree on the log-probs"
 
 
+def loss_of_tokens(log_probs, entropy, rows):
+    """A sum over tokens; every third one has no gradient, and is left out of the backward products."""
+    weights = torch.arange(rows.start, rows.stop).remainder(3).to(log_probs.dtype)
+    return -(weights * log_probs).sum() if entropy is None else (weights * (entropy - log_probs)).sum(), {}
+
+
+def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_hidden=8):
+    """Both ways through the output layer, whose rows are split: values, gradient of all hidden states, of this rank's rows."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    _, targets, cotangents = make_case(vocab_size, num_columns, num_ranks, dtype)
+    generator = torch.Generator().manual_seed(vocab_size)
+    hidden = torch.randn(len(targets), num_hidden, generator=generator).to(dtype)
+    weight = torch.randn(num_columns * num_ranks, num_hidden, generator=generator).to(dtype)
+    hidden[:, 0], weight[:vocab_size, 0], weight[vocab_size:, 0] = 1, -120, 1e4
+    options = dict(vocab_size=vocab_size, temperature=0.8, with_entropy=with_entropy)
+    part = slice(rank * num_columns, (rank + 1) * num_columns)
+    mine = [hidden.clone().requires_grad_(), weight[part].clone().requires_grad_()]
+    whole = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+
+    def compare(outputs, expected, cotangents):
+        chosen = [(o, e, c) for o, e, c in zip(outputs, expected, cotangents) if o is not None]
+        grads = torch.autograd.grad([o for o, _, _ in chosen], mine, [c.to(o.dtype) for o, _, c in chosen])
+        wanted = torch.autograd.grad([e for _, e, _ in chosen], whole, [c.double() for _, _, c in chosen], retain_graph=True)
+        # fp32: a logit of 120 / 0.8 is exact to 8e-6. A gradient of a hidden state is a sum of p times weights of 120, whose terms cancel
+        # up to the rounding of p and of the entropy, some 1e-6.
+        for got, want, bound in [(o, e, 3e-5) for o, e, _ in chosen] + [(grads[0], wanted[0], 1e-3), (grads[1], wanted[1][part], 3e-5)]:
+            tolerance = (bound if dtype == torch.float32 else 1e-10) * max(1, want.abs().max().item())
+            assert (got - want).abs().max() <= tolerance, (got - want).abs().max()
+
+    for method in ("fastest", "chunked"):
+        with torch.no_grad():  # "fastest" has tiles here, if all ranks can
+            for got, want in zip(linear_log_probs(*mine, targets, group=group, method=method, **options), linear_log_probs_ref(
+                    *whole, targets, vocab_size=vocab_size, temperature=0.8)):  # fmt: skip
+                assert got is None or (got - want).abs().max() <= (6e-5 if dtype == torch.float32 else 1e-11), (got - want).abs().max()
+        outputs = linear_log_probs(*mine, targets, group=group, method=method, **options)
+        compare(outputs, linear_log_probs_ref(*whole, targets, vocab_size=vocab_size, temperature=0.8), cotangents)
+    old = outputs[0].detach()
+    expected = fused_linear_policy_loss_ref(*whole, targets, loss_of_tokens, **options).loss
+    fused = fused_linear_policy_loss(*mine, targets, loss_of_tokens, group=group, **options)
+    assert torch.equal(fused.log_probs, old), "fused and chunked log-probs differ"
+    compare([fused.loss], [expected], [torch.ones(())])
+    gathered = [torch.empty_like(old) for _ in range(num_ranks)]
+    dist.all_gather(gathered, old, group=group)
+    assert all(torch.equal(other, gathered[0]) for other in gathered), "ranks disagree on the log-probs"
+
+
 def count_collectives(group, num_tokens, with_entropy):
     """Calls of all_reduce, forward and backward, which go through to the real one."""
     calls, all_reduce = [], dist.all_reduce
@@ -68,10 +118,16 @@ def main(rank, world_size, init_file):
     dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size, timeout=timeout)
     pair = dist.new_group(list(range(world_size)))
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    linear_head._CHUNK_ELEMENTS_CPU, linear_head._MIN_ROWS_CPU = 1, 10
     # Real columns per rank: equal, last rank with fewer, last rank with one, last rank with none, first rank with one only.
-    for vocab_size, with_entropy, dtype in itertools.product([32, 27, 17, 16, 1], [False, True], [torch.float32, torch.float64]):
+    sizes = [16 * world_size, 16 * world_size - 5, 16 * (world_size - 1) + 1, 16 * (world_size - 1), 1]
+    dtypes = [torch.float32, torch.float64]
+    if os.environ["MEGARL_KERNELS"] == "interpret":  # slow, and float64 is PyTorch's anyway
+        sizes, dtypes = sizes[1:4], dtypes[:1]
+    for vocab_size, with_entropy, dtype in itertools.product(sizes, [False, True], dtypes):
         try:
             check_equal_to_one_rank(pair, vocab_size, 16, with_entropy, dtype)
+            check_linear_heads(pair, vocab_size, 16, with_entropy, dtype)
         except AssertionError as error:
             raise AssertionError(WORDS.format(vocab_size, 16, with_entropy, dtype)) from error
     check_equal_to_one_rank(alone, 13, 16, True, torch.float32)

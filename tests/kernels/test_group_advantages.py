@@ -1,4 +1,4 @@
-"""`group_advantages` against its specification (one group after another, fp64).
+"""`group_advantages` by every backend against its specification (one group after another, fp64).
 
 Bound: both work in fp64 and round once to fp32, so half a unit in the last place of the largest advantage, doubled.
 """
@@ -11,6 +11,15 @@ import torch
 from megarl.kernels.group_advantages import group_advantages, group_advantages_ref
 
 NAN = math.nan
+
+
+@pytest.fixture
+def kernels(kernels, monkeypatch):
+    """Blocks so small that there are several, and last ones that are not full."""
+    if kernels != "torch":
+        from megarl.kernels import group_advantages_triton
+        monkeypatch.setattr(group_advantages_triton, "_BLOCK_OTHERS", 64)
+    return kernels
 
 
 def make_groups(num_groups=50, seed=0):
@@ -28,14 +37,14 @@ def make_groups(num_groups=50, seed=0):
 
 @pytest.mark.parametrize("normalize_by_std", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_against_the_specification(seed, normalize_by_std):
+def test_against_the_specification(kernels, seed, normalize_by_std):
     rewards, ids = make_groups(seed=seed)
     actual, expected = group_advantages(rewards, ids, normalize_by_std), group_advantages_ref(rewards, ids, normalize_by_std)
     assert actual.dtype == torch.float32 and not actual.isnan().any()
     assert (actual.double() - expected).abs().max() <= torch.finfo(torch.float32).eps * expected.abs().max()
 
 
-def test_by_hand():
+def test_by_hand(kernels):
     """Group 7: 1, 0, 0, 1 -> mean 1/2, unbiased std sqrt(1/3). Group 3: 2 and 4, the third failed. Group 5: alone."""
     rewards = torch.tensor([1.0, 2, 0, 0, NAN, 4, 1, 9])
     ids = torch.tensor([7, 3, 7, 7, 3, 3, 7, 5])
@@ -48,19 +57,36 @@ def test_by_hand():
 
 @pytest.mark.parametrize("normalize_by_std", [False, True])
 @pytest.mark.parametrize("reward", [0.1, 1e7 + 1, -1e-30])
-def test_equal_rewards_give_exactly_zero(reward, normalize_by_std):
+def test_equal_rewards_give_exactly_zero(kernels, reward, normalize_by_std):
     """A rounding error here would be blown up by 1 / eps and train on noise."""
     ids = torch.tensor([1] * 7 + [2] * 3)
     assert (group_advantages(torch.full((10,), reward), ids, normalize_by_std) == 0).all()
 
 
-def test_a_common_offset_changes_nothing():
+def test_a_common_offset_changes_nothing(kernels):
     ids = torch.arange(64) // 8
     rewards = torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(group_advantages(rewards + 2.0**20, ids, True), group_advantages(rewards, ids, True))
 
 
-def test_empty():
+def test_order_of_samples_and_repetition(kernels):
+    """Bit by bit when repeated; in another order an fp64 sum may round otherwise, and then the fp32 result by one unit."""
+    rewards, ids = make_groups()
+    expected = group_advantages(rewards, ids, True)
+    assert torch.equal(group_advantages(rewards, ids, True), expected)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(group_advantages(rewards[order], ids[order], True), expected[order], rtol=1.2e-7, atol=0)
+    wide = torch.stack([rewards, rewards.flip(0)], 1)[:, 0], torch.stack([ids, ids.flip(0)], 1)[:, 0]
+    assert torch.equal(group_advantages(*wide, True), expected)
+
+
+def test_ids_of_any_size(kernels):
+    """No id is used as an index or shortened."""
+    ids = torch.tensor([2**62, -(2**62), 2**62, 2**62 + 2**32, -(2**62), 2**62 + 2**32])
+    assert group_advantages(torch.tensor([1.0, 2, 3, 4, 5, 8]), ids, False).tolist() == [-1, -1.5, 1, -2, 1.5, 2]
+
+
+def test_empty(kernels):
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), True).shape == (0,)
 
 

@@ -1,4 +1,4 @@
-"""`vocab_parallel_log_probs` against its fp64 specification, on one rank.
+"""`vocab_parallel_log_probs` against its fp64 specification, on one rank. tests/gpu runs the tests that take `kernels` on CUDA.
 
 Bounds. fp32: at most twice the error that PyTorch's own log_softmax makes on the same inputs, plus a few units in the last place
 of the largest number involved (one of the two errors may be 0 by luck). bf16 logits: the same, for gradients rounded to bf16.
@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from megarl.kernels import log_probs as module
 from megarl.kernels.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_ref
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SHAPES = [(1, 1, 1), (7, 2, 1), (5, 255, 255), (64, 320, 283), (3, 1500, 1500), (33, 2048, 2047)]  # N, columns, vocab_size
 
 
-def make_case(num_tokens, num_columns, vocab_size, dtype=torch.float32, shift=0.0, device="cpu"):
+def make_case(num_tokens, num_columns, vocab_size, dtype=torch.float32, shift=0.0):
     """Logits with a few certain rows and poisoned padding; targets that hit both ends of the vocabulary."""
     generator = torch.Generator().manual_seed(num_tokens * 7919 + num_columns)
     logits = torch.randn(num_tokens, num_columns, generator=generator) * 3 + shift
@@ -28,7 +27,7 @@ def make_case(num_tokens, num_columns, vocab_size, dtype=torch.float32, shift=0.
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     targets[:1], targets[-1:] = 0, vocab_size - 1
     cotangents = torch.randn(2, num_tokens, generator=generator)
-    return logits.to(device, dtype), targets.to(device), cotangents.to(device)
+    return logits.to(dtype), targets, cotangents
 
 
 def torch_log_probs(logits, targets, vocab_size, temperature):
@@ -49,13 +48,12 @@ def assert_at_most_twice_the_error(actual, torch_result, expected, slack):
     assert error <= 2 * torch_error + slack, f"error {error:.3g}, PyTorch's {torch_error:.3g}, slack {slack:.3g}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("temperature, shift", [(1.0, 0.0), (0.7, 0.0), (1.0, -120.0), (2.5, 80.0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradient_against_fp64(shape, temperature, shift, dtype, device):
+def test_values_and_gradient_against_fp64(kernels, shape, temperature, shift, dtype):
     vocab_size = shape[2]
-    logits, targets, cotangents = make_case(*shape, dtype, shift, device)
+    logits, targets, cotangents = make_case(*shape, dtype, shift)
     options = dict(vocab_size=vocab_size, temperature=temperature)
     actual = run(lambda x: vocab_parallel_log_probs(x, targets, with_entropy=True, **options), logits, cotangents)
     of_torch = run(lambda x: torch_log_probs(x, targets, vocab_size, temperature), logits, cotangents)
@@ -66,8 +64,11 @@ def test_values_and_gradient_against_fp64(shape, temperature, shift, dtype, devi
     slack = 4 * torch.finfo(torch.float32).eps * max(1, scaled)
     assert_at_most_twice_the_error(actual[0], of_torch[0], expected[0], slack)
     assert_at_most_twice_the_error(actual[1], of_torch[1], expected[1], slack)
+    gradient_slack = slack * cotangents.abs().max().item() / temperature
+    if kernels == "interpret" and dtype != torch.float32:  # Triton's interpreter rounds to it towards zero: up to twice the error
+        gradient_slack += torch.finfo(dtype).eps * expected[2][:, :vocab_size].abs().max().item()
     gradients = [gradient[:, :vocab_size] for gradient in (actual[2], of_torch[2], expected[2])]
-    assert_at_most_twice_the_error(*gradients, slack * cotangents.abs().max().item() / temperature)
+    assert_at_most_twice_the_error(*gradients, gradient_slack)
     assert (actual[2][:, vocab_size:] == 0).all()
 
 
@@ -82,7 +83,7 @@ def test_gradcheck(with_entropy):
 
 
 @pytest.mark.parametrize("used", ["log_probs", "entropy", "neither"])
-def test_gradient_of_one_output_alone(used):
+def test_gradient_of_one_output_alone(kernels, used):
     logits, targets, cotangents = make_case(9, 20, 17)
     weights = torch.tensor({"log_probs": [1.0, 0], "entropy": [0, 1.0], "neither": [0, 0]}[used])
     expected = run(lambda x: vocab_parallel_log_probs_ref(x, targets, vocab_size=17), logits.double(), cotangents * weights[:, None])[2]
@@ -93,7 +94,7 @@ def test_gradient_of_one_output_alone(used):
     torch.testing.assert_close(logits.grad[:, :17].double(), expected[:, :17], atol=1e-6, rtol=0)
 
 
-def test_one_token_vocabulary_is_certain():
+def test_one_token_vocabulary_is_certain(kernels):
     logits = torch.tensor([[-3.0], [1e4]], requires_grad=True)
     log_probs, entropy = vocab_parallel_log_probs(logits, torch.zeros(2, dtype=torch.int64), vocab_size=1, with_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
@@ -102,7 +103,7 @@ def test_one_token_vocabulary_is_certain():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_no_tokens(dtype, with_entropy):
+def test_no_tokens(kernels, dtype, with_entropy):
     """A micro-batch without response tokens still has to reach the parameters, or data-parallel ranks wait for each other."""
     hidden = torch.zeros(0, 4, dtype=dtype, requires_grad=True)
     weight = torch.ones(6, 4, dtype=dtype, requires_grad=True)
@@ -136,7 +137,28 @@ def test_chunks_autograd_and_inplace_change_no_bit(monkeypatch, num_columns, voc
     assert torch.equal(torch.cat(rows), log_probs)
 
 
-def test_banned_tokens_have_probability_zero():
+def test_triton_rows_do_not_depend_on_each_other(kernels):
+    """Nor on autograd or `inplace`: the same program works on a row."""
+    logits, targets, cotangents = make_case(9, 300, 283)
+    options = dict(vocab_size=283, temperature=0.9, with_entropy=True)
+    log_probs, entropy, gradient = run(lambda x: vocab_parallel_log_probs(x, targets, **options), logits, cotangents)
+    order = torch.tensor([4, 0, 8, 3])
+    for inplace in (False, True):
+        actual = run(lambda x: vocab_parallel_log_probs(x, targets[order], inplace=inplace, **options), logits[order], cotangents[:, order])
+        for value, wanted in zip(actual, (log_probs, entropy, gradient)):
+            torch.testing.assert_close(value, wanted[order], atol=5e-7 if kernels == "torch" else 0, rtol=0)
+
+
+def test_a_nan_among_the_logits_shows(kernels):
+    logits, targets, _ = make_case(3, 12, 12)
+    logits[1, 5] = math.nan
+    log_probs, entropy, gradient = run(
+        lambda x: vocab_parallel_log_probs(x, targets, vocab_size=12, with_entropy=True), logits, torch.ones(2, 3)
+    )
+    assert log_probs.isnan().tolist() == entropy.isnan().tolist() == gradient.isnan().all(1).tolist() == [False, True, False]
+
+
+def test_banned_tokens_have_probability_zero(kernels):
     """-inf logits (a mask on the vocabulary) leave a finite entropy and gradient, equal to those of the smaller vocabulary."""
     logits, targets, cotangents = make_case(6, 12, 12)
     logits[:, 4:8] = -math.inf
@@ -172,7 +194,7 @@ def test_what_is_kept_for_backward(with_entropy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inplace_gives_the_gradient_in_the_memory_of_the_logits(dtype):
+def test_inplace_gives_the_gradient_in_the_memory_of_the_logits(kernels, dtype):
     logits, targets, _ = make_case(8, 16, 16, dtype)
     weight = torch.ones((), dtype=dtype, requires_grad=True)
     product = weight * logits
@@ -193,8 +215,8 @@ def test_inplace_is_refused_where_the_logits_are_needed_again():
         log_probs.sum().backward()
 
 
-@pytest.mark.parametrize("dtype, inplace", [(torch.float32, False), (torch.bfloat16, True)])
-def test_a_second_backward_is_refused_not_wrong(dtype, inplace):
+@pytest.mark.parametrize("dtype, inplace", [(torch.float32, True), (torch.bfloat16, True)])
+def test_a_second_backward_is_refused_not_wrong(kernels, dtype, inplace):
     logits, targets, _ = make_case(8, 16, 16, dtype)
     log_probs, _ = vocab_parallel_log_probs(logits.requires_grad_().clone(), targets, vocab_size=16, inplace=inplace)
     log_probs.sum().backward(retain_graph=True)

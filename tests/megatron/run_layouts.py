@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import FAMILY_LAYOUTS
+
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
@@ -20,12 +23,13 @@ from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.packing import Sample, plan_mini_batches
-from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 TEMPERATURE = 0.8
-LAYOUTS = {  # name -> (mesh, parallel flags). "one" is the reference that the others must equal.
+# Name -> (mesh, parallel flags). "one" is the reference that the others must equal. _whole: the loss sees a micro-batch as a whole.
+LAYOUTS = {
     "one": (MeshSpec((0,)), ParallelConfig()),
     "tp2": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2)),
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -36,21 +40,35 @@ LAYOUTS = {  # name -> (mesh, parallel flags). "one" is the reference that the o
     "tp2_sp_recompute_selective": (MeshSpec((0, 1), tp=2), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, recompute_granularity="selective",
         recompute_modules=("core_attn", "layernorm", "mlp"))),
+    "one_stacked": (MeshSpec((0,)), ParallelConfig(qkv_layout="stacked")),
+    "tp2_sp_stacked_recompute": (MeshSpec((0, 1), tp=2), ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, qkv_layout="stacked", recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=2)),
+    "ep2": (MeshSpec((0, 1), ep=2), ParallelConfig(expert_model_parallel_size=2)),
+    "tp2_sp_ep2": (MeshSpec((0, 1), tp=2, ep=2, etp=1), ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
+    "tp2_sp_whole": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "pp2_whole": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
     "one_bf16": (MeshSpec((0,)), ParallelConfig()),
     "dp2_bf16": (MeshSpec((0, 1)), ParallelConfig()),
 }  # fmt: skip
 
 
 def families() -> dict[str, object]:
-    """Tiny random models of three families: biases and tied embeddings, q/k norms, neither; vocabularies that need padding."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    """Tiny random models of every family: biases and tied embeddings, q/k norms, neither, experts whose weights sum to 1 or not;
+    vocabularies that need padding."""
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     common = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                   max_position_embeddings=128, rope_theta=10000.0)
+    experts = common | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, tie_word_embeddings=False)
     return {
         "qwen2_tied": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **common),
         "qwen3": Qwen3Config(vocab_size=150, head_dim=32, tie_word_embeddings=False, **common),
         "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **common),
+        "mistral": MistralConfig(vocab_size=140, head_dim=24, sliding_window=None, tie_word_embeddings=False, **common),
+        "qwen3_moe": Qwen3MoeConfig(vocab_size=150, norm_topk_prob=True, **experts),
+        "qwen3_moe_unscaled": Qwen3MoeConfig(vocab_size=150, norm_topk_prob=False, **experts),
     }
 
 
@@ -95,7 +113,7 @@ def build(folder: Path, layout: str) -> tuple[Policy, dict]:
     shape = ModelShape.load(str(folder))
     # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
     policy = Policy(shape, mesh, ModelConfig(model=str(folder), bf16=layout.endswith("_bf16")), parallel, OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5))
-    atlases = {r: megatron_atlas(shape, mesh.tp, mesh.coordinates(r)["tp"], mesh.pp, mesh.coordinates(r)["pp"]) for r in mesh.ranks}
+    atlases = megatron_atlases(shape, mesh, qkv_layout=parallel.qkv_layout)
     load_hf(str(folder), atlases[dist.get_rank()], policy.parameters)
     policy.parameters_changed()
     return policy, atlases
@@ -119,14 +137,14 @@ def check_layout(folder: Path, layout: str, batch: Batch, expected: torch.Tensor
         out["log_prob_error"] = (torch.cat(log_probs) - wanted).abs().max().item()
     save_hf(str(folder) + f"_{layout}_roundtrip", str(folder), policy.shape, atlases, policy.parameters)
 
-    def loss(micro, log_probs, entropy):
-        value = -(log_probs * micro.column("advantages")).sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
+    def loss(micro, log_probs, entropy, rows):
+        value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
         return value, {"loss": value.detach()}
 
     out["updates"] = []
     for _ in range(2):
         policy.advance_schedule()
-        metrics = policy.update(micros, loss, TEMPERATURE, with_entropy=True)
+        metrics = policy.update(micros, loss, TEMPERATURE, with_entropy=True, token_level=not layout.endswith("_whole"))
         out["updates"].append(metrics)
     save_hf(str(folder) + f"_{layout}_{max_tokens}_{seed}_updated", str(folder), policy.shape, atlases, policy.parameters)
     return out
@@ -149,7 +167,8 @@ def main(out: Path) -> None:
         dist.barrier()
         batch = make_batch(config.vocab_size)
         expected = hf_log_probs(folder, batch)
-        for layout, (mesh, _) in LAYOUTS.items():
+        for layout in FAMILY_LAYOUTS[family]:
+            mesh = LAYOUTS[layout][0]
             cases = [(60, "a")] + ([(10**6, "a"), (10**6, "b"), (17, "c")] if layout in ("one", "dp2") and family == "qwen3" else [])
             for max_tokens, seed in cases:
                 if rank in mesh.ranks:

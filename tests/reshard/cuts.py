@@ -12,7 +12,7 @@ from megarl.config.hf_config import ModelShape
 
 
 def make_shape(model_type: str, *, layers: int = 2, hidden: int = 32, heads: int = 4, groups: int = 2, head_dim: int = 8, ffn: int = 48,
-               vocab: int = 61, tied: bool = False) -> ModelShape:  # fmt: skip
+               vocab: int = 61, tied: bool = False, experts: int = 4) -> ModelShape:  # fmt: skip
     return ModelShape(
         model_type=model_type,
         num_layers=layers,
@@ -24,13 +24,14 @@ def make_shape(model_type: str, *, layers: int = 2, hidden: int = 32, heads: int
         vocab_size=vocab,
         tie_word_embeddings=tied,
         qkv_bias=model_type == "qwen2",
-        qk_layernorm=model_type == "qwen3",
+        qk_layernorm=model_type in ("qwen3", "qwen3_moe"),
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         rope_scaling=None,
         max_position_embeddings=512,
         eos_token_ids=(1,),
         torch_dtype="float32",
+        **(dict(num_moe_experts=experts, moe_ffn_hidden_size=ffn, moe_router_topk=2) if model_type == "qwen3_moe" else {}),
     )
 
 

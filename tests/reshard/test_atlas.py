@@ -4,13 +4,11 @@ pytest tests/reshard/test_atlas.py"""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from megarl.reshard.atlas import Atlas, hf_atlas
-from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.reshard.megatron_atlas import MegatronPlace, megatron_atlas, place_atlas
 from megarl.reshard.vllm_atlas import vllm_atlas, vllm_atlases
 from tests.reshard.cuts import hf_model, make_shape, matrix, megatron_shard, vllm_shard
 
@@ -69,18 +67,19 @@ def test_engines_are_consecutive_blocks_of_ranks():
     assert atlases == {3: vllm_atlas(shape, 2, 0), 4: vllm_atlas(shape, 2, 1), 7: vllm_atlas(shape, 2, 0), 8: vllm_atlas(shape, 2, 1)}
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_hf_atlas_is_what_transformers_saves(model_type):
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"])
+def test_hf_atlas_is_what_transformers_saves(model_type, tied, tmp_path):
     import transformers
+    from safetensors.torch import load_file
 
-    shape = make_shape(model_type, vocab=61, tied=random.Random(model_type).random() < 0.5)
+    shape = make_shape(model_type, vocab=61, tied=tied)
     config = transformers.AutoConfig.for_model(
         model_type, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=61, tie_word_embeddings=shape.tie_word_embeddings)  # fmt: skip
-    reference = transformers.AutoModelForCausalLM.from_config(config)
-    shared = {"lm_head.weight"} if shape.tie_word_embeddings else set()
-    expected = {name: tuple(matrix(t).shape) for name, t in reference.state_dict().items() if name not in shared}
-    assert {name: (param.rows, param.cols) for name, param in hf_atlas(shape).items()} == expected
+        vocab_size=61, tie_word_embeddings=tied, num_experts=4, moe_intermediate_size=48)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    saved = {name: tuple(matrix(t).shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    assert {name: (param.rows, param.cols) for name, param in hf_atlas(shape).items()} == saved
 
 
 def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
@@ -96,3 +95,15 @@ def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
         megatron_atlas(shape, 3, 0)
     with pytest.raises(ValueError, match=r"--pipeline-model-parallel-size \(3\) must divide num_layers \(2\)\. Sizes that work: 1, 2\."):
         megatron_atlas(shape, 1, 0, pp_size=3)
+
+
+def test_expert_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
+    shape = make_shape("qwen3_moe", experts=6, ffn=20)
+    with pytest.raises(ValueError, match=r"--expert-model-parallel-size \(4\) must divide num_experts \(6\)\. .* work: 1, 2, 3, 6\."):
+        place_atlas(shape, MegatronPlace(ep_size=4))
+    with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size \(8\) must divide moe_intermediate_size \(20\)"):
+        place_atlas(shape, MegatronPlace(etp_size=8, etp_rank=0))
+    with pytest.raises(ValueError, match=r"--virtual-pipeline-model-parallel-size \(2\) must divide the layers of a pipeline stage \(1\)"):
+        place_atlas(shape, MegatronPlace(pp_size=2, vpp_size=2))
+    with pytest.raises(ValueError, match=r"--rollout-tensor-parallel-size \(2\): moe_intermediate_size \(21\) must be a multiple of it"):
+        vllm_atlas(make_shape("qwen3_moe", ffn=21), 2, 0)

@@ -80,7 +80,7 @@ def test_copies_equal_pytorch(kernels, src_dtype, dst_dtype):
 def test_digests_equal_the_cpu_s(kernels, src_dtype, dst_dtype):
     _, _, _, sources = rectangles(src_dtype, dst_dtype, "cpu")
     digest = Digest(sources, dst_dtype)
-    rows = array(digest._rows, 5)
+    rows = digest._table
     for sampled, seed, expected in ((False, 0, digest.full()), (True, digest_module._mix(5), digest.sampled(5))):
         out = torch.zeros(len(rows), dtype=torch.int64)
         seed, size = ctypes.c_uint64(seed), ctypes.c_int64(len(rows))

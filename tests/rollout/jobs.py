@@ -6,34 +6,54 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.config.hf_config import FAMILIES
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ReshardConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
 
 EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
 _COMMON = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                max_position_embeddings=256, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, rope_theta=10000.0)  # fmt: skip
-CONFIGS = {  # biases and tied embeddings; q/k norms; neither, and a vocabulary that needs no padding
+_EXPERTS = _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+# Biases and tied embeddings; q/k norms; neither, and a vocabulary that needs no padding; experts whose width vLLM pads.
+CONFIGS = {
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
     "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **_COMMON),
+    "mistral": MistralConfig(vocab_size=140, sliding_window=None, tie_word_embeddings=False, **_COMMON),
+    "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
 }
 
 
-def reference_model(name: str, seed: int) -> PreTrainedModel:
+def _otherwise_tied(config):
+    return type(config).from_dict(config.to_dict() | {"tie_word_embeddings": not config.tie_word_embeddings})
+
+
+CONFIGS |= {f"{name}_{'untied' if config.tie_word_embeddings else 'tied'}": _otherwise_tied(config) for name, config in CONFIGS.items()}
+
+
+def reference_model(name: str, seed: int, std: float = 0.15) -> PreTrainedModel:
     """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot hide."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(1.0, 0.2) if parameter.dim() == 1 else parameter.normal_(0.0, 0.15)
+            parameter.normal_(1.0, 0.2) if parameter.dim() == 1 else parameter.normal_(0.0, std)
     return model
 
 
 def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
     """config.json only: the engine starts without weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    CONFIGS[name].architectures = [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[name]]
+    CONFIGS[name].architectures = [FAMILIES[CONFIGS[name].model_type].architecture]
     CONFIGS[name].save_pretrained(folder)
     if with_tokenizer:
         from tokenizers import Tokenizer, decoders, models
@@ -45,17 +65,29 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
     return folder
 
 
-def job(folder: Path, *, sampling: dict | None = None, **rollout) -> TrainConfig:
+def job(folder: Path, *, sampling: dict | None = None, alias: bool = False, **rollout) -> TrainConfig:
     return TrainConfig(
         algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1),
-        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
+        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(reshard_alias=alias),
+        rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
         sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
 
 
 def full_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors as [rows, cols] views of the live model."""
-    names = dict(model.named_parameters())  # a tied lm_head is not among them
-    return {name: p.data if p.dim() == 2 else p.data.unsqueeze(1) for name, p in names.items()}
+    out = {}
+    for name, p in model.named_parameters():  # a tied lm_head is not among them
+        if p.dim() == 3:  # transformers stacks the experts; the checkpoint has them one by one
+            out |= _experts(name, p.data)
+        else:
+            out[name] = p.data if p.dim() == 2 else p.data.unsqueeze(1)
+    return out
+
+
+def _experts(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
+    prefix, kind = name.rsplit(".", 1)
+    parts = zip(("gate", "up"), stacked.chunk(2, 1), strict=True) if kind == "gate_up_proj" else [("down", stacked)]
+    return {f"{prefix}.{e}.{part}_proj.weight": tensor[e] for part, tensor in parts for e in range(len(stacked))}
 
 
 def prompts(count: int, vocab_size: int, seed: int = 0, length: tuple[int, int] = (1, 20)) -> list[list[int]]:

@@ -30,11 +30,10 @@ def engine_for(config: TrainConfig, name: str, seed: int):
     """(engine, its reference model), connected but not yet synced. The world is destroyed with the engine."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     counting.COUNTS.clear()
+    shape, reference = ModelShape.load(config.model.model), jobs.reference_model(name, seed)
     before = torch.get_rng_state()
-    engine = RolloutEngine(config, ModelShape.load(config.model.model), [0])
+    engine = RolloutEngine(config, shape, [0], {0: hf_atlas(shape)}, jobs.full_tensors(reference))
     engine.kept_random_state = torch.equal(before, torch.get_rng_state())
-    reference = jobs.reference_model(name, seed)
-    engine.connect({0: hf_atlas(engine.shape)}, jobs.full_tensors(reference))
     yield engine, reference
     engine.shutdown()
 

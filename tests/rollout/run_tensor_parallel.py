@@ -1,6 +1,8 @@
 """One of two ranks of a job: an engine with TP=2, fed from Megatron shards with TP=2. Two such jobs run side by side.
 
-    python tests/rollout/run_tensor_parallel.py FOLDER RANK PORT OWN_NAME OTHER_NAME      a job called "crash" ends without shutdown"""
+    python tests/rollout/run_tensor_parallel.py FOLDER RANK PORT OWN_NAME OTHER_NAME
+
+The job called "clean" aliases the weights; the one called "crash" copies them, and ends without shutdown."""
 
 from __future__ import annotations
 
@@ -33,6 +35,10 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+def full_model(reference) -> dict[str, torch.Tensor]:
+    return {name: tensor.squeeze(1) if tensor.shape[1] == 1 else tensor for name, tensor in jobs.full_tensors(reference).items()}
+
+
 def main() -> None:
     folder, rank, port, own, other = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
     torch.set_num_threads(1)
@@ -42,18 +48,22 @@ def main() -> None:
         jobs.make_folder(folder / own, "qwen3")
     dist.barrier()
     shape = ModelShape.load(folder / own)
-    config = jobs.job(folder / own, tensor_parallel_size=2, sampling={"stop_token_ids": jobs.STOP_IDS})
-    engine = RolloutEngine(config, shape, [0, 1])
+    config = jobs.job(folder / own, tensor_parallel_size=2, alias=own == "clean", sampling={"stop_token_ids": jobs.STOP_IDS})
     reference = jobs.reference_model("qwen3", seed=1)
-    full = {name: tensor.squeeze(1) if tensor.shape[1] == 1 else tensor for name, tensor in jobs.full_tensors(reference).items()}
-    shard = {name: tensor.contiguous() for name, tensor in cuts.megatron_shard(shape, full, 2, rank).items()}
-    engine.connect({r: megatron_atlas(shape, 2, r) for r in (0, 1)}, shard)
-    engine.sync(1)
+    shard = {name: tensor.clone() for name, tensor in cuts.megatron_shard(shape, full_model(reference), 2, rank).items()}
+    engine = RolloutEngine(config, shape, [0, 1], {r: megatron_atlas(shape, 2, r) for r in (0, 1)}, shard)
+    report = {"bytes": [engine.sync(1)]}
     torch.manual_seed(rank)  # the ranks' own generators differ: sampling must not use them
     asked = jobs.prompts(16, 150)
     sampled = engine.generate(asked, SEEDS, temperature=0.7)
-    report = {"sampled": sampled, "gap": jobs.largest_gap(reference, asked, sampled, 0.7), "pid": os.getpid(),
+    report |= {"sampled": sampled, "gap": jobs.largest_gap(reference, asked, sampled, 0.7), "pid": os.getpid(),
               "shared_memory": sorted(path.name for path in Path("/dev/shm").glob("megarl-*"))}  # fmt: skip
+    for seed in (2, 3):  # the trainer writes into its shards, as an optimizer does
+        reference = jobs.reference_model("qwen3", seed)
+        for name, tensor in cuts.megatron_shard(shape, full_model(reference), 2, rank).items():
+            shard[name].copy_(tensor)
+        report["bytes"].append(engine.sync(seed))
+        report["gap"] = max(report["gap"], jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=0.7), 0.7))
     (folder / f"{own}-{rank}.json").write_text(json.dumps(report))
     for name in (own, other):  # until here both jobs have an engine
         for r in (0, 1):

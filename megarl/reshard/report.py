@@ -1,0 +1,119 @@
+"""`megarl reshard-plan`: what a weight sync from the trainer to the engines moves, and how long that takes if nothing but
+bandwidth holds it up. Arithmetic on shapes: no torch, no device, no weights.
+
+    megarl reshard-plan @configs/job.args [--flag value ...] [--world-size 16] [--ranks-per-node 8]
+
+A copy within a rank reads and writes that rank's memory; one between two ranks of a node uses their link; one between nodes the
+network. Each rank does its share of each kind at the stated bandwidth, the kinds one after the other, and the slowest rank counts.
+Parameters that lie alike on both sides of a rank in one dtype can be one storage (aliased): they cost nothing."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
+from megarl.reshard.alias import find_aliases
+from megarl.reshard.atlas import Atlas
+from megarl.reshard.megatron_atlas import megatron_atlases
+from megarl.reshard.plan import ReshardPlan, make_plan
+from megarl.reshard.vllm_atlas import vllm_atlases
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+KINDS = ("same rank", "same node", "between nodes")
+_MOST_PAIRS = 64
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(own options, the rest: files and flags of the job). Prints the help text and exits for --help or -h."""
+    parser = argparse.ArgumentParser("megarl reshard-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # fmt: skip
+    parser.add_argument("--world-size", type=_positive(int), help="ranks of the job; default: --nproc-per-node")
+    parser.add_argument("--ranks-per-node", type=_positive(int), default=8, help="consecutive ranks share a node; default: 8")
+    bandwidths = (("local", 2000, "copies within a rank: an H200 reads and writes 4.8 TB/s, so copies at most half of that"),
+                  ("link", 360, "of one rank's link to the others of its node: NVLink 4 has 450 GB/s each way, four fifths assumed"),
+                  ("network", 45, "of one rank to other nodes: 400 Gbit/s, nine tenths assumed"))  # fmt: skip
+    for name, default, of in bandwidths:
+        parser.add_argument(f"--{name}-bandwidth", type=_positive(float), default=float(default), help=f"GB/s {of}; default: {default}")
+    return parser.parse_known_args(argv)
+
+
+def _positive(kind: type):
+    def convert(text: str):
+        value = kind(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        return value
+
+    return convert
+
+
+def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: str, rollout_dtype: str, qkv_layout: str,
+           options: argparse.Namespace) -> str:  # fmt: skip
+    """The text that the command prints."""
+    start = time.perf_counter()
+    sources, destinations = megatron_atlases(shape, train, qkv_layout=qkv_layout), vllm_atlases(shape, rollout.ranks, rollout.tp)
+    plan = make_plan(sources, destinations, options.ranks_per_node)
+    seconds, itemsize = time.perf_counter() - start, ITEMSIZE[rollout_dtype]
+    moved = plan.num_bytes(itemsize)
+    aliased = _aliased_bytes(plan, sources, destinations, itemsize) if train_dtype == rollout_dtype else Counter()
+    total, copies = sum(moved.values()), sum(map(len, plan.copies.values()))
+    held = {dst: sum(n for pair, n in moved.items() if pair[1] == dst) for dst in destinations}
+    lines = [
+        f"{shape.model_type}, {shape.num_layers} layers{f', {shape.num_moe_experts} experts' if shape.is_moe else ''}: "
+        f"Megatron tp {train.tp} pp {train.pp} dp {train.dp}{f' ep {train.ep} etp {train.expert_tp}' if shape.is_moe else ''} "
+        f"({train_dtype}) -> {rollout.dp} vLLM engines of tp {rollout.tp} ({rollout_dtype})",
+        f"planned in {seconds:.2f} s: {copies} copies between {len(moved)} pairs of ranks, each destination element written once",
+        f"written: {_gb(total)}, at most {_gb(max(held.values()))} on one rank; padding that is not written: "
+        f"{_gb(_padding(destinations) * itemsize)}",
+        f"aliased: {_gb(sum(aliased.values()))}, {100 * sum(aliased.values()) / total:.1f} % of what is written"
+        + ("" if train_dtype == rollout_dtype else ": the dtypes differ"),
+        *_by_kind(plan, moved, aliased, options),
+        *_pairs(moved),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _aliased_bytes(plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas], itemsize: int) -> Counter[int]:
+    """Rank -> bytes of parameters that need no copy."""
+    aliases = {rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()}
+    return Counter({rank: itemsize * sum(c.num_elements for c in plan.copies.get((rank, rank), ()) if c.dst_name in names)
+                    for rank, names in aliases.items()})  # fmt: skip
+
+
+def _padding(destinations: dict[int, Atlas]) -> int:
+    return sum(param.padding_rows * param.cols for atlas in destinations.values() for param in atlas.values())
+
+
+def _by_kind(plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Counter[int], options: argparse.Namespace) -> list[str]:
+    """Per kind of copy: how much, and the time of the slowest rank; then the time of a sync."""
+    bandwidth = dict(zip(KINDS, (options.local_bandwidth, options.link_bandwidth, options.network_bandwidth), strict=True))
+    load: dict[str, dict[int, list[int]]] = {kind: {rank: [0, 0] for rank in plan.ranks} for kind in KINDS}  # sent, received
+    for (src, dst), size in moved.items():
+        if src == dst:
+            size -= aliased[src]
+            kind = KINDS[0]
+        else:
+            kind = KINDS[1] if src // options.ranks_per_node == dst // options.ranks_per_node else KINDS[2]
+        load[kind][src][0] += size
+        load[kind][dst][1] += size
+    seconds = {kind: {rank: max(both) / (bandwidth[kind] * 1e9) for rank, both in of_rank.items()} for kind, of_rank in load.items()}
+    received = {kind: sum(both[1] for both in load[kind].values()) for kind in KINDS}
+    lines = [f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at {bandwidth[kind]:g} GB/s"
+             for kind in KINDS]  # fmt: skip
+    slowest = max(plan.ranks, key=lambda rank: sum(seconds[kind][rank] for kind in KINDS))
+    return [*lines, f"expected: {1e3 * sum(seconds[kind][slowest] for kind in KINDS):.2f} ms per sync (rank {slowest})"]
+
+
+def _pairs(moved: dict[tuple[int, int], int]) -> list[str]:
+    """Bytes from rank to rank."""
+    lines = [f"  {src:4d} -> {dst:4d}  {_gb(size)}" for (src, dst), size in list(moved.items())[:_MOST_PAIRS]]
+    left = len(moved) - len(lines)
+    return ["from -> to", *lines, *([f"  ... and {left} pairs more"] if left else [])]
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3f} GB" if size >= 1e6 else f"{size} B"
+

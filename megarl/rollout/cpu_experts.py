@@ -1,0 +1,55 @@
+"""The experts of a mixture on CPU. vLLM keeps them packed for its grouped matrix product, with the intermediate size padded to
+what that takes at once; there is no unpacked fallback. A transfer writes plain matrices, which are packed once they are whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+from megarl.rollout.plugin import check_version
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """One packed parameter and its plain twin.
+
+    Args:
+        plain: [E, 2F, h] (gates above ups) or [E, h, F], as a transfer writes it.
+        padded: the same with F padded; its padding is 0. `plain` itself where nothing is padded.
+        packed: the live weight, of the shape of `padded`.
+        isa: vLLM's name of the layout."""
+
+    plain: torch.Tensor
+    padded: torch.Tensor
+    packed: torch.Tensor
+    isa: str
+
+    @classmethod
+    def find(cls, module: torch.nn.Module) -> dict[str, PackedExperts]:
+        """Parameter name within the module -> its twin; {} if the module holds no packed experts."""
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
+            return {}
+        check_version()
+        size = experts.moe_config.intermediate_size_per_partition
+        return {name: cls.of(getattr(module, name).data, name, size, experts.isa) for name in ("w13_weight", "w2_weight")}
+
+    @classmethod
+    def of(cls, packed: torch.Tensor, name: str, size: int, isa: str) -> PackedExperts:
+        num_experts, rows, cols = packed.shape
+        shape = (num_experts, 2 * size, cols) if name == "w13_weight" else (num_experts, rows, size)
+        plain = packed.new_zeros(shape)
+        return cls(plain, plain if plain.shape == packed.shape else torch.zeros_like(packed), packed, isa)
+
+    def pack(self) -> None:
+        """Bring the plain matrices into the live weight."""
+        if self.padded is not self.plain:
+            if self.plain.shape[1] == self.padded.shape[1]:  # down: [E, h, F]
+                self.padded[:, :, : self.plain.shape[2]] = self.plain
+            else:
+                for plain, padded in zip(self.plain.chunk(2, 1), self.padded.chunk(2, 1), strict=True):
+                    padded[:, : plain.shape[1]] = plain
+        torch.ops._C.prepack_moe_weight(self.padded, self.packed, self.isa)

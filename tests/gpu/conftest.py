@@ -1,0 +1,46 @@
+"""The tests of tests/kernels by the Triton kernels on a GPU; skipped without one.
+
+A test file here takes over the functions of its namesake in tests/kernels. They make their tensors on the CPU: each door of megarl.kernels
+that such a file imported is wrapped so that its tensors go to the GPU and its results come back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def kernels(request, monkeypatch) -> str:
+    """"triton", behind every door that the test's file imported."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    monkeypatch.setenv("MEGARL_KERNELS", "triton")
+    source = sys.modules[request.function.__module__]
+    for name, value in list(vars(source).items()):
+        if callable(value) and (getattr(value, "__module__", None) or "").startswith("megarl.kernels") and not name.endswith("_ref"):
+            if not isinstance(value, type):
+                monkeypatch.setattr(source, name, on_gpu(value))
+    return "triton"
+
+
+def on_gpu(function: Callable) -> Callable:
+    def call(*arguments: Any, **options: Any) -> Any:
+        return move(function(*move(arguments, "cuda"), **move(options, "cuda")), "cpu")
+
+    return call
+
+
+def move(value: Any, device: str) -> Any:
+    """Every tensor in nested tuples and dictionaries to `device`, differentiably."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: move(part, device) for name, part in value.items()}
+    if isinstance(value, tuple):
+        parts = [move(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value

@@ -1,0 +1,109 @@
+"""tools/check_kernels.py: every kernel compiles for every GPU without spills, and one that spills does not get through.
+
+    pytest tests/kernels/test_check_kernels.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD = '''
+import triton
+import triton.language as tl
+from megarl.kernels.aot import AotCase
+
+@triton.jit
+def softmax(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(y_ptr + tl.arange(0, BLOCK), x / tl.sum(x))
+
+@triton.jit
+def matmul(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    at = i[:, None] * BLOCK + i[None, :]
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for step in range(8):
+        total = tl.dot(tl.load(x_ptr + step * BLOCK * BLOCK + at), tl.load(x_ptr + (step + 8) * BLOCK * BLOCK + at), total)
+    tl.store(y_ptr + at, total)
+
+@triton.jit
+def broken(x_ptr):
+    tl.store(x_ptr, tl.no_such_function(1))
+
+TYPES = dict(x_ptr="*fp32", y_ptr="*fp32")
+HALVES = dict(x_ptr="*bf16", y_ptr="*fp32")
+AOT_CASES = [
+    AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=4096)),
+    AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=16384), num_warps=1),
+    AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
+    AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
+    AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=128), num_warps=8, num_stages=6, aligned=("x_ptr",)),
+    AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=256), num_warps=16),  # its wgmma has too few registers
+    AotCase(kernel=broken, signature=dict(x_ptr="*fp32")),
+    AotCase(kernel=broken, signature=dict(y_ptr="*fp32")),
+]
+'''
+
+
+def check_kernels(tmp_path, *arguments):
+    """(exit status, output, the table by kernel and capability)."""
+    file = tmp_path / "out.json"
+    command = [sys.executable, "-P", str(ROOT / "tools" / "check_kernels.py"), "--json", str(file), *map(str, arguments)]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("MEGARL_KERNELS", "TRITON_INTERPRET"):
+        environment.pop(name, None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    rows = json.loads(file.read_text())["kernels"] if file.exists() else []
+    return done.returncode, done.stdout + done.stderr, {(row["kernel"], row["capability"]): row for row in rows}
+
+
+def test_every_kernel_of_ours_compiles_without_spills(tmp_path):
+    returncode, output, rows = check_kernels(tmp_path)
+    assert returncode == 0, output
+    assert {name.split()[0] for name, _ in rows} >= {"gae", "policy_loss", "value_loss", "dpo_loss", "kl", "group_advantages"}
+    assert {capability for _, capability in rows} == {80, 90, 100}
+    assert all(row["registers"] > 0 and row["spill_store_bytes"] == row["spill_load_bytes"] == 0 for row in rows.values())
+
+
+def test_every_file_with_a_kernel_lists_it():
+    """A kernel that nobody lists is not checked."""
+    for path in sorted((ROOT / "triton_kernels").glob("*_triton.py")):
+        text = path.read_text()
+        kernels = [line.removeprefix("def ").split("(")[0] for line in text.splitlines() if line.startswith("def _") and "_kernel(" in line]
+        for kernel in kernels:
+            assert f"kernel={kernel}" in text, f"{path.name}: {kernel} is in no AotCase"
+
+
+def test_spills_shared_memory_and_errors_are_found(tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(BAD)
+    returncode, output, rows = check_kernels(tmp_path, "--files", file, "--capabilities", 90)
+    assert returncode == 1
+    assert rows["softmax BLOCK=4096", 90]["problem"] is None and rows["matmul BLOCK=64", 90]["problem"] is None
+    assert rows["matmul BLOCK=64", 90]["tensor_core"] > 0 == rows["softmax BLOCK=4096", 90]["tensor_core"]
+    spilling = rows["softmax BLOCK=16384", 90]
+    assert spilling["spill_store_bytes"] > 0 and "use a smaller block or more warps" in spilling["problem"]
+    assert "does not use wgmma.mma_async" in rows["softmax BLOCK=64", 90]["problem"]
+    hoarding = rows["matmul BLOCK=128", 90]
+    assert hoarding["shared_bytes"] > 232448 and "must be at most 232448 B" in hoarding["problem"]
+    assert "Insufficient registers" in rows["matmul BLOCK=256", 90]["problem"] and len(output) < 5000  # Triton prints all of such PTX
+    assert "broken, sm_90: does not compile" in output and "look at x_ptr, y_ptr" in output
+    assert "2 of 8 compilations are as they should be" in output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--only", "no such kernel"], "nothing to compile: --only (no such kernel)"),
+        (["--triton-path", "."], "--triton-path (.): holds no triton/. Make it: pip install --no-deps --target"),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path, arguments, message):
+    returncode, output, _ = check_kernels(tmp_path, *arguments)
+    assert returncode == 2 and message in output

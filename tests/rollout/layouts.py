@@ -1,0 +1,19 @@
+"""Which model is trained in which layouts and served by which engines: read by run_layouts.py and by the tests that judge it."""
+
+DENSE_2, EXPERTS_2 = ("one", "tp2", "pp2"), ("one", "pp2", "ep2", "tp2_sp", "tp2_sp_ep2")
+DENSE_4, EXPERTS_4 = ("tp4", "tp2_pp2"), ("tp4_sp", "ep4", "tp2_sp_ep2_etp2", "pp2_ep2")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+NAMES = (*FAMILIES, "qwen2_untied", "qwen3_tied", "llama_tied", "mistral_tied", "qwen3_moe_tied")
+
+COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and untied
+    ("qwen2", 2): ("tp2", "pp2"),
+    ("qwen3", 1): ("one", "tp2", "pp2"),
+    ("llama_tied", 2): ("pp2",),
+    ("mistral", 2): ("tp2",),
+    ("qwen3_moe", 2): EXPERTS_2,
+}
+EVERYTHING_2 = {(name, tp): EXPERTS_2 if "moe" in name else DENSE_2 for name in NAMES for tp in (1, 2)}
+EVERYTHING_4 = {(name, tp): EXPERTS_4 if "moe" in name else DENSE_4 for name in FAMILIES for tp in (1, 2, 4)}
+"""On four ranks tp4 has more ranks than the models have key heads, on both sides."""
+JOBS = {"covering": (2, COVERING), "everything_2": (2, EVERYTHING_2), "everything_4": (4, EVERYTHING_4)}
+SYNCS = 3

@@ -1,0 +1,92 @@
+"""Run under torchrun: Megatron in one layout after the other feeds an engine, which is compared with transformers after each of
+three syncs of changing weights. Each rank writes what it saw; test_layouts.py judges.
+
+    torchrun --nproc-per-node 2 tests/rollout/run_layouts.py FOLDER JOB       a job of layouts.JOBS"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import jobs
+from layouts import JOBS, SYNCS
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.megatron import mesh as megatron_mesh
+from megarl.megatron.policy import Policy
+from megarl.reshard.megatron_atlas import megatron_atlases
+from megarl.reshard.transfer import load_hf
+from megarl.rollout.engine import RolloutEngine
+
+TWO, FOUR = (0, 1), (0, 1, 2, 3)
+MESHES = {
+    "one": MeshSpec((0,)), "tp2": MeshSpec(TWO, tp=2), "pp2": MeshSpec(TWO, pp=2), "ep2": MeshSpec(TWO, ep=2),
+    "tp2_sp": MeshSpec(TWO, tp=2), "tp2_sp_ep2": MeshSpec(TWO, tp=2, ep=2, etp=1),
+    "tp4": MeshSpec(FOUR, tp=4), "tp2_pp2": MeshSpec(FOUR, tp=2, pp=2), "tp4_sp": MeshSpec(FOUR, tp=4), "ep4": MeshSpec(FOUR, ep=4),
+    "tp2_sp_ep2_etp2": MeshSpec(FOUR, tp=2, ep=2, etp=2), "pp2_ep2": MeshSpec(FOUR, pp=2, ep=2),
+}  # fmt: skip
+STD = 0.08
+"""Of the weights: log-probs of about 5 and a rounding error of 2e-6, so that 1e-5 is a limit and wrong weights are far above it."""
+
+
+def parallel(layout: str, mesh: MeshSpec) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp, sequence_parallel="sp" in layout)  # fmt: skip
+
+
+def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store: str) -> dict:
+    """Layout -> largest error of a log-prob after each sync, on this rank; and what it would be with the weights of another sync."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    references = [jobs.reference_model(name, seed, STD) for seed in range(SYNCS)]
+    if rank == 0:
+        for seed, reference in enumerate(references):
+            reference.save_pretrained(folder / f"{name}-{seed}")
+    dist.barrier()
+    model, policies, sources = folder / f"{name}-0", {}, {}
+    shape = ModelShape.load(model)
+    for layout in layouts:
+        mesh = MESHES[layout]
+        megatron_mesh.create_groups(mesh)
+        if rank in mesh.ranks:
+            policies[layout] = Policy(shape, mesh, ModelConfig(model=str(model)), parallel(layout, mesh))
+        sources[layout] = megatron_atlases(shape, mesh), policies[layout].parameters if layout in policies else {}
+    engine = RolloutEngine(jobs.job(model, tensor_parallel_size=tp_size), shape, range(world_size), *sources[layouts[0]])
+    asked, errors = jobs.prompts(6, shape.vocab_size, seed=rank // tp_size), {}
+    for layout in layouts:
+        atlases, parameters = sources[layout]
+        engine.connect(atlases, parameters)
+        errors[layout] = []
+        for seed, reference in enumerate(references):
+            if parameters:
+                load_hf(folder / f"{name}-{seed}", atlases[rank], parameters, shape)
+            dist.barrier()
+            engine.sync(seed + 1)
+            responses = engine.generate(asked, list(range(len(asked))), temperature=1.0)
+            errors[layout].append(jobs.largest_gap(reference, asked, responses))
+    errors["of other weights"] = jobs.largest_gap(references[0], asked, responses)
+    engine.shutdown()
+    megatron_mesh._groups.clear()  # they died with the world
+    return errors
+
+
+def main() -> None:
+    folder, (_, combinations), report = Path(sys.argv[1]), JOBS[sys.argv[2]], {}
+    torch.set_num_threads(1)
+    for number, ((name, tp_size), layouts) in enumerate(combinations.items()):
+        report[f"{name} {tp_size}"] = check(folder, name, tp_size, layouts, f"{folder}/store-{number}")
+    (folder / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

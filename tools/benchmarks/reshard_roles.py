@@ -1,0 +1,298 @@
+"""The processes of bench_reshard.py. Each sets itself up, says which ways it can run, and runs one when told to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.hf_config import ModelShape
+from megarl.reshard.atlas import Atlas, hf_sizes
+from megarl.reshard.copier import CopyPlan
+from megarl.reshard.digest import Digest
+from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.reshard.plan import make_plan
+from megarl.reshard.transfer import Transfer, load_hf
+from megarl.reshard.vllm_atlas import vllm_atlas
+
+TP = 2
+BUCKET_BYTES = 512 << 20
+SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+SEVEN_B = {"hidden_size": 3584, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+           "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+
+
+def play(role: str, connection: Connection, arguments: argparse.Namespace, dtype: str) -> None:
+    """Runs until told None. Way -> (what to run, bytes that it writes)."""
+    name, _, rank = role.partition("_")
+    try:
+        torch.set_num_threads(arguments.threads)
+        ways, digest = SETUPS[name](arguments, getattr(torch, dtype), int(rank or 0))
+        connection.send(list(ways) if rank != "1" else [])
+        while (told := connection.recv()) is not None:
+            connection.send(digest() if told == "digest" else measure(*ways[told], arguments.device))
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        connection.close()
+        sys.stdout.flush()
+        os._exit(0)  # vLLM and gloo threads would be waited for
+
+
+def measure(run: Callable[[], None], num_bytes: int, device: str) -> dict:
+    before = reset_peak_memory(device)
+    start = time.perf_counter()
+    if device == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        run()
+        events[1].record()
+        torch.cuda.synchronize()
+        seconds = events[0].elapsed_time(events[1]) / 1e3
+    else:
+        run()
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "bytes": num_bytes, "extra_bytes": max(0, peak_memory(device) - before)}
+
+
+def reset_peak_memory(device: str) -> int:
+    """Returns: bytes held now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_memory(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    return int(line.split()[1]) << 10
+
+
+# ------------------------------------------------------------------ what is copied
+
+
+def model_shape(arguments: argparse.Namespace) -> ModelShape:
+    if arguments.device == "cpu":
+        return ModelShape.load(arguments.model)
+    import make_random_model
+
+    folder = arguments.folder / "shape"
+    folder.mkdir(exist_ok=True)
+    config = make_random_model.CONFIG | (SEVEN_B if arguments.model_shape == "7b" else {})
+    make_random_model.write_json(folder / "config.json", config)
+    return ModelShape.load(folder)
+
+
+def allocate(atlas: Atlas, dtype: torch.dtype, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """(one block, as Megatron keeps its parameters; [rows, cols] views of it)."""
+    block = torch.zeros(sum(param.rows * param.cols for param in atlas.values()), dtype=dtype, device=device)
+    parts = block.split([param.rows * param.cols for param in atlas.values()])
+    return block, {name: part.view(param.rows, param.cols) for (name, param), part in zip(atlas.items(), parts, strict=True)}
+
+
+def shard(arguments: argparse.Namespace, shape: ModelShape, dtype: torch.dtype, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """One rank's Megatron parameters with the folder's weights; random ones on a GPU."""
+    atlas = megatron_atlas(shape, TP, rank)
+    block, tensors = allocate(atlas, dtype, arguments.device)
+    if arguments.device == "cuda":
+        block.normal_(std=0.02)
+    else:
+        load_hf(arguments.model, atlas, tensors, shape)
+    return block, tensors
+
+
+def weights_digest(tensors: dict[str, Tensor]) -> Callable[[], list[int]]:
+    return lambda: Digest([tensors[name] for name in sorted(tensors)]).full()
+
+
+def copies(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dict, Callable]:
+    """megarl's copies from both shards, and the same bytes in one block."""
+    shape = model_shape(arguments)
+    shards = [shard(arguments, shape, dtype, rank) for rank in range(TP)]
+    sources = {rank: tensors for rank, (_, tensors) in enumerate(shards)}
+    atlas = vllm_atlas(shape, 1, 0)
+    plan = make_plan({rank: megatron_atlas(shape, TP, rank) for rank in range(TP)}, {0: atlas})
+    ways: dict[str, tuple[Callable[[], None], int]] = {}
+    for target in (torch.bfloat16, torch.float32):
+        if dtype == torch.bfloat16 != target:
+            continue
+        block, tensors = allocate(atlas, target, arguments.device)
+        dst, src = [], []
+        for (source, _), rects in plan.copies.items():
+            for r in rects:
+                src.append(sources[source][r.src_name][r.src_row : r.src_row + r.rows, r.src_col : r.src_col + r.cols])
+                dst.append(tensors[r.dst_name][r.dst_row : r.dst_row + r.rows, r.dst_col : r.dst_col + r.cols])
+        copy, label = CopyPlan(dst, src, arguments.threads), f"{short(dtype)}->{short(target)}"
+        ways[f"copy {label}"] = copy.run, copy.bytes
+        ways |= whole_block_copies(arguments, block, label)
+        ends = [Digest(src, target, arguments.threads), Digest(dst, num_threads=arguments.threads)]
+        ways[f"sampled digests {label}"] = lambda ends=ends: check_equal(*(end.sampled(1) for end in ends)), copy.bytes
+        ways[f"full digests {label}"] = lambda ends=ends: check_equal(*(end.full() for end in ends)), copy.bytes
+        if target == dtype == torch.bfloat16:
+            parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors.values()]
+            ways["alias"] = lambda: alias(parameters, list(tensors.values())), 0
+            kept = tensors
+    return ways, weights_digest(kept) if dtype == torch.bfloat16 else (lambda: [])
+
+
+def short(dtype: torch.dtype) -> str:
+    return SHORT[str(dtype).removeprefix("torch.")]
+
+
+def whole_block_copies(arguments: argparse.Namespace, block: Tensor, label: str) -> dict[str, tuple[Callable[[], None], int]]:
+    """Of as many bytes as `block` holds, into it."""
+    plain, num_bytes = torch.zeros_like(block), block.numel() * block.element_size()
+    into = torch.zeros_like(block)
+    ways = {f"torch copy_ {label}": (lambda: into.copy_(plain), num_bytes)}
+    if arguments.device == "cuda":
+        return {f"memcpy {label}": ways.pop(f"torch copy_ {label}")}  # cudaMemcpyAsync
+    from megarl import _C
+
+    return {f"memcpy {label}": (lambda: _C.memcpy(into.data_ptr(), plain.data_ptr(), num_bytes, arguments.threads), num_bytes)} | ways
+
+
+def check_equal(sent: list[int], received: list[int]) -> None:
+    if sent != received:
+        raise RuntimeError("the digests of source and destination differ")
+
+
+def alias(parameters: list[torch.nn.Parameter], storages: list[Tensor]) -> None:
+    for parameter, storage in zip(parameters, storages, strict=True):
+        parameter.data = storage
+
+
+def transfer(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tuple[dict, Callable]:
+    shape = model_shape(arguments)
+    dist.init_process_group("gloo", init_method=f"file://{arguments.folder}/transfer", rank=rank, world_size=TP)
+    atlas = vllm_atlas(shape, 1, 0)
+    _, sources = shard(arguments, shape, dtype, rank)
+    destinations = allocate(atlas, dtype, "cpu")[1] if rank == 0 else {}
+    plan = make_plan({r: megatron_atlas(shape, TP, r) for r in range(TP)}, {0: atlas})
+    built: list[Transfer] = []
+
+    def run() -> None:
+        if not built:  # in the first run, so that its buffers count as extra memory
+            built.append(Transfer(plan, rank, sources, destinations))
+        built[0].run()
+
+    return {"send/recv bf16->bf16": (run, plan.num_bytes(dtype.itemsize)[1, 0])}, weights_digest(destinations)
+
+
+# ------------------------------------------------------------------ vLLM
+
+
+def start_vllm(arguments: argparse.Namespace):
+    """(LLM, its model)."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                   "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    from vllm import LLM
+
+    llm = LLM(str(arguments.model), dtype="bfloat16", max_model_len=256, max_num_seqs=4, enforce_eager=True,
+              kv_cache_memory_bytes=64 << 20, disable_log_stats=True)  # fmt: skip
+    return llm, llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def reload(arguments: argparse.Namespace, _: torch.dtype, __: int) -> tuple[dict, Callable]:
+    llm, _ = start_vllm(arguments)
+    size = (arguments.model / "model.safetensors").stat().st_size
+    run = lambda: llm.collective_rpc("reload_weights", kwargs={"weights_path": str(arguments.model)})  # noqa: E731
+    return {"reload bf16->bf16": (run, size)}, lambda: []
+
+
+def gather(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tuple[dict, Callable]:
+    """Rank 0 also holds the engine, with the plain parameters that it has on a GPU: on a CPU vLLM packs them where load_weights no
+    longer reaches. So this path is spared what `reload` does besides."""
+    shape = model_shape(arguments)
+    _, sources = shard(arguments, shape, dtype, rank)
+    model = None
+    if rank == 0:
+        from vllm.model_executor.layers import utils
+
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+        _, model = start_vllm(arguments)
+    # vLLM owns the default group of its process.
+    group = dist.ProcessGroupGloo(dist.FileStore(f"{arguments.folder}/gather", TP), rank, TP)
+
+    def run() -> None:
+        for bucket in buckets(full_hf_tensors(shape, sources, group)):
+            if model is not None:
+                received = bucket[0].clone()
+                model.load_weights((name, received[start:end].view(dtype).view(size)) for name, start, end, size in bucket[1])
+
+    atlas = vllm_atlas(shape, 1, 0)
+    held = {} if model is None else {name: p.data.view(atlas[name].rows, atlas[name].cols) for name, p in model.named_parameters()}
+    return {"gather + load bf16->bf16": (run, sum(t.numel() for t in held.values()) * dtype.itemsize)}, weights_digest(held)
+
+
+def full_hf_tensors(shape: ModelShape, sources: dict[str, Tensor], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """Every full tensor on every rank, under its Hugging Face name."""
+    sizes = hf_sizes(shape)
+    for name, local in sources.items():
+        parts = [torch.empty_like(local) for _ in range(TP)]
+        if "norm" in name:
+            parts = [local]
+        else:
+            group.allgather([parts], [local]).wait()
+        for hf_name, tensor in split_to_hf(shape, name, parts):
+            yield hf_name, tensor.reshape(-1) if sizes[hf_name][1] == 1 else tensor
+
+
+def split_to_hf(shape: ModelShape, name: str, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Megatron's local layer spec, dense models."""
+    prefix = name.replace("decoder.layers.", "model.layers.").rpartition("self_attention.")[0] or \
+        name.replace("decoder.layers.", "model.layers.").rpartition("mlp.")[0]  # fmt: skip
+    kind = name.rpartition(".")[2]
+    if "word_embeddings" in name:
+        yield "model.embed_tokens.weight", torch.cat(parts)[: shape.vocab_size]
+    elif name == "output_layer.weight":
+        yield "lm_head.weight", torch.cat(parts)[: shape.vocab_size]
+    elif "final_layernorm" in name:
+        yield "model.norm.weight", parts[0]
+    elif "linear_qkv" in name:
+        groups, heads, head_dim = shape.num_query_groups, shape.num_attention_heads // shape.num_query_groups, shape.head_dim
+        full = torch.cat(parts).view(groups, heads + 2, head_dim, -1)
+        for letter, part in zip("qkv", full.split([heads, 1, 1], dim=1), strict=True):
+            yield f"{prefix}self_attn.{letter}_proj.{kind}", part.reshape(-1, full.shape[-1])
+    elif "linear_proj" in name:
+        yield f"{prefix}self_attn.o_proj.weight", torch.cat(parts, dim=1)
+    elif "linear_fc1" in name:
+        halves = [part.chunk(2) for part in parts]
+        for index, hf in enumerate(("gate", "up")):
+            yield f"{prefix}mlp.{hf}_proj.weight", torch.cat([half[index] for half in halves])
+    elif "linear_fc2" in name:
+        yield f"{prefix}mlp.down_proj.weight", torch.cat(parts, dim=1)
+    else:
+        layer = name.replace("decoder.layers.", "model.layers.")
+        yield layer.replace("pre_mlp_layernorm", "post_attention_layernorm"), parts[0]
+
+
+def buckets(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, list]]:
+    """(bytes, [(name, start, end, size)]) of at most BUCKET_BYTES, in one buffer that is used again."""
+    buffer, entries, at = torch.empty(BUCKET_BYTES, dtype=torch.uint8), [], 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if at + size > BUCKET_BYTES:
+            yield buffer[:at], entries
+            entries, at = [], 0
+        buffer[at : at + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        entries.append((name, at, at + size, tensor.shape))
+        at += size
+    yield buffer[:at], entries
+
+
+SETUPS = {"copies": copies, "reload": reload, "gather": gather, "transfer": transfer}

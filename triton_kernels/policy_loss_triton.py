@@ -1,0 +1,132 @@
+"""Kernel of policy_loss.py: loss, gradient and statistics of a block of tokens in one program.
+
+A program leaves partial sums, which partial_sums_triton.py adds up in a fixed order. Options that are off are not compiled in."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megarl.kernels.aot import AotCase
+from megarl.kernels.kl_triton import exp_minus_1_minus_x, kl_and_slope_tile, limit
+from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.policy_loss import MAX_LOG_RATIO
+
+_MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
+# A block of 1024 spills on sm_90.
+_BLOCK = 512
+
+
+@triton.jit
+def _policy_loss_kernel(
+    log_probs_ptr, old_log_probs_ptr, advantages_ptr, weights_ptr, rollout_log_probs_ptr, ref_log_probs_ptr, entropy_ptr,
+    gradient_ptr, partials_ptr, num_tokens,
+    clip_low, clip_high, clip_ratio_c, max_log_tis, kl_coef, entropy_coef,
+    KIND: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_STRAIGHT_THROUGH: tl.constexpr,
+    HAS_DUAL_CLIP: tl.constexpr, HAS_TIS: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_KL_LOSS: tl.constexpr, HAS_ENTROPY_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then PolicyLossStats' order."""
+    block = tl.program_id(0)
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_range = i < num_tokens
+    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    exists = weight != 0
+    log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    old = tl.load(old_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    advantage = tl.load(advantages_ptr + i, mask=exists, other=0.0).to(tl.float32)
+
+    difference = log_prob - old
+    log_ratio = limit(difference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio = tl.exp(log_ratio)
+    clipped_ratio = limit(ratio, clip_low, clip_high)
+    if KIND == "cispo":
+        is_clipped = clipped_ratio != ratio
+        slope = -advantage * clipped_ratio
+        loss = slope * log_prob
+    else:
+        loss = -advantage * ratio
+        clipped_loss = -advantage * clipped_ratio
+        is_clipped = clipped_loss > loss
+        slope = tl.where(is_clipped | (tl.abs(difference) > _MAX_LOG_RATIO), 0.0, loss)
+        loss = tl.where(is_clipped, clipped_loss, loss)
+    is_dual_clipped = exists & False
+    if HAS_DUAL_CLIP:
+        bound = -advantage * clip_ratio_c
+        is_dual_clipped = (advantage < 0) & (loss > bound)
+        loss = tl.where(is_dual_clipped, bound, loss)
+        slope = tl.where(is_dual_clipped, 0.0, slope)
+    tis = tl.zeros_like(weight)
+    policy_weight = weight
+    if HAS_TIS:
+        tis_difference = old - tl.load(rollout_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        tis = tl.where(exists, tl.exp(tl.where(tis_difference > max_log_tis, max_log_tis, tis_difference)), 0.0)
+        policy_weight = weight * tis
+    total, gradient = loss * policy_weight, slope * policy_weight
+    kl = tl.zeros_like(weight)
+    if HAS_REF:
+        ref = tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        kl, kl_slope = kl_and_slope_tile(log_prob - ref, KL_ESTIMATOR, KL_STRAIGHT_THROUGH)
+        if HAS_KL_LOSS:
+            total += kl_coef * (weight * kl)
+            gradient += kl_coef * (weight * kl_slope)
+    entropy = tl.zeros_like(weight)
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        if HAS_ENTROPY_LOSS:
+            total -= entropy_coef * (weight * entropy)
+    tl.store(gradient_ptr + i, gradient, mask=in_range)
+
+    old_kl, _ = exp_minus_1_minus_x(log_ratio)
+    deviation = tl.abs(ratio - 1.0)
+    blocks = tl.num_programs(0)
+    partials_ptr += block
+    tl.store(partials_ptr, tl.sum(total))
+    tl.store(partials_ptr + blocks, tl.sum(is_clipped.to(tl.float32)))
+    tl.store(partials_ptr + 2 * blocks, tl.sum(is_dual_clipped.to(tl.float32)))
+    tl.store(partials_ptr + 3 * blocks, tl.sum(old_kl))
+    tl.store(partials_ptr + 4 * blocks, tl.sum(kl))
+    tl.store(partials_ptr + 5 * blocks, tl.sum(tis))
+    tl.store(partials_ptr + 6 * blocks, tl.sum(entropy))
+    # tl.max leaves out NaN: the sum brings it back.
+    tl.store(partials_ptr + 7 * blocks, tl.max(deviation, 0) + 0.0 * tl.sum(deviation))
+
+
+def policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor,
+    rollout_log_probs: Tensor | None, ref_log_probs: Tensor | None, entropy: Tensor | None, *,
+    kind: str, clip_eps_low: float, clip_eps_high: float, clip_ratio_c: float | None, tis_clip: float | None,
+    kl_estimator: str, kl_straight_through: bool, kl_coef: float, entropy_coef: float,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """(loss, gradient [N], the fields of PolicyLossStats), fp32."""
+    given = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
+    columns = [None if x is None else x.contiguous() for x in given]
+    gradient = torch.empty_like(columns[0], dtype=torch.float32)
+    num_blocks = max(triton.cdiv(len(log_probs), _BLOCK), 1)
+    partials = torch.empty(8, num_blocks, dtype=torch.float32, device=log_probs.device)
+    _policy_loss_kernel[(num_blocks,)](
+        *columns, gradient, partials, len(log_probs),
+        1 - clip_eps_low, 1 + clip_eps_high, clip_ratio_c or 0.0, math.log(tis_clip or 1.0), kl_coef, entropy_coef,
+        KIND=kind, KL_ESTIMATOR=kl_estimator, KL_STRAIGHT_THROUGH=kl_straight_through, HAS_DUAL_CLIP=clip_ratio_c is not None,
+        HAS_TIS=tis_clip is not None, HAS_REF=ref_log_probs is not None, HAS_ENTROPY=entropy is not None,
+        HAS_KL_LOSS=kl_coef != 0, HAS_ENTROPY_LOSS=entropy_coef != 0, BLOCK=_BLOCK,
+    )  # fmt: skip
+    loss, num_clipped, num_dual_clipped, kl, ref_kl, tis_weight, entropy_sum, deviation = reduce_partials(partials, max_row=7)
+    stats = [num_clipped, num_dual_clipped, kl, None if ref_log_probs is None else ref_kl, None if tis_clip is None else tis_weight,
+             None if entropy is None else entropy_sum, deviation]  # fmt: skip
+    return loss, gradient, stats
+
+
+_POINTERS = ("log_probs_ptr", "old_log_probs_ptr", "advantages_ptr", "weights_ptr", "rollout_log_probs_ptr", "ref_log_probs_ptr",
+             "entropy_ptr", "gradient_ptr", "partials_ptr")  # fmt: skip
+_NUMBERS = ("clip_low", "clip_high", "clip_ratio_c", "max_log_tis", "kl_coef", "entropy_coef")
+_CONSTANTS = dict(KL_ESTIMATOR="k3", KL_STRAIGHT_THROUGH=False, HAS_TIS=True, HAS_REF=True, HAS_ENTROPY=True, HAS_KL_LOSS=True,
+                  HAS_ENTROPY_LOSS=True, BLOCK=_BLOCK)  # fmt: skip
+AOT_CASES = [
+    AotCase(kernel=_policy_loss_kernel, aligned=_POINTERS,
+            signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"} | dict.fromkeys(_NUMBERS, "fp32"),
+            constants=_CONSTANTS | dict(KIND=kind, HAS_DUAL_CLIP=kind == "ppo"))
+    for kind in ("ppo", "cispo")
+]  # fmt: skip

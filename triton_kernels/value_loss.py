@@ -1,0 +1,103 @@
+"""PPO's clipped value loss (of the code of arXiv:1707.06347; arXiv:2005.12729, section 3), its gradient and what a critic is judged by.
+
+    clipped = old_values + clip(values - old_values, -clip_eps, clip_eps)
+    loss    = max((values - returns)^2, (clipped - returns)^2) / 2
+    total   = sum_i weights_i loss_i
+
+The gradient to a value is (values - returns) weight, or 0 where the clipped term is the larger. A token of weight 0 does not exist:
+whatever the other columns hold there. All in one launch: 20 bytes per token; only the gradient is kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.kernels.backend import backend
+from megarl.kernels.kl import at_least_fp32
+
+
+class ValueLossStats(NamedTuple):
+    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient. With n tokens, the explained
+    variance is 1 - (error_squares - error_sum^2 / n) / (return_squares - return_sum^2 / n)."""
+
+    num_clipped: Tensor
+    """Tokens whose loss is the clipped one: the clip took their gradient away."""
+    error_sum: Tensor
+    """Sum of values - returns."""
+    error_squares: Tensor
+    return_sum: Tensor
+    return_squares: Tensor
+
+
+def value_loss_ref(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None) -> Tensor:
+    """The specification, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
+    values, old_values, returns, weights = (x[weights != 0].double() for x in (values, old_values, returns, weights))
+    loss = (values - returns).square()
+    if clip_eps is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
+        loss = torch.maximum(loss, (clipped - returns).square())
+    return (weights * loss / 2).sum()
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_eps: float | None
+) -> tuple[Tensor, ValueLossStats]:
+    """Sum of the weighted value losses of N tokens. Differentiable in `values` only.
+
+    Args:
+        values: [N] fp32, of the critic now.
+        old_values, returns: [N] fp32, constants: of the critic before the first update, and `GAE.returns`.
+        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`); 0 takes a token out.
+        clip_eps: how far a value may move from the old one before its gradient ends, > 0. None: plain squared error.
+
+    Returns: the loss, a scalar, and `ValueLossStats`. N may be 0.
+    Raises: ValueError if shapes differ, a constant requires a gradient, or clip_eps is not positive.
+    """
+    for name, tensor in {"old_values": old_values, "returns": returns, "weights": weights}.items():
+        if tensor.shape != values.shape or values.ndim != 1:
+            raise ValueError(f"{name} must be [N] like values, got {list(tensor.shape)} with values {list(values.shape)}")
+        if tensor.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()")
+    if clip_eps is not None and not clip_eps > 0:
+        raise ValueError(f"clip_eps ({clip_eps}) must be above 0, e.g. 0.2, or None for no clip")
+    loss, *stats = _ValueLoss.apply(values, old_values, returns, weights, clip_eps)
+    return loss, ValueLossStats(*stats)
+
+
+class _ValueLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, old_values, returns, weights, clip_eps):
+        if backend(values) == "triton":
+            from megarl.kernels import value_loss_triton
+            loss, gradient, *stats = value_loss_triton.value_loss(values, old_values, returns, weights, clip_eps)
+        else:
+            loss, gradient, *stats = _compute_torch(values, old_values, returns, weights, clip_eps)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(*stats)
+        return loss, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, *_):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss, None, None, None, None
+
+
+def _compute_torch(values, old_values, returns, weights, clip_eps):
+    values, old_values, returns, weights = map(at_least_fp32, (values, old_values, returns, weights))
+    exists = weights != 0
+    values, old_values, returns = (torch.where(exists, x, 0) for x in (values, old_values, returns))
+    error = values - returns
+    loss, gradient, num_clipped = error.square(), error, weights.new_zeros(())
+    if clip_eps is not None:
+        clipped_loss = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
+        # Within the clip both are the same but for rounding, which must not take the gradient away.
+        is_clipped = (clipped_loss > loss) & ((values - old_values).abs() > clip_eps)
+        loss, gradient = torch.where(is_clipped, clipped_loss, loss), torch.where(is_clipped, 0, gradient)
+        num_clipped = is_clipped.sum().to(loss.dtype)
+    sums = error.sum(), error.square().sum(), returns.sum(), returns.square().sum()
+    return (loss * weights).sum() / 2, gradient * weights, num_clipped, *sums
