@@ -32,7 +32,7 @@ from megarl.rollout.environment import prepare_environment, sweep_shared_memory,
 from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput, SamplingParams
 
 CPU_BLOCK_SIZE = 128
 """vLLM's default number of tokens in a KV-cache block on CPU."""
@@ -123,8 +123,11 @@ class Engine:
             stop=stop or None, include_stop_str_in_output=bool(stop), detokenize=bool(stop),
             stop_token_ids=list(self._sampling.stop_token_ids) or None, logprobs=0, flat_logprobs=True, skip_clone=True)
             for seed in seeds]  # fmt: skip
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = self._complete([{"prompt_token_ids": prompt} for prompt in prompts], params)
         return [_response(output.outputs[0]) for output in outputs]
+
+    def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
+        return self.llm.generate(prompts, params, use_tqdm=False)
 
 
 class RolloutEngine(Engine):

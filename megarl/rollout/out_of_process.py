@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,9 @@ from megarl.rollout.environment import (
 )
 from megarl.rollout.plugin import check_version, register
 from megarl.rollout.puller import Order
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
 
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its binding of threads to
@@ -98,6 +102,14 @@ class OutOfProcessEngine(Engine):
             if not self._has_died():
                 raise
         raise self.death
+
+    def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
+        """The engine process starts on the first request that it gets, so which requests share a batch, and with it the last bits of
+        their log-probs, would depend on timing: it is held until it has them all."""
+        self.llm.sleep(level=0, mode="keep")
+        self.llm.enqueue(prompts, params, use_tqdm=False)
+        self.llm.wake_up(tags=["scheduling"])
+        return self.llm.wait_for_completion(use_tqdm=False)
 
     # As the receiver of a weight sync.
 
