@@ -70,6 +70,16 @@ def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_
     assert difference <= 4e-4 * update, difference / update
 
 
+@pytest.mark.slow
+def test_tensor_parallel_roles_on_ranks_of_their_own(sums_data, tmp_path, layout_job):
+    job = train(sums_data, tmp_path / "run", "--nproc-per-node", "4", "--actor-ranks", "0-1", "--rollout-ranks", "2-3",
+                "--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")  # fmt: skip
+    assert job.returncode == 0, job.output
+    for ours, other in zip(job.steps, layout_job("one").steps, strict=True):
+        assert ours["reward/mean"] == other["reward/mean"] and ours["mismatch/max_abs"] <= 1e-4
+        assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
+
+
 def test_evaluation_is_recorded_before_and_after(layout_job):
     evaluated = [row for row in layout_job("dp2_to_tp1").metrics if "eval/accuracy" in row]
     assert [row["step"] for row in evaluated] == [0, 3]
