@@ -53,7 +53,6 @@ def test_engines_out_of_process_give_the_same_run(layout_job):
             assert ours[key] == other[key], key
         for key in ("policy/grad_norm", "policy/loss", "policy/entropy"):
             assert ours[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), key
-        assert ours["sync/bytes"] == other["sync/bytes"] / 2  # one engine, not two
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
