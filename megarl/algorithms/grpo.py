@@ -44,7 +44,7 @@ class GRPO(Algorithm):
     entropy_coef: float = 0.0
     """Factor of the mean entropy, which is subtracted from the loss."""
     tis_clip: float | None = None
-    """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's, this). Default: off."""
+    """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's, this). Default: none."""
 
     def __post_init__(self) -> None:
         require(self, at_least={"clip_eps_low": 0, "clip_eps_high": 0, "kl_coef": 0}, at_most={"clip_eps_low": 1},

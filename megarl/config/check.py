@@ -147,7 +147,7 @@ def _recompute(role: str, parallel: ParallelConfig, shape: ModelShape | None) ->
 def _batch(job: _Job) -> Iterator[str]:
     batch, dp = job.config.batch, job.data_parallel_size
     size, samples = batch.global_batch_size, batch.num_prompts * batch.num_samples_per_prompt
-    fits = [n for n in _divisors(samples) if dp and n % dp == 0] if job.uses_rollout else [dp, 2 * dp, 4 * dp] if dp else []
+    fits = [n for n in _divisors(samples) if dp and n % dp == 0] if job.uses_rollout else [size - size % dp or dp, size - size % dp + dp] if dp else []
     advice = _try(fits, size)
     if dp and not fits:
         num_prompts = -(-batch.num_prompts // dp) * dp

@@ -1,7 +1,9 @@
-"""Rules about files and folders that flags name. Only looks whether they are there; nothing is opened or created."""
+"""Rules about files and folders that flags name. Only looks whether they are there, and at the names in a reward's file; nothing is
+run or created."""
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,26 @@ def _reward_function(name: str | None) -> Iterator[str]:
         yield f"--reward-function ({name}): must be path/to/file.py:function."
     elif not Path(path).is_file():
         yield f"--reward-function ({name}): there is no file {path}."
+    else:
+        yield from _function_in_file(name, Path(path), function)
+
+
+def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
+    """Read, not run. A file that binds names in ways that only running shows (star imports) is left to the run."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        yield f"--reward-function ({name}): {path} is not Python: {error.msg}, line {error.lineno}."
+        return
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    bound |= {alias.asname or alias.name for node in imports for alias in node.names}
+    bound |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    if function not in bound:
+        yield f"--reward-function ({name}): {path} defines no {function}, but {', '.join(functions) or 'no function at all'}."
 
 
 def _save(folder: Path) -> Iterator[str]:

@@ -17,8 +17,8 @@ and `none` stands for no value where a flag has none by default.
 """
 _TAIL = """\
 and also
-  --rollout-<name>        Any other engine argument of the installed vLLM, e.g. --rollout-kv-cache-dtype fp8.
-  --<name>                Any other field of the installed Megatron-Core's TransformerConfig, e.g. --attention-dropout 0.1.
+  --rollout-<name>        Any other engine argument of the installed vLLM, e.g. --rollout-scheduling-policy fcfs.
+  --<name>                Any other field of the installed Megatron-Core's TransformerConfig, e.g. --attention-softmax-in-fp32.
                           The model's shape is not among them: it comes from --model.
 """
 

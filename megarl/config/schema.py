@@ -41,9 +41,10 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers."""
     expert_model_parallel_size: int = 1
-    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage."""
+    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage.
+    With tensor parallelism Megatron wants --sequence-parallel as well."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that split each expert's matrices. Default: --tensor-model-parallel-size."""
+    """Ranks of the same pipeline stage that split each expert's matrices. Default: --tensor-model-parallel-size."""
     qkv_layout: Literal["grouped", "stacked"] = "grouped"
     """Order of linear_qkv's rows. grouped: Megatron's, each group's query heads, key and value together. stacked: all query heads,
     all keys, all values, as vLLM has them: then a sync at equal tensor parallelism moves no bytes. Same numbers either way."""
@@ -321,9 +322,10 @@ class RunConfig:
     exit_loss: float | None = None
     """SFT: stop as soon as the loss of a step falls below this."""
     gate_max_abs: float = 1e-4
-    """Step-0 gate, fp32: largest |trainer log-prob - engine log-prob| of a sampled token that is accepted."""
+    """Gate, fp32: largest |trainer log-prob - engine log-prob| of a sampled token that is accepted, before the first update and after
+    every later step."""
     gate_mean_abs: float = 1e-2
-    """Step-0 gate, bf16: largest mean of the same difference that is accepted (a maximum says nothing in bf16)."""
+    """Gate, bf16: largest mean of the same difference that is accepted, at the same times (a maximum says nothing in bf16)."""
 
     def __post_init__(self) -> None:
         require(

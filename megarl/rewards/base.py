@@ -68,7 +68,8 @@ def _score_one(fn: RewardFunction, row: RewardSample) -> float:
             extra_info=dict(row.extra_info),
         )
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and the run must end with one message
-        raise ValueError(f"{_describe(fn, row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
+        # from None: the message holds the traceback, once is enough
+        raise ValueError(f"{_describe(fn, row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
     number = _number(value)
     if number is None or not math.isfinite(number):
         raise ValueError(f"{_describe(fn, row)} returned {value!r} ({type(value).__name__}); wanted a finite number, e.g. 0.0 or 1.0.")

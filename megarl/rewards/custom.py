@@ -45,7 +45,7 @@ def _run_file(path: str, flag: str) -> ModuleType:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         del sys.modules[name]
-        raise ValueError(f"{flag}: {path} fails: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
+        raise ValueError(f"{flag}: {path} fails: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
     return module
 
 

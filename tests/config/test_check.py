@@ -184,7 +184,7 @@ RULES = {
         "--algorithm sft --global-batch-size 7",
         2,
         {},
-        "--global-batch-size (7): must be a multiple of the actor's data-parallel size (2). Try 4 or 8.",
+        "--global-batch-size (7): must be a multiple of the actor's data-parallel size (2). Try 6 or 8.",
         "--algorithm sft --global-batch-size 6",
     ),
     "full recompute": (
@@ -318,7 +318,7 @@ def test_files(findings, tmp_path):
     (run / "metrics.jsonl").touch()
     (tmp_path / "old-2").mkdir()
     reward = tmp_path / "reward.py"
-    reward.touch()
+    reward.write_text("def score(**_): return 1.0\n")
     assert findings(f"--train-data {tmp_path}/none.jsonl {text}") == [
         f"--train-data ({tmp_path}/none.jsonl): there is no such file.",
         f"--train-data ({text}): must end in .jsonl or .parquet.",
@@ -331,6 +331,12 @@ def test_files(findings, tmp_path):
     assert "holds another run (resolved.args)" in findings(f"--save {run}")[0]
     assert "is a file" in findings(f"--save {text}")[0] and findings(f"--save {tmp_path}/old-2") == []
     assert findings(f"--reward-function {reward}:score") == [] and "there is no file" in findings("--reward-function no.py:score")[0]
+    reward.write_text("from math import gcd as borrowed\nmade = lambda **_: 1.0\ndef score(**_): return 1.0\n")
+    for name in ("score", "made", "borrowed"):
+        assert findings(f"--reward-function {reward}:{name}") == []
+    assert f"{reward} defines no scroe, but score." in findings(f"--reward-function {reward}:scroe")[0]
+    reward.write_text("def score(:")
+    assert "is not Python: invalid syntax" in findings(f"--reward-function {reward}:score")[0]
     for name in (reward, f"{reward}:", ":score", f"{reward}:a-b"):
         assert "must be path/to/file.py:function" in findings(f"--reward-function {name}")[0]
     assert "does not exist" in findings(f"--tokenizer-model {tmp_path}/none.model")[0] and findings(f"--tokenizer-model {text}") == []
