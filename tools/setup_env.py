@@ -152,7 +152,7 @@ def remove_mismatched() -> None:
         if tried.returncode == 0:
             continue
         reason = f"asked for by {', '.join(pulled_by) or 'nobody'}, does not import with torch {distributions['torch'].version}"
-        doing = f"removing {name} {distributions[name].version} ({reason}: {error_line(tried.stderr)[:100]})"
+        doing = f"removing {name} {distributions[name].version} ({reason}: {error_line(tried.stderr)[:100]}), which is expected"
         require_pip(doing, "uninstall", "-y", name)
 
 
@@ -183,7 +183,8 @@ def check_environment() -> None:
     logger.info("ready: %s", ", ".join(f"{name} {distributions[name].version}" for name in names))
     extension = run_python("import megarl._C; print(megarl._C.build_info)")
     if extension.returncode == 0:
-        logger.info("megarl._C is built %s", extension.stdout.strip())
+        built = extension.stdout.strip()
+        logger.info("megarl._C is built %s%s", built, " (expected without a GPU)" if built.startswith("for the CPU only") else "")
     else:
         logger.info("megarl._C is not built, weights are copied by PyTorch (slower); to see why: .venv/bin/pip install -v --no-deps -e .")
 
