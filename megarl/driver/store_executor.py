@@ -14,6 +14,8 @@ from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step
 from megarl.driver.torchrun import world_size_from_env
 from megarl.workers.mailbox import SHUTDOWN, Command, Mailbox, Result, connect
 
+_SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
+
 
 class _Future:
     """A call in flight. The executor's reader thread fills it in."""
@@ -163,6 +165,7 @@ class StoreExecutor:
                     self._accept(result)
                     self._inbox.delete(self._read_by_all())
         except Exception as error:  # thread boundary: the main thread would wait for ever
+            time.sleep(_SIGNAL_S)  # Ctrl-C also ends whoever keeps the store; then it is the signal that tells what happened
             text = f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
             self._fail(RuntimeError(text.splitlines()[0]))
 

@@ -181,7 +181,7 @@ def test_ctrl_c_ends_everything_quietly(job):
     start = time.time()
     os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
     assert launcher.wait(END_WITHIN_S) == 130
-    assert job.wait_until_gone(END_WITHIN_S) - start < 5.0
+    assert job.wait_until_gone(END_WITHIN_S) - start < 10.0  # what is promised; 2 s on a free machine
     assert job.stderr() == "[driver] interrupted at step 2, waiting for actor.sleep on rank 0, 1\n"
 
 
