@@ -274,7 +274,7 @@ def _rollout_placement(job: _Job) -> Iterator[str]:
             f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines ({len(rollout)})."
             f"{_try(_divisors(len(rollout)), tp)}"
         )
-    if rollout and job.config.rollout.engine == "in-process" and len(rollout) < job.world_size:
+    if rollout and job.config.placement.rollout_engine == "in-process" and len(rollout) < job.world_size:
         yield (
             f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and --rollout-ranks is "
             f"{job.config.placement.rollout_ranks}. Leave --rollout-ranks out, or try --rollout-engine out-of-process."

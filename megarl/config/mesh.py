@@ -95,8 +95,8 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
     """'in-process' or 'out-of-process': what --rollout-engine means on this many ranks."""
-    if config.rollout.engine != "auto":
-        return config.rollout.engine
+    if config.placement.rollout_engine != "auto":
+        return config.placement.rollout_engine
     ranks = config.placement.rollout_ranks
     everywhere = ranks is None or parse_ranks(ranks, world_size) == tuple(range(world_size))
     return "in-process" if everywhere else "out-of-process"

@@ -91,6 +91,9 @@ class PlacementConfig:
     """Ranks of the actor, e.g. 0-3 or 0,2. Default: all."""
     rollout_ranks: str | None = None
     """Ranks of the rollout engines. Default: all."""
+    rollout_engine: Literal["auto", "in-process", "out-of-process"] = "auto"
+    """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
+    started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks."""
     call_timeout_s: float = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
 
@@ -216,9 +219,6 @@ class SamplingConfig:
 class RolloutConfig:
     """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the same way)"""
 
-    engine: Literal["auto", "in-process", "out-of-process"] = "auto"
-    """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
-    started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks."""
     tensor_parallel_size: int = 1
     """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
