@@ -21,3 +21,13 @@ for name, value in ENVIRONMENT.items():
 # `python -m pytest` puts the working directory on the path; see PYTHONSAFEPATH above for why that must not be the checkout.
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != CHECKOUT]
+
+# Triton decides at its import whether it compiles or interprets. Without a GPU there is nothing to compile for in this process, so it
+# is imported here to interpret, before anything else imports it. Children decide for themselves.
+if os.environ.get("MEGARL_KERNELS") == "interpret" or not Path("/proc/driver/nvidia/version").exists():
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.language  # noqa: F401
+    finally:
+        os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)

@@ -1,24 +1,15 @@
 """The `kernels` fixture: each test that takes it runs once with PyTorch and once with the Triton kernels in Triton's interpreter.
 
-Triton decides at its import whether it compiles or interprets. Without a GPU there is nothing to compile for, so it is imported
-here to interpret, before any test does. With a GPU, interpreting needs a process of its own:
+Triton decides at its import whether it compiles or interprets (tests/conftest.py). With a GPU, interpreting needs a process of its own:
     MEGARL_KERNELS=interpret pytest tests/kernels
 """
 
 import os
-import sys
 
 import pytest
 import torch
 
 WANTED = os.environ.get("MEGARL_KERNELS") == "interpret" or not torch.cuda.is_available()
-if WANTED and "triton" not in sys.modules:
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        import triton.language  # noqa: F401
-    finally:
-        os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
 
 
 @pytest.fixture(params=["torch", "interpret"])
