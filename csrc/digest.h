@@ -5,8 +5,8 @@
 //
 //   digest = mix(sum_i term(word_i, i, seed) + rows * kRows + cols * kCols + element size + seed)
 //
-// The full digest sums all words; the sampled one a word out of each of 32 equal stretches, drawn by the seed (all, if there are no
-// more than 32). Elements are digested as what they become at their destination. megarl/reshard/digest.py has the same in PyTorch.
+// The full digest sums all words; the sampled one a word out of each of 16 equal stretches, drawn by the seed (all, if there are no
+// more than 16). Elements are digested as what they become at their destination. megarl/reshard/digest.py has the same in PyTorch.
 #pragma once
 #include <cstdint>
 

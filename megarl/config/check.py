@@ -268,7 +268,7 @@ def _sequence_length(job: _Job) -> Iterator[str]:
 
 
 def _rollout_placement(job: _Job) -> Iterator[str]:
-    tp, actor, rollout = job.config.rollout.tensor_parallel_size, job.ranks["actor"], job.ranks["rollout"]
+    tp, rollout = job.config.rollout.tensor_parallel_size, job.ranks["rollout"]
     if rollout and len(rollout) % tp:
         yield (
             f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines ({len(rollout)})."

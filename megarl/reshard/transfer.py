@@ -84,13 +84,13 @@ class Transfer:
         """Carry the sources' current values over. When it returns, this rank's sources may change again.
 
         Returns: bytes written on this rank."""
+        travelling: tuple[list[dist.Work], CopyPlan | None] = [], None
         for number, part in enumerate(self._rounds):
             part.pack.run()
             requests = self._start(part.sends, part.receives)
             if number == 0:
                 self._local.run()
-            else:  # the next round needs its half of the staging buffer
-                _finish(*travelling)
+            _finish(*travelling)  # the next round needs its half of the staging buffer
             travelling = requests, part.unpack
         _finish(*travelling)
         return self.bytes
