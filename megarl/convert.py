@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from megarl.config.check import split_findings
+from megarl.config.check_parallel import split_findings
 from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec

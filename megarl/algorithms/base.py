@@ -50,6 +50,8 @@ class LossInputs:
 class Algorithm:
     """Base of all algorithms. A new one is a file with a subclass and a line in REGISTRY."""
 
+    needs_critic: ClassVar[bool] = False
+    """A critic gives `values` and is trained on `returns`."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
     token_level: ClassVar[bool] = True

@@ -3,17 +3,17 @@ touched; every rule that is broken is reported at once, each as `flag (value): r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
 from megarl.config.errors import ConfigError, raise_findings
-from megarl.config.flags import ROLES, flag_name
+from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import engine_mode
-from megarl.config.placement import parse_ranks
-from megarl.config.schema import ParallelConfig, TrainConfig
+from megarl.config.mesh import engine_mode, parallel_of
+from megarl.config.placement import place
+from megarl.config.schema import TrainConfig
 
 __all__ = ["check", "check_job", "raise_findings"]
 
@@ -24,6 +24,7 @@ class _Job:
 
     config: TrainConfig
     shape: ModelShape | None
+    critic_shape: ModelShape | None
     world_size: int
     ranks: dict[str, tuple[int, ...] | None]
 
@@ -37,17 +38,27 @@ class _Job:
         model_parallel_size = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
         return len(ranks) // model_parallel_size if ranks and len(ranks) % model_parallel_size == 0 else None
 
+    def megatron_roles(self) -> Iterator[MegatronRole]:
+        present = [role for role in ROLES if getattr(self.config, role) is not None]
+        shared = agreed_fields(self.config, present)
+        for role, ranks in self.ranks.items():
+            section = role.partition("_model")[0]
+            if section in present:  # TODO reward model shapes
+                shape = {"critic": self.critic_shape, "reward": None}.get(section, self.shape)
+                yield MegatronRole(section, parallel_of(self.config, role), ranks, shape, shared)
 
-def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True) -> list[str]:
+
+def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True, critic_shape: ModelShape | None = None) -> list[str]:
     """All rules that the job breaks; [] if none.
 
     Args:
         shape: of config.model.model. None leaves the rules about it out, for when config.json itself is wrong.
         world_size: ranks of the job.
         new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
+        critic_shape: of config.model.critic_model, if that is given. Default: `shape`.
     """
-    job, findings = _job(config, shape, world_size)
-    rules = [_placement, _mesh, _batch, _optimizer, *([_actor_shape, _sequence_length] if shape else []), *([] if new_run else [_evaluation])]
+    job, findings = _job(config, shape, critic_shape, world_size)
+    rules = [_placement, _megatron, _batch, _optimizer, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
     return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
@@ -58,38 +69,39 @@ def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
 
     Raises: ConfigError with all findings. Returns the model's shape."""
     shape = ModelShape.load(config.model.model)
-    job, findings = _job(config, shape, world_size)
-    rules = [_placement, _mesh, _actor_shape, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
+    job, findings = _job(config, shape, None, world_size)
+    rules = [_placement, _megatron, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
     raise_findings(findings + [finding for rule in rules for finding in rule(job)])
     return shape
 
 
-def _job(config: TrainConfig, shape: ModelShape | None, world_size: int) -> tuple[_Job, list[str]]:
+def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape | None, world_size: int) -> tuple[_Job, list[str]]:
     """What the rules look at, and what is wrong with the lists of ranks."""
-    ranks, findings = {}, []
-    for role, text in (("actor", config.placement.actor_ranks), ("rollout", config.placement.rollout_ranks)):
-        try:
-            ranks[role] = parse_ranks(text, world_size) if text is not None else tuple(range(world_size))
-        except ValueError as error:
-            ranks[role] = None
-            findings.append(f"--{role}-{error}")
-    return _Job(config, shape, world_size, ranks), findings
+    ranks, findings = place(config, world_size)
+    return _Job(config, shape, critic_shape or shape, world_size, ranks), findings
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Raises: ConfigError with all findings of `check`, together with what is wrong in the model's config.json. Returns its shape."""
-    shape, findings = None, []
-    try:
-        shape = ModelShape.load(config.model.model)
-    except ConfigError as error:
-        findings = list(error.findings)
-    raise_findings(findings + check(config, shape, world_size, new_run))
+    """Raises: ConfigError with all findings of `check`, together with what is wrong in the models' config.json. Returns the actor's shape."""
+    shape, findings = _load_shape(config.model.model)
+    critic_shape, of_critic = None, []
+    if config.critic is not None and config.model.critic_model is not None:
+        critic_shape, of_critic = _load_shape(config.model.critic_model)
+        of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic]
+    raise_findings(findings + of_critic + check(config, shape, world_size, new_run, critic_shape))
     return shape
+
+
+def _load_shape(folder: str) -> tuple[ModelShape | None, list[str]]:
+    try:
+        return ModelShape.load(folder), []
+    except ConfigError as error:
+        return None, list(error.findings)
 
 
 def data_parallel_size(config: TrainConfig, world_size: int) -> int:
     """Of the actor, in a configuration that `check` accepts."""
-    ranks = parse_ranks(config.placement.actor_ranks, world_size) if config.placement.actor_ranks else range(world_size)
+    ranks = place(config, world_size)[0]["actor"]
     return len(ranks) // (config.actor.tensor_model_parallel_size * config.actor.pipeline_model_parallel_size)
 
 
@@ -97,58 +109,29 @@ def _placement(job: _Job) -> Iterator[str]:
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
         yield f"--executor (inline): has one rank, not {max(job.world_size, placement.nproc_per_node)}. Try --nproc-per-node 1."
-    roles = ["actor", *(["rollout"] if job.uses_rollout else [])]
-    if all(job.ranks[role] for role in roles):
-        idle = [rank for rank in range(job.world_size) if not any(rank in job.ranks[role] for role in roles)]
+    if all(job.ranks.values()):
+        idle = [rank for rank in range(job.world_size) if not any(rank in ranks for ranks in job.ranks.values())]
         if idle:
-            flags = " and ".join(f"--{role}-ranks" for role in roles)
+            flags = " and ".join(dict.fromkeys(f"--{role.partition('_model')[0]}-ranks" for role in job.ranks))
             yield f"{flags}: leave rank {idle[0]} of {job.world_size} ranks without work. Use all ranks, or fewer --nproc-per-node."
 
 
-def _mesh(job: _Job) -> Iterator[str]:
-    for role in ROLES:
-        yield from _recompute(role, getattr(job.config, role), job.shape)
-    actor, ranks = job.config.actor, job.ranks["actor"]
-    tp, pp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
-    if actor.sequence_parallel and tp == 1:
-        yield "--sequence-parallel: needs --tensor-model-parallel-size above 1. Leave it out, or try --tensor-model-parallel-size 2."
-    if job.shape is not None and any(split_findings(job.shape, tp, pp)):
-        return  # no number of ranks would help; `_actor_shape` says what does
-    if ranks and len(ranks) < tp * pp:
-        yield (
-            f"--tensor-model-parallel-size ({tp}) x --pipeline-model-parallel-size ({pp}) = {tp * pp}: needs as many ranks, and the "
-            f"actor has {len(ranks)}. Try --nproc-per-node {tp * pp}."
-        )
-    elif ranks and len(ranks) % (tp * pp):
-        yield (
-            f"--tensor-model-parallel-size ({tp}) x --pipeline-model-parallel-size ({pp}) = {tp * pp}: must divide the actor's ranks "
-            f"({len(ranks)}). Try --nproc-per-node {len(ranks) // (tp * pp) * tp * pp}."
-        )
+def _megatron(job: _Job) -> Iterator[str]:
+    yield from dict.fromkeys(finding for role in job.megatron_roles() for finding in parallel_findings(role))
 
 
-def _recompute(role: str, parallel: ParallelConfig, shape: ModelShape | None) -> Iterator[str]:
-    """As TransformerConfig.__post_init__ and TransformerBlock demand, and what they would silently ignore."""
-    granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
-    full = {"recompute_method": parallel.recompute_method, "recompute_num_layers": layers}
-    for field, value in full.items():
-        if granularity == "full" and value is None:
-            yield f"--recompute-granularity (full): needs --{flag_name(field)}. Try --recompute-method uniform --recompute-num-layers 1."
-        if granularity != "full" and value is not None:
-            yield f"--{flag_name(field)} ({value}): has no effect without --recompute-granularity full. Leave it out, or set that."
-    if parallel.recompute_modules is not None and granularity != "selective":
-        modules = " ".join(parallel.recompute_modules)
-        yield f"--recompute-modules ({modules}): has no effect without --recompute-granularity selective. Leave it out, or set that."
-    if shape is not None and granularity == "full" and layers is not None:
-        stage = max(1, shape.num_layers // parallel.pipeline_model_parallel_size)
-        if layers > stage:
-            yield f"--recompute-num-layers ({layers}): must be at most the {role}'s layers per pipeline stage ({stage}). Try {stage}."
+def _critic(job: _Job) -> Iterator[str]:
+    """The critic reads the actor's token ids."""
+    if job.shape is not None and job.critic_shape is not None and job.critic_shape.vocab_size != job.shape.vocab_size:
+        yield (f"--critic-model ({job.config.model.critic_model}): has {job.critic_shape.vocab_size} words, and --model has "
+               f"{job.shape.vocab_size}; it must read the same tokens. Name a model of the same family, or leave it out.")  # fmt: skip
 
 
 def _batch(job: _Job) -> Iterator[str]:
     batch, dp = job.config.batch, job.data_parallel_size
     size, samples = batch.global_batch_size, batch.num_prompts * batch.num_samples_per_prompt
-    fits = [n for n in _divisors(samples) if dp and n % dp == 0] if job.uses_rollout else [size - size % dp or dp, size - size % dp + dp] if dp else []
-    advice = _try(fits, size)
+    fits = [n for n in divisors(samples) if dp and n % dp == 0] if job.uses_rollout else [size - size % dp or dp, size - size % dp + dp] if dp else []
+    advice = try_(fits, size)
     if dp and not fits:
         num_prompts = -(-batch.num_prompts // dp) * dp
         advice = f" Try --num-prompts {num_prompts} --global-batch-size {num_prompts * batch.num_samples_per_prompt}."
@@ -162,14 +145,13 @@ def _batch(job: _Job) -> Iterator[str]:
 
 
 def _optimizer(job: _Job) -> Iterator[str]:
-    optimizer = job.config.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield f"--min-lr ({optimizer.min_lr:g}): must be at most --lr ({optimizer.lr:g}). Try {optimizer.lr / 10:g}."
-    if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
-        yield (
-            f"--lr-decay-iters ({optimizer.lr_decay_iters}): must be above --lr-warmup-iters ({optimizer.lr_warmup_iters}). "
-            f"Try {optimizer.lr_warmup_iters + 1}."
-        )
+    actor, critic = job.config.optimizer, job.config.critic_optimizer
+    for prefix, optimizer in [("", actor)] if critic in (None, actor) else [("actor-", actor), ("critic-", critic)]:
+        if optimizer.min_lr > optimizer.lr:
+            yield f"--{prefix}min-lr ({optimizer.min_lr:g}): must be at most --{prefix}lr ({optimizer.lr:g}). Try {optimizer.lr / 10:g}."
+        if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
+            yield (f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
+                   f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}.")  # fmt: skip
     run = job.config.run
     if run.eval_interval and not job.config.data.eval_data:
         yield f"--eval-interval ({run.eval_interval}): needs --eval-data. Leave it out, or name held-out files."
@@ -182,77 +164,21 @@ def _evaluation(job: _Job) -> Iterator[str]:
         yield "--algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo."
 
 
-def _actor_shape(job: _Job) -> Iterator[str]:
-    actor = job.config.actor
-    yield from split_findings(job.shape, actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size)
-    yield from _experts(job)
-
-
-def _experts(job: _Job) -> Iterator[str]:
-    """How the actor's mixture of experts is split, if it is one."""
-    actor, shape, ranks = job.config.actor, job.shape, job.ranks["actor"]
-    tp, pp, ep = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size
-    etp = actor.expert_tensor_parallel_size or tp
-    if shape.is_dense:
-        for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-            if getattr(actor, field) not in (None, 1):
-                value, family = getattr(actor, field), shape.model_type
-                yield f"--{flag_name(field)} ({value}): needs a mixture of experts, and {family} is none. Leave it out."
-        return
-    if shape.num_moe_experts % ep:
-        yield (f"--expert-model-parallel-size ({ep}): must divide the model's num_experts ({shape.num_moe_experts})."
-               f"{_try(_divisors(shape.num_moe_experts), ep)}")  # fmt: skip
-    if shape.moe_ffn_hidden_size % etp:
-        yield (f"--expert-tensor-parallel-size ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
-               f"{_try(_divisors(shape.moe_ffn_hidden_size), etp)}")  # fmt: skip
-    if ranks and len(ranks) % (tp * pp) == 0 and len(ranks) // pp % (etp * ep):
-        stage = len(ranks) // pp
-        fits = [n for n in _divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
-        yield (f"--expert-model-parallel-size ({ep}) x --expert-tensor-parallel-size ({etp}) = {ep * etp}: must divide the ranks of a "
-               f"pipeline stage ({stage}).{_try(fits, ep)}")  # fmt: skip
-    if tp > 1 and not actor.sequence_parallel:
-        yield (f"--tensor-model-parallel-size ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
-               "sequence parallelism. Try --sequence-parallel.")  # fmt: skip
-
-
-def split_findings(shape: ModelShape, tp: int, pp: int) -> Iterator[str]:
-    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks."""
-    sizes = {**_split_sizes(shape), "key-value heads": shape.num_query_groups}
-    fits = [n for n in _divisors(shape.num_attention_heads) if not any(size % n for size in sizes.values())]
-    for name, size in sizes.items():
-        if size % tp:
-            yield f"--tensor-model-parallel-size ({tp}): must divide the model's {name} ({size}).{_try(fits, tp)}"
-    if shape.num_layers % pp:
-        yield (
-            f"--pipeline-model-parallel-size ({pp}): must divide the model's layers ({shape.num_layers})."
-            f"{_try(_divisors(shape.num_layers), pp)}"
-        )
-
-
 def _rollout_shape(job: _Job) -> Iterator[str]:
-    tp, groups, sizes = job.config.rollout.tensor_parallel_size, job.shape.num_query_groups, _split_sizes(job.shape)
+    tp, groups, sizes = job.config.rollout.tensor_parallel_size, job.shape.num_query_groups, split_sizes(job.shape)
     sizes |= {"moe_intermediate_size": job.shape.moe_ffn_hidden_size} if job.shape.is_moe else {}
     fits = [
         n
-        for n in _divisors(job.shape.num_attention_heads)
+        for n in divisors(job.shape.num_attention_heads)
         if not any(size % n for size in sizes.values()) and (groups % n == 0 or n % groups == 0)
     ]
     for name, size in sizes.items():
         if size % tp:
-            yield f"--rollout-tensor-parallel-size ({tp}): must divide the model's {name} ({size}).{_try(fits, tp)}"
+            yield f"--rollout-tensor-parallel-size ({tp}): must divide the model's {name} ({size}).{try_(fits, tp)}"
     if groups % tp and tp % groups:
         yield (
-            f"--rollout-tensor-parallel-size ({tp}): must divide the model's key-value heads ({groups}), or be a multiple.{_try(fits, tp)}"
+            f"--rollout-tensor-parallel-size ({tp}): must divide the model's key-value heads ({groups}), or be a multiple.{try_(fits, tp)}"
         )
-
-
-def _split_sizes(shape: ModelShape) -> dict[str, int]:
-    """What every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
-    return {
-        "attention heads": shape.num_attention_heads,
-        **({} if shape.is_moe else {"intermediate_size": shape.ffn_hidden_size}),
-        "vocabulary, padded to a multiple of 64": shape.padded_vocab_size(),
-    }
 
 
 def _sequence_length(job: _Job) -> Iterator[str]:
@@ -272,7 +198,7 @@ def _rollout_placement(job: _Job) -> Iterator[str]:
     if rollout and len(rollout) % tp:
         yield (
             f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines ({len(rollout)})."
-            f"{_try(_divisors(len(rollout)), tp)}"
+            f"{try_(divisors(len(rollout)), tp)}"
         )
     if rollout and job.config.placement.rollout_engine == "in-process" and len(rollout) < job.world_size:
         yield (
@@ -297,14 +223,3 @@ def _sampling(job: _Job) -> Iterator[str]:
             f"--top-k ({sampling.top_k}): must be 0 (off) in training: the engine would draw from a truncated distribution, whose "
             "log-probs are not the policy's. Leave it out."
         )
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def _try(values: Iterable[int], near: int) -> str:
-    """' Try 64 or 128.': the two values nearest to the refused one."""
-    nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
-    return f" Try {' or '.join(map(str, nearest))}." if nearest else ""

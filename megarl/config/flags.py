@@ -12,14 +12,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from megarl.config.schema import ParallelConfig, TrainConfig
+from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.config.values import Kind, kind_of_hint
 
 # Sections whose flags carry a prefix. Every other section's flags are its field names.
 PREFIXES = {"rollout": "rollout-"}
-# A role is a field of TrainConfig that is a ParallelConfig: adding one there adds its prefixed flags here.
-SECTIONS: dict[str, type] = {name: hint for name, hint in typing.get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)}
-ROLES: tuple[str, ...] = tuple(name for name, cls in SECTIONS.items() if cls is ParallelConfig)
+
+
+def _dataclass_in(hint: object) -> type | None:
+    """The dataclass of an annotation `X` or `X | None`."""
+    return next((cls for cls in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(cls)), None)
+
+
+SECTIONS: dict[str, type] = {name: cls for name, hint in typing.get_type_hints(TrainConfig).items() if (cls := _dataclass_in(hint)) is not None}
+OF_ROLES: dict[type, dict[str, str]] = {
+    ParallelConfig: {"actor": "actor", "reference": "reference", "critic": "critic", "reward": "reward"},
+    OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},
+}
+"""Dataclass -> role -> the section that holds the role's. Their flags set every role, and with the role's name in front that one."""
+ROLES = tuple(OF_ROLES[ParallelConfig])
+FOLLOWERS = {"actor": ("reference",)}
+"""Roles that a role's own flags set too: the reference is the actor as it was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +41,8 @@ class Flag:
 
     Args:
         name: without the dashes, e.g. actor-tensor-model-parallel-size.
-        targets: (section, field) pairs that it sets; a flag of every Megatron role has as many as there are roles.
-        one_role: a role's own form of such a flag.
+        targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of two flags the one with
+            fewer targets holds.
         required: it has no default.
         help: the string under the field.
     """
@@ -37,7 +50,6 @@ class Flag:
     name: str
     targets: tuple[tuple[str, str], ...]
     kind: Kind
-    one_role: bool = False
     default: object = None
     required: bool = False
     help: str = ""
@@ -66,13 +78,19 @@ def _all_flags(algorithm: type | None) -> Iterator[Flag]:
     if algorithm is not None:
         yield from section_flags("algorithm", algorithm)
     for section, cls in SECTIONS.items():
-        if cls is not ParallelConfig:
+        if cls not in OF_ROLES:
             yield from section_flags(section, cls)
-    for prefix, roles in [("", ROLES), *((f"{role}-", (role,)) for role in ROLES)]:
-        for flag in section_flags("", ParallelConfig):
-            field = flag.targets[0][1]
-            targets = tuple((role, field) for role in roles)
-            yield dataclasses.replace(flag, name=flag_name(field, prefix), targets=targets, one_role=prefix != "")
+    for cls, section_of in OF_ROLES.items():
+        yield from _with_targets(cls, "", tuple(section_of.values()))
+        for role, section in section_of.items():
+            followers = tuple(section_of[r] for r in FOLLOWERS.get(role, ()) if r in section_of)
+            yield from _with_targets(cls, f"{role}-", (section, *followers))
+
+
+def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator[Flag]:
+    for flag in section_flags("", cls):
+        field = flag.targets[0][1]
+        yield dataclasses.replace(flag, name=flag_name(field, prefix), targets=tuple((section, field) for section in sections))
 
 
 def section_flags(section: str, cls: type) -> list[Flag]:

@@ -12,8 +12,9 @@ from dataclasses import MISSING, fields
 
 from megarl.config.argsfile import Occurrence, Reader
 from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
-from megarl.config.flags import ROLES, SECTIONS, Flag, algorithm_flags, build_flags
+from megarl.config.flags import OF_ROLES, ROLES, SECTIONS, Flag, algorithm_flags, build_flags
 from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names, unsupported_value
+from megarl.config.roles import absent_roles
 from megarl.config.schema import TrainConfig
 from megarl.config.write import algorithm_name, write_args
 
@@ -60,13 +61,28 @@ class _Loader:
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
         self.settings: dict[Target, Setting] = {}
+        self.given: dict[str, Occurrence] = {}
         self._set_all([occurrence for occurrence in reader.occurrences if occurrence.name != "algorithm"])
 
     def config(self) -> TrainConfig:
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
+        self._leave_out_absent_roles(sections)
         raise_findings(list(dict.fromkeys(self.errors)))
         return TrainConfig(**sections, transformer=self._extra("transformer"))
+
+    def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
+        """None for the sections of roles that the job has not; a flag of such a role is an error."""
+        if sections.get("algorithm") is None or sections.get("reward_model") is None:
+            return  # what is wrong with them is reported
+        for role, reason in absent_roles(sections["algorithm"], sections["reward_model"].reward_model).items():
+            own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
+            sections |= dict.fromkeys(own)
+            for name, occurrence in self.given.items():
+                flag = self.flags.get(name)
+                says_something = flag is not None and self.settings[flag.targets[0]].value != flag.default
+                if says_something and name.startswith(f"{role}-") and flag.targets[0][0] in (*own, "placement", "model"):
+                    self.errors.append(f"{occurrence}: {reason}, so there is no {role} role. Leave it out. [{occurrence.place}]")
 
     def _choose_algorithm(self, occurrences: list[Occurrence]) -> type | None:
         names = ", ".join(self.algorithms)
@@ -84,9 +100,9 @@ class _Loader:
         return self.algorithms.get(name)
 
     def _set_all(self, occurrences: list[Occurrence]) -> None:
-        """Lower levels first; within a level, flags of every role before flags of one role. So the last value holds."""
+        """Lower levels first; within a level, flags of more roles before flags of fewer. So the last value holds."""
         found = [(*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None]
-        found.sort(key=lambda item: (item[2].level, item[0].one_role))
+        found.sort(key=lambda item: (item[2].level, -len(item[0].targets)))
         seen: dict[tuple[int, str], tuple[bool, Occurrence]] = {}
         for flag, negated, occurrence in found:
             if (occurrence.level, flag.name) in seen:
@@ -95,6 +111,7 @@ class _Loader:
                 continue
             seen[occurrence.level, flag.name] = negated, occurrence
             setting = self._parse(flag, negated, occurrence)
+            self.given[flag.name] = occurrence
             self.settings |= {target: setting for target in flag.targets}
 
     def _find(self, occurrence: Occurrence) -> tuple[Flag, bool] | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.placement import parse_ranks
-from megarl.config.schema import TrainConfig
+from megarl.config.placement import role_ranks
+from megarl.config.schema import ParallelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,30 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Every role of the job and where it lives, in the order in which they are set up.
+def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
+    return MeshSpec(ranks, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+                    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
 
-    The reference shares the actor's mesh and is absent when no KL needs it; rewards are scored where samples are made."""
-    placement, everyone = config.placement, tuple(range(world_size))
-    actor_ranks = parse_ranks(placement.actor_ranks, world_size) if placement.actor_ranks else everyone
-    parallel = config.actor
-    actor = MeshSpec(tuple(actor_ranks), parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                     parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
-    meshes = {"actor": actor}
-    if config.algorithm.needs_reference:
-        meshes["reference"] = actor
-    if config.algorithm.needs_rollout:
-        rollout_ranks = parse_ranks(placement.rollout_ranks, world_size) if placement.rollout_ranks else everyone
-        meshes["rollout"] = meshes["reward"] = MeshSpec(tuple(rollout_ranks), config.rollout.tensor_parallel_size)
+
+def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
+    """Every role of the job and where it lives, in the order in which they are set up. Rules score samples where they were made."""
+    meshes: dict[str, MeshSpec] = {}
+    for role, ranks in role_ranks(config, world_size).items():
+        if role == "rollout":
+            meshes["rollout"] = meshes["reward"] = MeshSpec(ranks, config.rollout.tensor_parallel_size)
+        else:
+            meshes[role] = megatron_mesh(ranks, parallel_of(config, role))
     return meshes
+
+
+def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
+    """Of a Megatron role; reward models share theirs."""
+    return getattr(config, role.partition("_model")[0])
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
     """'in-process' or 'out-of-process': what --rollout-engine means on this many ranks."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
-    ranks = config.placement.rollout_ranks
-    everywhere = ranks is None or parse_ranks(ranks, world_size) == tuple(range(world_size))
+    everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))
     return "in-process" if everywhere else "out-of-process"

@@ -1,8 +1,12 @@
-"""Rank lists of the placement flags: 0-3,6."""
+"""Which ranks each role sits on: the rank lists of the placement flags, 0-3,6, and the names of pools that stand for them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.config.schema import PlacementConfig, TrainConfig
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
@@ -22,3 +26,101 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
             raise ValueError(f"ranks ({text}): must be below the number of ranks ({world_size}), so at most {world_size - 1}.")
         ranks += range(first, last + 1)
     return tuple(ranks)
+
+
+def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
+    """("train=0-3", "serve=4") -> name -> its list of ranks, not looked at yet.
+
+    Raises: ValueError for what is not name=ranks, and for a name that is given twice or could be a list of ranks."""
+    named: dict[str, str] = {}
+    for pool in pools:
+        name, equals, text = pool.partition("=")
+        if not equals or not name.isidentifier() or name in named:
+            raise ValueError(f"pools ({pool}): must be name=ranks, each name once. Try train=0-3.")
+        named[name] = text
+    return named
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]). A role that is left out goes where its flag's default puts it.
+
+    `reward` may hold a list of ranks per reward model: reward=[[2], [3]]."""
+
+    actor: list[int] | None = None
+    critic: list[int] | None = None
+    reference: list[int] | None = None
+    reward: list[int] | list[list[int]] | None = None
+    rollout: list[int] | None = None
+
+    def flags(self) -> list[str]:
+        """The same as command-line flags."""
+        flags = []
+        for role, ranks in vars(self).items():
+            lists = ranks if ranks and isinstance(ranks[0], list) else [ranks]
+            if ranks is not None:
+                flags += [f"--{role}-ranks", *(",".join(map(str, one)) for one in lists)]
+        return flags
+
+
+def reward_model_names(count: int) -> list[str]:
+    """Roles of the reward models: reward_model, reward_model_2, ..."""
+    return [f"reward_model_{i + 1}" if i else "reward_model" for i in range(count)]
+
+
+def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
+    """Role -> its ranks, in the order in which roles are set up, None where its flag is wrong; and what is wrong.
+
+    Roles: actor, reference, critic, reward models, rollout; only those that the job has. Rule rewards live where the rollouts are."""
+    findings: list[str] = []
+    try:
+        pools = parse_pools(config.placement.pools)
+    except ValueError as error:
+        pools = {}
+        findings.append(f"--{error}")
+
+    def ranks_of(role: str, text: str | None) -> tuple[int, ...] | None:
+        if text is None:
+            return tuple(range(world_size))
+        try:
+            return parse_ranks(pools.get(text, text), world_size)
+        except ValueError as error:
+            known = f" Pools: {', '.join(pools)}." if text not in pools and text.isidentifier() else ""
+            pool = f"{role}-ranks is pool {text}, whose " if text in pools else f"{role}-"
+            findings.append(f"--{pool}{error}{known}")
+            return None
+
+    placed = {role: ranks_of(role.partition("_model")[0], text) for role, text in _texts(config)}
+    if "reference" in placed and config.placement.reference_ranks is None:
+        placed["reference"] = placed["actor"]
+    return placed, [*findings, *_uneven_reward_ranks(config.placement, len(config.reward_model.reward_model))]
+
+
+def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
+    """(role, what its flag says) of every role."""
+    placement, algorithm = config.placement, config.algorithm
+    yield "actor", placement.actor_ranks
+    if algorithm.needs_reference:
+        yield "reference", placement.reference_ranks
+    if algorithm.needs_critic:
+        yield "critic", placement.critic_ranks
+    if algorithm.needs_rollout:
+        names = reward_model_names(len(config.reward_model.reward_model))
+        per_model = placement.reward_ranks if len(placement.reward_ranks) > 1 else (*placement.reward_ranks, None)[:1] * len(names)
+        yield from zip(names, per_model)
+        yield "rollout", placement.rollout_ranks
+
+
+def _uneven_reward_ranks(placement: PlacementConfig, num_models: int) -> Iterator[str]:
+    given = placement.reward_ranks
+    if num_models and len(given) > 1 and len(given) != num_models:
+        yield (f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of the {num_models}."
+               f" Try --reward-ranks {given[0]}.")  # fmt: skip
+
+
+def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:
+    """`place` of a configuration that has been checked. Raises: ValueError with all that is wrong."""
+    placed, findings = place(config, world_size)
+    if findings:
+        raise ValueError("\n".join(findings))
+    return placed

@@ -25,6 +25,9 @@ class ModelConfig:
     """Folder with a Hugging Face tokenizer, or a SentencePiece *.model file. Default: the --model folder."""
     random_init: bool = False
     """Start from random weights with the shape in --model's config.json instead of loading *.safetensors."""
+    critic_model: str | None = None
+    """Folder of the Hugging Face model that the critic starts from, with the actor's vocabulary: a language model, whose value head starts at
+    zero, or a sequence classifier with one label, whose `score` it takes over. Default: --model."""
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 
@@ -34,7 +37,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """parallelism (of every Megatron role; prefix with a role, e.g. --actor-tensor-model-parallel-size, for one)"""
+    """parallelism (of every Megatron role; of one with its name in front: --critic-tensor-model-parallel-size)"""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each layer's matrices."""
@@ -87,10 +90,18 @@ class PlacementConfig:
     """Ranks that `megarl train` starts on this machine. Under torchrun, torchrun's own count holds."""
     executor: Literal["torchrun", "inline"] = "torchrun"
     """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
+    pools: tuple[str, ...] = ()
+    """Names for lists of ranks, e.g. --pools train=0-3 serve=4-7: a --<role>-ranks flag takes them in place of a list."""
     actor_ranks: str | None = None
     """Ranks of the actor, e.g. 0-3 or 0,2. Default: all."""
+    critic_ranks: str | None = None
+    """Ranks of the critic. Default: all."""
+    reference_ranks: str | None = None
+    """Ranks of the reference. Default: the actor's."""
+    reward_ranks: tuple[str, ...] = ()
+    """Ranks of the reward models: one list for all of them, or one each. Default: all."""
     rollout_ranks: str | None = None
-    """Ranks of the rollout engines. Default: all."""
+    """Ranks of the rollout engines. Default: all. Rules score a response where it was sampled."""
     rollout_engine: Literal["auto", "in-process", "out-of-process"] = "auto"
     """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
     started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks."""
@@ -138,7 +149,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """optimizer"""
+    """optimizer (of actor and critic; for one: --actor-lr, --critic-lr and so on)"""
 
     lr: float = 1e-6
     """Peak learning rate of Adam."""
@@ -306,6 +317,14 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """reward models"""
+
+    reward_model: tuple[str, ...] = ()
+    """placeholder"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """run folder, evaluation and checks"""
 
@@ -343,13 +362,21 @@ class TrainConfig:
     algorithm: object
     model: ModelConfig
     actor: ParallelConfig = field(default_factory=ParallelConfig)
+    critic: ParallelConfig | None = None
+    """None here and in the roles below: this job has no such role."""
+    reference: ParallelConfig | None = None
+    reward: ParallelConfig | None = None
+    """Of the reward models that run on Megatron."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The actor's."""
+    critic_optimizer: OptimizerConfig | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     data: DataConfig
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     run: RunConfig
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""

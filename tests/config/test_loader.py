@@ -11,17 +11,19 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from megarl.algorithms import REGISTRY
+from megarl.algorithms import REGISTRY, Algorithm
 from megarl.config.errors import ConfigError, require
 from megarl.config.flags import SECTIONS, section_flags
 from megarl.config.loader import load_config, write_args
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardModelConfig, RunConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alpha:
-    """the first of two algorithms"""
+class Alpha(Algorithm):
+    """the first of two algorithms, with every role"""
 
+    needs_critic: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
     clip: float = 0.2
     """How far the ratio may go."""
     mode: Literal["none", "some"] = "none"
@@ -36,8 +38,8 @@ class Alpha:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beta:
-    """the second"""
+class Beta(Algorithm):
+    """the second, which has an actor only"""
 
     name: ClassVar[str] = "beta++"
     smoothing: float | None = None
@@ -67,6 +69,9 @@ def test_defaults_are_those_of_the_schema():
     assert load() == TrainConfig(
         algorithm=Alpha(),
         model=ModelConfig(model="m"),
+        critic=ParallelConfig(),
+        reference=ParallelConfig(),
+        critic_optimizer=OptimizerConfig(),
         batch=BatchConfig(train_iters=3),
         data=DataConfig(train_data=("a.jsonl",)),
         run=RunConfig(save="s"),
@@ -158,6 +163,10 @@ def random_config(rng):
         "watermark": rng.random(),
     }
     transformer = {"attention_dropout": rng.random(), "gradient_accumulation_fusion": rng.random() < 0.5, "qk_clip_alpha": 0.25}
+    if type(algorithm) is Beta:  # has one role: flags of others would be refused
+        nodes |= {"critic": None, "critic_optimizer": None, "reference": None, "reward": None, "reward_model": RewardModelConfig()}
+        nodes["model"] = replace(nodes["model"], critic_model=None)
+        nodes["placement"] = replace(nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=())
     return TrainConfig(algorithm=algorithm, **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)}, transformer=transformer)
 
 
@@ -271,7 +280,7 @@ def test_duplicates_and_contradictions(tmp_path):
         (["--recompute-modules", "moe"], "--recompute-modules (moe): must be one or more"),
         (["-n", "4"], "-n: flags start with two dashes."),
         (["--smoothing", "1"], "--smoothing (1): is a flag of beta++, which --algorithm does not choose."),
-        (["--actor-lr", "1"], "--actor-lr (1): has no actor- form. Set --lr."),
+        (["--actor-seed", "1"], "--actor-seed (1): has no actor- form. Set --seed."),
         (["--top-p", "1.5"], "--top-p (1.5): must be at most 1."),
         (["--adam-beta2", "1"], "--adam-beta2 (1): must be below 1."),
         (["--stop", ""], "--stop (): must hold no empty string."),
@@ -397,7 +406,7 @@ def test_real_algorithms_are_flags():
 
 QUICK = """
 import time
-from megarl.algorithms import REGISTRY
+from megarl.algorithms import REGISTRY, Algorithm
 from megarl.config.loader import load_config
 start = time.process_time()
 argv = "--algorithm sft --model m --train-data d --save s --train-iters 1 --rollout-kv-cache-dtype fp8 --hidden-dropout 0".split()

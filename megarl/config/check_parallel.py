@@ -1,0 +1,146 @@
+"""Rules about one Megatron role: its ranks, its parallel sizes and the shape of its model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+from megarl.config.flags import flag_name
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import ParallelConfig, TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronRole:
+    """What the rules look at.
+
+    Args:
+        name: actor, critic, reference, or reward.
+        ranks: None if their flag is wrong, which is reported elsewhere.
+        shape: of its model, None if config.json could not be used.
+        shared: names of flags whose value every Megatron role has: findings then name the flag of all roles."""
+
+    name: str
+    parallel: ParallelConfig
+    ranks: tuple[int, ...] | None
+    shape: ModelShape | None
+    shared: frozenset[str]
+
+    def flag(self, field: str) -> str:
+        """--critic-tensor-model-parallel-size, or without the role where all agree."""
+        return f"--{flag_name(field)}" if field in self.shared else f"--{self.name}-{flag_name(field)}"
+
+    @property
+    def tp(self) -> int:
+        return self.parallel.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.parallel.pipeline_model_parallel_size
+
+
+def agreed_fields(config: TrainConfig, roles: Iterable[str]) -> frozenset[str]:
+    """Fields of ParallelConfig that have one value for all these roles."""
+    nodes = [getattr(config, role) for role in roles]
+    return frozenset(f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1)
+
+
+def parallel_findings(role: MegatronRole) -> Iterator[str]:
+    """Every rule that the role breaks."""
+    yield from _recompute(role)
+    yield from _ranks(role)
+    if role.shape is not None:
+        yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"))
+        yield from _experts(role)
+
+
+def _ranks(role: MegatronRole) -> Iterator[str]:
+    if role.parallel.sequence_parallel and role.tp == 1:
+        yield (f"{role.flag('sequence_parallel')}: needs {role.flag('tensor_model_parallel_size')} above 1. Leave it out, or try "
+               f"{role.flag('tensor_model_parallel_size')} 2.")  # fmt: skip
+    if role.shape is not None and any(split_findings(role.shape, role.tp, role.pp)):
+        return  # no number of ranks would help; `split_findings` says what does
+    size, ranks = role.tp * role.pp, role.ranks
+    product = f"{role.flag('tensor_model_parallel_size')} ({role.tp}) x {role.flag('pipeline_model_parallel_size')} ({role.pp}) = {size}"
+    if ranks and len(ranks) < size:
+        yield f"{product}: needs as many ranks, and the {role.name} has {len(ranks)}. Try --nproc-per-node {size}."
+    elif ranks and len(ranks) % size:
+        yield f"{product}: must divide the {role.name}'s ranks ({len(ranks)}). Try --nproc-per-node {len(ranks) // size * size}."
+
+
+def _recompute(role: MegatronRole) -> Iterator[str]:
+    """As TransformerConfig.__post_init__ and TransformerBlock demand, and what they would silently ignore."""
+    parallel, flag = role.parallel, role.flag
+    granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
+    for field, value in {"recompute_method": parallel.recompute_method, "recompute_num_layers": layers}.items():
+        if granularity == "full" and value is None:
+            yield (f"{flag('recompute_granularity')} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
+                   f"{flag('recompute_num_layers')} 1.")  # fmt: skip
+        if granularity != "full" and value is not None:
+            yield f"{flag(field)} ({value}): has no effect without {flag('recompute_granularity')} full. Leave it out, or set that."
+    if parallel.recompute_modules is not None and granularity != "selective":
+        modules = " ".join(parallel.recompute_modules)
+        yield (f"{flag('recompute_modules')} ({modules}): has no effect without {flag('recompute_granularity')} selective. Leave it out, or "
+               "set that.")  # fmt: skip
+    if role.shape is not None and granularity == "full" and layers is not None:
+        stage = max(1, role.shape.num_layers // role.pp)
+        if layers > stage:
+            yield f"{flag('recompute_num_layers')} ({layers}): must be at most the {role.name}'s layers per pipeline stage ({stage}). Try {stage}."
+
+
+def _experts(role: MegatronRole) -> Iterator[str]:
+    """How the role's mixture of experts is split, if it is one."""
+    parallel, shape, ranks, flag = role.parallel, role.shape, role.ranks, role.flag
+    tp, pp, ep = role.tp, role.pp, parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    if shape.is_dense:
+        for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (value := getattr(parallel, field)) not in (None, 1):
+                yield f"{flag(field)} ({value}): needs a mixture of experts, and {shape.model_type} is none. Leave it out."
+        return
+    ep_flag, etp_flag = flag("expert_model_parallel_size"), flag("expert_tensor_parallel_size")
+    if shape.num_moe_experts % ep:
+        yield f"{ep_flag} ({ep}): must divide the model's num_experts ({shape.num_moe_experts}).{try_(divisors(shape.num_moe_experts), ep)}"
+    if shape.moe_ffn_hidden_size % etp:
+        yield (f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
+               f"{try_(divisors(shape.moe_ffn_hidden_size), etp)}")  # fmt: skip
+    if ranks and len(ranks) % (tp * pp) == 0 and len(ranks) // pp % (etp * ep):
+        stage = len(ranks) // pp
+        fits = [n for n in divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
+        yield (f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage}).{try_(fits, ep)}")
+    if tp > 1 and not parallel.sequence_parallel:
+        yield (f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
+               f"sequence parallelism. Try {flag('sequence_parallel')}.")  # fmt: skip
+
+
+def split_findings(shape: ModelShape, tp: int, pp: int, tp_flag: str = "--tensor-model-parallel-size",
+                   pp_flag: str = "--pipeline-model-parallel-size") -> Iterator[str]:
+    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks."""
+    sizes = {**split_sizes(shape), "key-value heads": shape.num_query_groups}
+    fits = [n for n in divisors(shape.num_attention_heads) if not any(size % n for size in sizes.values())]
+    for name, size in sizes.items():
+        if size % tp:
+            yield f"{tp_flag} ({tp}): must divide the model's {name} ({size}).{try_(fits, tp)}"
+    if shape.num_layers % pp:
+        yield f"{pp_flag} ({pp}): must divide the model's layers ({shape.num_layers}).{try_(divisors(shape.num_layers), pp)}"
+
+
+def split_sizes(shape: ModelShape) -> dict[str, int]:
+    """What every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
+    return {
+        "attention heads": shape.num_attention_heads,
+        **({} if shape.is_moe else {"intermediate_size": shape.ffn_hidden_size}),
+        "vocabulary, padded to a multiple of 64": shape.padded_vocab_size(),
+    }
+
+
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def try_(values: Iterable[int], near: int) -> str:
+    """' Try 64 or 128.': the two values nearest to the refused one."""
+    nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
+    return f" Try {' or '.join(map(str, nearest))}." if nearest else ""
