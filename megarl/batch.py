@@ -11,11 +11,11 @@ Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
+TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
 
 
 @dataclass
@@ -36,8 +36,12 @@ class Batch:
     """[T] fp32, under the policy before this step's updates; 0 where masked."""
     ref_log_probs: torch.Tensor | None = None
     """[T] fp32, under the reference policy; 0 where masked."""
+    values: torch.Tensor | None = None
+    """[T] fp32, the critic's value of the state in which the token was chosen; 0 where masked."""
     advantages: torch.Tensor | None = None
     """[T] fp32; 0 where masked."""
+    returns: torch.Tensor | None = None
+    """[T] fp32, what the critic learns to predict; 0 where masked."""
 
     @staticmethod
     def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],
@@ -76,13 +80,28 @@ class Batch:
         """[B] values -> a [T] fp32 column holding each sample's value on its response tokens."""
         return sample_values.float().repeat_interleave(self.lengths) * self.response_mask
 
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """The token columns that are there, by name."""
+        return {name: column for name in TOKEN_COLUMNS if (column := getattr(self, name)) is not None}
+
+    def set_column(self, name: str, column: torch.Tensor) -> None:
+        """Store a [T] fp32 token column under its name, without its gradient, on the CPU.
+
+        Raises: ValueError for a name that is no token column, another shape or another dtype."""
+        check_column_names([name])
+        if column.shape != self.tokens.shape or column.dtype != torch.float32:
+            raise ValueError(f"column {name} ({list(column.shape)} {column.dtype}) must be one torch.float32 per token, {list(self.tokens.shape)}. "
+                             "Batch.scatter makes it from values of the response tokens.")
+        setattr(self, name, column.detach().cpu())
+
     def select(self, rows: list[int]) -> Batch:
         """The samples at these positions, in this order."""
         starts, lengths = self.cu_seqlens[:-1][rows], self.lengths[rows]
         # token index = position inside the selection, moved from the sample's new start to its old one
         new_cu = _cumulative(lengths)
         index = torch.arange(int(new_cu[-1])) + (starts - new_cu[:-1]).repeat_interleave(lengths)
-        columns = {name: None if getattr(self, name) is None else getattr(self, name)[index] for name in TOKEN_COLUMNS}
+        columns = {name: column[index] for name, column in self.columns.items()}
         return Batch(self.sample_ids[rows], self.tokens[index], new_cu, self.response_mask[index], **columns)
 
     def select_samples(self, sample_ids: Iterable[int]) -> Batch:
@@ -92,13 +111,19 @@ class Batch:
 
     @staticmethod
     def cat(batches: list[Batch]) -> Batch:
-        """One batch of all samples, in order. Columns must be present in all or in none."""
-        columns = {}
-        for f in fields(Batch):
-            parts = [getattr(b, f.name) for b in batches]
-            if f.name != "cu_seqlens":
-                columns[f.name] = None if parts[0] is None else torch.cat(parts)
-        return Batch(cu_seqlens=_cumulative(torch.cat([b.lengths for b in batches])), **columns)
+        """One batch of all samples, in order. Raises: ValueError for a column that some of the batches have and others have not."""
+        present = batches[0].columns.keys()
+        if odd := sorted({name for b in batches for name in b.columns.keys() ^ present}):
+            raise ValueError(f"column {odd[0]} is in some of the {len(batches)} batches only. Set it in all of them, or in none.")
+        parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("sample_ids", "tokens", "response_mask", *present)}
+        return Batch(cu_seqlens=_cumulative(torch.cat([b.lengths for b in batches])), **parts)
+
+
+def check_column_names(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is no token column."""
+    for name in names:
+        if name not in TOKEN_COLUMNS:
+            raise ValueError(f"column ({name!r}) must be one of {', '.join(TOKEN_COLUMNS)}.")
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:

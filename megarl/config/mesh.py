@@ -5,6 +5,8 @@ ranks of each pipeline stage: etp fastest, then ep, then edp."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.placement import role_ranks
@@ -78,6 +80,26 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
 def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
     return MeshSpec(ranks, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
                     parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
+
+
+def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
+    """Role -> key of the share of a step's data that it works on: the first role on the same ranks with the same sizes (but for those
+    of the experts, which do not say who has which sample).
+
+    Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference "actor", critic "critic"."""
+    first: dict[tuple, str] = {}
+    return {role: first.setdefault((mesh.ranks, *mesh.shape.items()), role) for role, mesh in meshes.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each data-parallel replica, those of its last pipeline stage only if asked: `mesh.ranks_where(dp=i)` for all i at once."""
+    blocks: list[list[int]] = [[] for _ in range(mesh.dp)]
+    for index, rank in enumerate(mesh.ranks):
+        at = _coordinates(index, mesh.shape)
+        if not last_stage or at["pp"] == mesh.pp - 1:
+            blocks[at["dp"]].append(rank)
+    return tuple(map(tuple, blocks))
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megarl.batch import Batch
 from megarl.packing import MiniBatch
@@ -20,11 +21,39 @@ class Rollouts:
     log_probs: list[list[float]]
     """Of the response tokens, under the distribution they were sampled from."""
 
+    @cached_property
+    def packed(self) -> Batch:
+        """All of it, with the column rollout_log_probs. Made once, however many meshes the samples go to."""
+        return Batch.from_samples(self.sample_ids, self.prompts, self.responses, self.log_probs)
+
+
+@dataclass
+class Share:
+    """What one mesh has of a step on this rank."""
+
+    batch: Batch
+    """The samples of this rank's micro-batches, in their order."""
+    mini_batches: list[MiniBatch]
+    """Of all ranks of the mesh."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the samples of a step are in one share. Every rank that gives to the share or takes from it knows this; ids only."""
+
+    mini_batches: list[MiniBatch]
+    lengths: dict[int, int]
+    """Sample id -> tokens."""
+
 
 @dataclass
 class DataPlane:
     rollouts: dict[str, Rollouts] = field(default_factory=dict)
     """By purpose: 'train' and 'eval'."""
+    shares: dict[str, Share] = field(default_factory=dict)
+    """By share key, of the meshes that this rank is in."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """By share key, of all meshes."""
     batch: Batch | None = None
     """This rank's share of the step, in the order of its micro-batches."""
     mini_batches: list[MiniBatch] = field(default_factory=list)
@@ -34,4 +63,4 @@ class DataPlane:
         own = self.rollouts.get(purpose)
         if own is None or not own.sample_ids:
             return None
-        return Batch.from_samples(own.sample_ids, own.prompts, own.responses, own.log_probs)
+        return own.packed

@@ -1,56 +1,106 @@
-"""Move samples between ranks: from the ranks that made them to the ranks that train on them."""
+"""Move rows of token columns between ranks: one message per pair of ranks, with all columns of all its samples.
+
+    message    column after column, widest first, each with its samples in the order of the route
+    order      every rank posts all its sends and receives at once, then waits: no order of ranks can make a circle
+    own rows   what this rank holds itself is copied while the messages travel"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import Batch
-from megarl.packing import Move, Sample
+from megarl.packing import Move, Route, Sample
+
+_DTYPES = {"tokens": torch.int64, "response_mask": torch.bool}  # all other columns are fp32
+
+
+def bytes_per_token(columns: Iterable[str]) -> int:
+    """Of a message with these columns."""
+    return sum(_dtype(name).itemsize for name in columns)
+
+
+def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: Sequence[int],
+              lengths: Mapping[int, int]) -> dict[str, torch.Tensor]:
+    """The named columns of the `wanted` samples, in that order. Called by every rank that the routes of others name.
+
+    Args:
+        held: what this rank has now, on the CPU; None: nothing.
+        columns: the same on every rank.
+        route: this rank's messages. A wanted sample that is not incoming is copied from `held`.
+        lengths: sample id -> tokens, of at least the samples that this rank sends, receives or wants.
+    Raises: KeyError for a sample, ValueError for a column that `held` should have, both before anything is sent."""
+    columns = sorted(columns, key=lambda name: (-_dtype(name).itemsize, name))  # widest first: all are aligned when viewed in place
+    received = {sample for ids in route.incoming.values() for sample in ids}
+    own = [sample for sample in wanted if sample not in received]
+    needs_held = bool(own or route.outgoing)
+    # column -> sample -> a view of its rows
+    pieces = {name: _rows_of(held, name) if needs_held else {} for name in columns}
+    if needs_held and (lost := [s for ids in (own, *route.outgoing.values()) for s in ids if s not in pieces[columns[0]]]):
+        raise KeyError(f"sample {lost[0]} is not on this rank, which should have it")
+
+    operations, messages = [], {}
+    for peer in sorted({*route.outgoing, *route.incoming}):
+        if ids := route.outgoing.get(peer):
+            message = torch.cat([pieces[name][sample].view(torch.uint8) for name in columns for sample in ids])
+            operations.append(dist.P2POp(dist.isend, message, peer))
+        if ids := route.incoming.get(peer):
+            messages[peer] = torch.empty(bytes_per_token(columns) * sum(lengths[s] for s in ids), dtype=torch.uint8)
+            operations.append(dist.P2POp(dist.irecv, messages[peer], peer))
+    requests = dist.batch_isend_irecv(operations) if operations else []
+    # Own rows find their place while the messages travel; those of the messages once they are here.
+    num_tokens = [lengths[sample] for sample in wanted]
+    out = {name: torch.empty(sum(num_tokens), dtype=_dtype(name)) for name in columns}
+    places = {name: dict(zip(wanted, column.split(num_tokens), strict=True)) for name, column in out.items()}
+    for name in columns:
+        for sample in own:
+            places[name][sample].copy_(pieces[name][sample])
+    for request in requests:
+        request.wait()
+    for peer, message in messages.items():
+        ids = route.incoming[peer]
+        sizes = [lengths[sample] for sample in ids]
+        for name, data in zip(columns, message.split([sum(sizes) * _dtype(name).itemsize for name in columns]), strict=True):
+            for sample, rows in zip(ids, data.view(_dtype(name)).split(sizes), strict=True):
+                places[name][sample].copy_(rows)
+    return out
+
+
+def _dtype(name: str) -> torch.dtype:
+    return _DTYPES.get(name, torch.float32)
+
+
+def _rows_of(held: Batch | None, name: str) -> dict[int, torch.Tensor]:
+    """Sample -> its rows of a column, not copied."""
+    if held is None:
+        return {}
+    column = getattr(held, name)
+    if column is None or column.shape != held.tokens.shape or column.dtype != _dtype(name):
+        is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
+        raise ValueError(f"column {name} {is_what}, but must be {_dtype(name)} for {len(held.tokens)} tokens before it can be sent")
+    return dict(zip(held.sample_ids.tolist(), column.split(held.lengths.tolist()), strict=True))
+
+
+ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
+"""What a sample has when it comes from the engine."""
+
+
+def collect_samples(held: Batch | None, route: Route, wanted: Sequence[int], lengths: Mapping[int, int]) -> Batch:
+    """This rank's `wanted` samples, in that order, as the engines made them. Arguments and errors are those of `move_rows`."""
+    columns = move_rows(held, ROLLOUT_COLUMNS, route, wanted, lengths)
+    cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
+    return Batch(sample_ids=torch.tensor(wanted, dtype=torch.int64), cu_seqlens=cu_seqlens, **columns)
 
 
 def exchange(batch: Batch | None, moves: list[Move], samples: list[Sample], wanted: list[int]) -> Batch:
-    """This rank's `wanted` samples, in that order; missing ones come from their sources as one message per pair of ranks.
-
-    Args:
-        batch: what this rank holds now (None: nothing).
-        moves: the plan for all ranks. Every rank named in a move calls; others may.
-        samples: all samples of the step; receivers size their buffers with it.
-    """
+    """`collect_samples` along moves that the driver planned for all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    length_of = {s.sample_id: s.length for s in samples}
-    outgoing, incoming, operations = {}, {}, []
+    route = Route()
     for move in moves:
         if move.source == rank:
-            outgoing.setdefault(move.destination, []).append(move.sample_id)
+            route.outgoing.setdefault(move.destination, []).append(move.sample_id)
         elif move.destination == rank:
-            incoming.setdefault(move.source, []).append(move.sample_id)
-    for peer, ids in outgoing.items():
-        operations.append(dist.P2POp(dist.isend, _to_bytes(batch.select_samples(ids)), peer))
-    buffers = {}
-    for peer, ids in incoming.items():
-        lengths = [length_of[i] for i in ids]
-        buffers[peer] = torch.empty(sum(lengths) * _BYTES_PER_TOKEN, dtype=torch.uint8)
-        operations.append(dist.P2POp(dist.irecv, buffers[peer], peer))
-    if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
-    received = [_from_bytes(buffers[peer], ids, [length_of[i] for i in ids]) for peer, ids in incoming.items()]
-    held = Batch.from_samples([], [], [], []) if batch is None else batch
-    return Batch.cat([held, *received]).select_samples(wanted)
-
-
-_BYTES_PER_TOKEN = 8 + 4 + 1  # token, rollout log-prob, mask
-
-
-def _to_bytes(batch: Batch) -> torch.Tensor:
-    """Column after column, widest first, so that every column is aligned when it is viewed in place."""
-    return torch.cat([batch.tokens.view(torch.uint8), batch.rollout_log_probs.view(torch.uint8), batch.response_mask.view(torch.uint8)])
-
-
-def _from_bytes(data: torch.Tensor, ids: list[int], lengths: list[int]) -> Batch:
-    num_tokens = sum(lengths)
-    tokens, log_probs, mask = data.split([8 * num_tokens, 4 * num_tokens, num_tokens])
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    return Batch(torch.tensor(ids, dtype=torch.int64), tokens.view(torch.int64), cu_seqlens, mask.view(torch.bool),
-                 rollout_log_probs=log_probs.view(torch.float32))
+            route.incoming.setdefault(move.source, []).append(move.sample_id)
+    return collect_samples(batch, route, wanted, {s.sample_id: s.length for s in samples})

@@ -1,0 +1,124 @@
+"""The role `data`, on every rank: brings a step's samples to the meshes that work on them, and columns from one mesh to another.
+
+    distribute("actor", samples, plan_a)      every rank       rollouts -> plane.shares["actor"]
+    distribute("critic", samples, plan_c)     every rank       rollouts -> plane.shares["critic"]
+    exchange(["values"], "critic", "actor")   the last pipeline stages of both meshes
+
+Each rank works out its own messages from the mini-batches of both meshes, which name every sample's data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from megarl.batch import check_column_names
+from megarl.config.mesh import MeshSpec, replicas
+from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
+from megarl.workers.data_plane import DataPlane, Layout, Share
+from megarl.workers.exchange import ROLLOUT_COLUMNS, bytes_per_token, collect_samples, move_rows
+
+
+class DataRole:
+    def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str]) -> None:
+        """meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
+        self.plane = plane
+        self.meshes = {key: meshes[key] for key in share_keys.values()}
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def distribute(self, share: str, samples: list[Sample], mini_batches: list[MiniBatch]) -> dict[str, float]:
+        """Bring the samples of `mini_batches` from the ranks that rolled them out to all ranks of the share's mesh, as a new share.
+
+        Called by the ranks that hold samples, those of the mesh, and those that will exchange columns with it in this step; every rank
+        of the job may.
+
+        Args:
+            samples: all of the step, with their holders.
+            mini_batches: as planned for the mesh.
+        Returns: what this rank received: batch/samples_moved, batch/bytes_moved.
+        Raises: ValueError, before anything is sent, for a sample that nobody holds or that this rank should hold, and for a plan that
+            does not fit the mesh."""
+        mesh = self._mesh(share)
+        destinations = self._ranks_of_samples(share, mini_batches, last_stage=False)
+        holders = {s.sample_id: s.holders for s in samples}
+        for sample in destinations:
+            if not holders.get(sample):
+                known = "no rank holds it" if sample in holders else "it is not among the samples of the step"
+                raise ValueError(f"[data rank {self.rank}] sample {sample} is wanted by {self._name(share)}, but {known}.")
+        self.plane.shares.pop(share, None)  # the last step's, before there are two
+        self.plane.layouts[share] = Layout(mini_batches, {s.sample_id: s.length for s in samples})
+        lengths = self.plane.layouts[share].lengths
+        wanted: list[int] = []
+        if self.rank in mesh.ranks:
+            dp_rank = mesh.coordinates(self.rank)["dp"]
+            wanted = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
+        route = plan_route(self.rank, holders, destinations)
+        try:
+            batch = collect_samples(self.plane.pack("train"), route, wanted, lengths)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error.args[0]}.") from error
+        if self.rank in mesh.ranks:
+            self.plane.shares[share] = Share(batch, mini_batches)
+        received = [sample for ids in route.incoming.values() for sample in ids]
+        return {"batch/samples_moved": float(len(received)),
+                "batch/bytes_moved": float(bytes_per_token(ROLLOUT_COLUMNS) * sum(lengths[s] for s in received))}  # fmt: skip
+
+    def exchange(self, columns: Sequence[str], source: str, destination: str) -> dict[str, float]:
+        """Bring token columns from the share `source`, where the last pipeline stage of each sample's replica has them, to the last
+        stage of the share `destination`. Called by these ranks; others may, and do nothing.
+
+        Returns: batch/bytes_exchanged that this rank received.
+        Raises: ValueError, before anything is sent, for a column that is none or that this rank should give and does not have, for a
+            share that was not distributed here, and for shares of different samples."""
+        check_column_names(columns)
+        if source == destination or not columns:
+            return {}
+        gives, takes = (self._mesh(share) for share in (source, destination))
+        source_layout, layout = (self._layout(share) for share in (source, destination))
+        holders = self._ranks_of_samples(source, source_layout.mini_batches, last_stage=True)
+        destinations = self._ranks_of_samples(destination, layout.mini_batches, last_stage=True)
+        if lost := destinations.keys() - holders.keys():
+            raise ValueError(f"[data rank {self.rank}] sample {min(lost)} is wanted by {self._name(destination)}, but is not in "
+                             f"{self._name(source)}.")
+        if source_layout.lengths != layout.lengths:
+            raise ValueError(f"[data rank {self.rank}] {self._name(source)} and {self._name(destination)} were distributed for different "
+                             "samples. Distribute both in every step, on every rank that exchanges.")
+        own = self.plane.shares[destination].batch if _on_last_stage(takes, self.rank) else None
+        held = self.plane.shares[source].batch if _on_last_stage(gives, self.rank) else None
+        route = plan_route(self.rank, holders, destinations)
+        try:
+            moved = move_rows(held, columns, route, [] if own is None else own.sample_ids.tolist(), layout.lengths)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"[data rank {self.rank}] {', '.join(columns)} from {self._name(source)} to {self._name(destination)}: "
+                             f"{error.args[0]}.") from error
+        if own is not None:
+            for name in columns:
+                own.set_column(name, moved[name])
+        received = sum(layout.lengths[sample] for ids in route.incoming.values() for sample in ids)
+        return {"batch/bytes_exchanged": float(bytes_per_token(columns) * received)}
+
+    def _mesh(self, share: str) -> MeshSpec:
+        if share not in self.meshes:
+            raise ValueError(f"share ({share!r}) must be one of {', '.join(self.meshes)}.")
+        return self.meshes[share]
+
+    def _layout(self, share: str) -> Layout:
+        if share not in self.plane.layouts:
+            raise ValueError(f"[data rank {self.rank}] {self._name(share)} was not distributed yet as far as this rank knows. "
+                             "Call distribute on every rank that exchanges columns with it.")
+        return self.plane.layouts[share]
+
+    def _ranks_of_samples(self, share: str, mini_batches: list[MiniBatch], last_stage: bool) -> dict[int, tuple[int, ...]]:
+        try:
+            return ranks_of_samples(mini_batches, replicas(self.meshes[share], last_stage))
+        except ValueError as error:
+            raise ValueError(f"[data rank {self.rank}] {self._name(share)}: {error}") from error
+
+    def _name(self, share: str) -> str:
+        mesh = self.meshes[share]
+        sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+        return f"share '{share}' ({sizes} on ranks {' '.join(map(str, mesh.ranks))})"
+
+
+def _on_last_stage(mesh: MeshSpec, rank: int) -> bool:
+    return rank in mesh.ranks and mesh.coordinates(rank)["pp"] == mesh.pp - 1
