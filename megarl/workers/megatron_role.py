@@ -1,0 +1,91 @@
+"""What every role with a Megatron model has on one rank: the model, its weights, and its share of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import MicroBatch
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec, parallel_of, share_keys
+from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.packing import MiniBatch
+from megarl.reshard import megatron_atlas
+from megarl.reshard.atlas import Atlas
+from megarl.reshard.transfer import load_hf, save_hf
+from megarl.workers.data_plane import DataPlane, Share
+from megarl.workers.process import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from megarl.megatron.trained_model import TrainedModel
+
+
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
+    """What each rank of the mesh holds."""
+    from megarl.megatron.model import uses_transformer_engine
+
+    return megatron_atlas.megatron_atlases(shape, mesh, uses_transformer_engine(), qkv_layout=parallel.qkv_layout)
+
+
+class MegatronRole:
+    """A Megatron model on this rank. Subclasses say which, and what it computes.
+
+    Args:
+        name: of the role; its mesh is meshes[name].
+        folder: Hugging Face folder with the weights that it starts from.
+        shape: of that model.
+        optimizer: None: frozen."""
+
+    model: TrainedModel
+
+    def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
+                 optimizer: OptimizerConfig | None) -> None:  # fmt: skip
+        self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
+        self.mesh, self.share_key = meshes[name], share_keys(meshes)[name]
+        self.parallel = parallel_of(config, name)
+        self.rank = dist.get_rank()
+
+    def build(self) -> TrainedModel:
+        """The model, weights undefined."""
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        """Build the model and load its weights. Collective over the mesh."""
+        from megarl.megatron.initialize import random_weights
+
+        self.model = self.build()
+        self.atlases = megatron_atlases(self.shape, self.mesh, self.parallel)
+        atlas = self.atlases[self.rank]
+        if self.config.model.random_init:
+            random_weights(self.shape, atlas, self.model.parameters, self.config.batch.seed)
+        else:
+            load_hf(self.folder, atlas, self.model.parameters, self.shape)
+        self.model.parameters_changed()
+
+    @property
+    def share(self) -> Share:
+        return self.plane.shares[self.share_key]
+
+    def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
+        """This rank's forward passes over the mini-batches, from the step's batch."""
+        batch, dp_rank = self.share.batch, self.model.groups.dp.rank()
+        return [MicroBatch.of(batch.select_samples(ids)) for m in mini_batches for ids in m.micro_batches[dp_rank]]
+
+    def write_column(self, name: str, per_micro_batch: list[torch.Tensor] | None) -> None:
+        """Make the response tokens' values, in the order of the share's micro-batches, a column of the step; None, as before the last
+        pipeline stage, writes nothing."""
+        if per_micro_batch is not None:
+            batch = self.share.batch
+            batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
+
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        save_hf(folder, self.folder, self.shape, self.atlases, self.model.parameters)
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has held: on the GPU if there is one, else resident."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_rss_bytes()
