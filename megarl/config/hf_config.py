@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
@@ -27,6 +27,11 @@ class Family:
     eos_token_id: int | None = None
     sliding_window: int | None = None  # not None: every layer slides unless the key says null
     is_moe: bool = False
+
+    @property
+    def sequence_classifier(self) -> str:
+        """The transformers class with a value head in place of the output layer."""
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 FAMILIES = {
@@ -73,6 +78,7 @@ class ModelShape:
         num_moe_experts: 0 for a dense model; then the three fields that follow mean nothing, otherwise ffn_hidden_size does not.
         moe_ffn_hidden_size: of one expert. moe_router_topk: experts per token.
         norm_topk_prob: the weights of a token's experts sum to 1.
+        value_head: a critic or reward model: `score.weight` [1, hidden_size] in place of the output layer. Embeddings are not tied then.
     """
 
     model_type: str
@@ -96,11 +102,15 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     moe_router_topk: int = 0
     norm_topk_prob: bool = False
+    value_head: bool = False
 
     @classmethod
-    def load(cls, folder: str | Path) -> ModelShape:
+    def load(cls, folder: str | Path, value_head: bool = False) -> ModelShape:
         """Read config.json and, if there, generation_config.json.
 
+        Args:
+            value_head: of the model with a value head, from the folder of a causal language model or of a sequence classifier with
+                one label.
         Raises: ConfigError listing every key that is missing, wrong or not supported, with the file's name.
         """
         path = Path(folder) / "config.json"
@@ -109,10 +119,11 @@ class ModelShape:
         if family is None:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
-        findings = [*_missing(config, family), *_unsupported(config, family), *_unsupported_rope(config)]
+        findings = [*_missing(config, family), *_unsupported(config, family, value_head), *_unsupported_rope(config)]
         findings += _unsupported_experts(config) if family.is_moe else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
-        return _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
+        shape = _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
+        return replace(shape, value_head=True, tie_word_embeddings=False) if value_head else shape
 
     def padded_vocab_size(self, multiple: int = 64) -> int:
         """Rows of the padded embedding. 64 is vLLM's padding, so that both sides' shards coincide."""
@@ -130,7 +141,8 @@ class ModelShape:
     @property
     def architecture(self) -> str:
         """The transformers class, for the config.json of an export."""
-        return FAMILIES[self.model_type].architecture
+        family = FAMILIES[self.model_type]
+        return family.sequence_classifier if self.value_head else family.architecture
 
 
 def _read_json(path: Path) -> dict[str, object]:
@@ -160,16 +172,14 @@ def _missing(config: dict[str, object], family: Family) -> Iterator[str]:
         yield f"num_key_value_heads ({groups}): must divide num_attention_heads ({heads})."
 
 
-def _unsupported(config: dict[str, object], family: Family) -> Iterator[str]:
+def _unsupported(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
     for key, (accepted, reason) in ONLY.items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
     head_dim, heads, hidden_size = config.get("head_dim"), config.get("num_attention_heads"), config.get("hidden_size")
     if head_dim is not None and not family.head_dim_is_a_key and heads and hidden_size and head_dim * heads != hidden_size:
         yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
-    architectures = config.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
-        yield f"architectures ({', '.join(map(str, architectures))}): must be {family.architecture}, a causal language model."
+    yield from _unsupported_architecture(config, family, value_head)
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
@@ -181,6 +191,17 @@ def _unsupported(config: dict[str, object], family: Family) -> Iterator[str]:
     if family.sliding_window is not None and "sliding_window" not in config:
         yield (f"sliding_window (missing, which means {family.sliding_window}): sliding-window attention is not supported. "
                f'Write "sliding_window": null if the model has none.')
+
+
+def _unsupported_architecture(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
+    architectures = config.get("architectures") or [family.architecture]
+    if value_head and architectures == [family.sequence_classifier]:
+        labels = len(config["id2label"]) if config.get("id2label") else _value(config, "num_labels", 2)  # 2 is transformers' default
+        if labels != 1:
+            yield f"num_labels ({labels}): must be 1, the value. Use a {family.sequence_classifier} with num_labels=1, or a {family.architecture}."
+    elif architectures != [family.architecture]:
+        rule = f"must be {family.architecture}, a causal language model" + (f", or {family.sequence_classifier}" if value_head else "")
+        yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
 _EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}

@@ -1,8 +1,9 @@
-"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs or a loss, not logits."""
+"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, a loss or values, not logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ with cpu_megatron():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+
+Model = TypeVar("Model", bound=GPTModel)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,44 @@ class PolicyModel(GPTModel):
             return linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
         fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
         return fused.loss, fused.metrics
+
+
+class ValueHead(torch.nn.Module):
+    """One number per token: hidden @ weight, in fp32, without bias. The weight [1, H] is whole on every tensor-parallel rank.
+
+    Under sequence parallelism each rank's tokens are a part of the sequence, so its gradient is a part of the weight's: marked
+    sequence_parallel, finalize_model_grads sums them. Otherwise every rank has all tokens and the whole gradient. The gradient norm
+    counts the weight once, as it is not marked tensor_model_parallel."""
+
+    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = self.sequence_parallel = config.sequence_parallel
+        self.group = group
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """hidden: [T, 1, H], a part of the tokens under sequence parallelism; positions: [N] int64 among all tokens. Returns: [N] fp32."""
+        if not self.sequence_parallel:
+            return self._values(hidden[positions])
+        # Every rank computes the same loss from all values, so each takes its part of the gradient instead of summing.
+        values = gather_from_sequence_parallel_region(self._values(hidden), tensor_parallel_output_grad=False, group=self.group)
+        return values[positions]
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden.float() @ self.weight.float().t()).flatten()
+
+
+class ValueHeadModel(GPTModel):
+    """GPTModel whose last stage returns values [N] fp32 at the positions [N] int64 that travel as `labels`."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config, self.pg_collection.tp)
+
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels: torch.Tensor, *args, **kwargs):
+        return self.value_head(hidden_states, labels) if self.post_process else hidden_states
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:
@@ -146,24 +188,35 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> PolicyModel:
     """This rank's stage and shard of the model, weights uninitialised. Collective over the mesh (tied embeddings)."""
+    assert not shape.value_head, "a policy needs the shape of a causal language model"
+    return _build(PolicyModel, config, shape, groups, qkv_layout, real_vocab_size=shape.vocab_size)
+
+
+def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> ValueHeadModel:
+    """The same with a value head."""
+    assert shape.value_head, "a value model needs ModelShape.load(folder, value_head=True)"
+    return _build(ValueHeadModel, config, shape, groups, qkv_layout)
+
+
+def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str, **options) -> Model:
     with cpu_megatron():
         spec = _layer_spec(config, qkv_layout)
         if not uses_transformer_engine():
             num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
             spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)
-        model = PolicyModel(
-            config, spec, vocab_size=shape.padded_vocab_size(), real_vocab_size=shape.vocab_size,
+        model = kind(
+            config, spec, vocab_size=shape.padded_vocab_size(),
             max_sequence_length=shape.max_position_embeddings, pre_process=groups.pp.rank() == 0,
             post_process=groups.pp.rank() == groups.pp.size() - 1, position_embedding_type="rope", rotary_base=shape.rope_theta,
             rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
-            share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups)
+            share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
         if not config.use_cpu_initialization:
             model.cuda()
     _check_tensor_parallel_marks(model, config)
     return model
 
 
-def _check_tensor_parallel_marks(model: PolicyModel, config: TransformerConfig) -> None:
+def _check_tensor_parallel_marks(model: GPTModel, config: TransformerConfig) -> None:
     """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
     sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer")
     for name, parameter in model.named_parameters():

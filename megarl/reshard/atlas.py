@@ -83,6 +83,8 @@ EXPERT_TENSORS = (
 """Of each expert of a mixture; names are relative to `model.layers.<i>.mlp.experts.<e>.`."""
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"
+"""In place of the output layer in critics and reward models: transformers' ...ForSequenceClassification with one label."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -105,7 +107,8 @@ def has(shape: ModelShape, needs: str | None) -> bool:
 
 
 def hf_sizes(shape: ModelShape) -> Sizes:
-    """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no lm_head.weight."""
+    """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no lm_head.weight,
+    with a value head score.weight instead."""
     size = dimensions(shape)
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
     for layer in range(shape.num_layers):
@@ -116,7 +119,9 @@ def hf_sizes(shape: ModelShape) -> Sizes:
             for tensor in EXPERT_TENSORS:
                 sizes[expert_prefix(layer, expert) + tensor.name] = (size[tensor.rows], size[tensor.cols])
     sizes[FINAL_NORM] = (size["hidden"], 1)
-    if not shape.tie_word_embeddings:
+    if shape.value_head:
+        sizes[VALUE_HEAD] = (1, size["hidden"])
+    elif not shape.tie_word_embeddings:
         sizes[OUTPUT] = (size["vocab"], size["hidden"])
     return sizes
 

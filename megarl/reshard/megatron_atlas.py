@@ -14,6 +14,7 @@ from megarl.reshard.atlas import (
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
+    VALUE_HEAD,
     Atlas,
     Cut,
     LocalParam,
@@ -24,6 +25,7 @@ from megarl.reshard.atlas import (
     check_tensor_parallel,
     column_shard,
     expert_prefix,
+    has,
     hf_sizes,
     layer_params,
     replicated,
@@ -78,7 +80,10 @@ EXPERT = (
 """Of each local expert, cut over the expert tensor-parallel group."""
 
 FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
-LAST_STAGE = (Row("decoder.final_layernorm.weight", replicated, (FINAL_NORM,)),)
+LAST_STAGE = (
+    Row("decoder.final_layernorm.weight", replicated, (FINAL_NORM,)),
+    Row("value_head.weight", replicated, (VALUE_HEAD,), needs="value_head"),
+)
 
 
 def _transformer_engine_name(shape: ModelShape, name: str) -> str:
@@ -135,7 +140,7 @@ def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, 
     names of its parameters begin with `chunks.<c>.`.
 
     Tied embeddings: a single stage has no output_layer; with several, the last stage's output_layer.weight is a second copy
-    of the embedding.
+    of the embedding. A value head is on every tensor-parallel rank of the last stage, in place of the output_layer.
 
     Args:
         te_spec: names of the Transformer Engine layer spec (experts grouped) instead of the local one (experts sequential).
@@ -158,8 +163,8 @@ def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, 
             for name, param in _layer(rows, place, cut, sizes, position * per_chunk + local, te_spec):
                 atlas[f"{prefix}decoder.layers.{local}.{name}"] = param
         if position == last_position:
-            atlas |= {prefix + row.name: row.build(cut, sizes) for row in LAST_STAGE}
-            if not (shape.tie_word_embeddings and position == 0):
+            atlas |= {prefix + row.name: row.build(cut, sizes) for row in LAST_STAGE if has(shape, row.needs)}
+            if not shape.value_head and not (shape.tie_word_embeddings and position == 0):
                 source = EMBEDDING if shape.tie_word_embeddings else OUTPUT
                 atlas[f"{prefix}output_layer.weight"] = vocab_shard(cut, sizes, (source,))
     return atlas

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import OUTPUT, Atlas, Piece, Sizes, hf_atlas, hf_sizes
+from megarl.reshard.atlas import OUTPUT, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
@@ -245,12 +245,17 @@ MAX_SHARD_BYTES = 5 * 10**9
 def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor], shape: ModelShape | None = None) -> None:
     """Fill this rank's shards from the *.safetensors files of `folder`, reading no byte that is not needed. Not collective.
 
+    A value head is read from the folder of a sequence classifier. From that of a causal language model, which has none, it starts at
+    zero: every value is then 0, and a critic's advantages begin as discounted returns.
+
     Args:
         atlas: what this rank holds; tensors: its parameters by the same names, each a [rows, cols] view. Padding becomes 0;
             values are converted to each parameter's dtype.
         shape: if given, tensors of the folder that this model does not have are an error too.
     Raises: ValueError listing tensors that are missing, unexpected or of another size; FileNotFoundError without weights."""
     file_of = weight_files(folder)
+    if not _is_sequence_classifier(folder):
+        atlas = _without_value_head(atlas, tensors)
     needed = {piece.hf_name for param in atlas.values() for piece in param.pieces}
     problems = [f"{name} is missing" for name in sorted(needed - file_of.keys())]
     if shape is not None:
@@ -269,10 +274,26 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
             tensors[name][row : row + part.shape[0], col : col + part.shape[1]].copy_(part)
 
 
+def _is_sequence_classifier(folder: str | os.PathLike) -> bool:
+    config = Path(folder) / "config.json"
+    architectures = json.loads(config.read_text()).get("architectures") if config.exists() else None
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
+
+
+def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
+    """What is left to load after the value head, if there is one, was set to 0."""
+    heads = {name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)}
+    for name in heads:
+        tensors[name].zero_()
+    return {name: param for name, param in atlas.items() if name not in heads}
+
+
 def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
     """The piece's rectangle of a safetensors slice, [rows, cols]."""
     size = stored.get_shape()
     rows, cols = (*size, 1)[:2]
+    if piece.hf_name == VALUE_HEAD and rows != 1:
+        raise ValueError(f"{VALUE_HEAD} in {folder} has shape {size}: num_labels ({rows}) must be 1, the value.")
     if piece.row_end > rows or piece.col_end > cols:
         raise ValueError(f"{piece.hf_name} in {folder} has shape {size}, but by config.json it has at least {piece.row_end} rows and "
                          f"{piece.col_end} columns.")
@@ -319,7 +340,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
     appears at once and complete: a new one replaces an old export.
 
     Args:
-        source_folder: where config.json, generation_config.json and the tokenizer files are copied from.
+        source_folder: where config.json (a value head makes it that of a sequence classifier with one label), generation_config.json and the tokenizer files are copied from.
         tensors: this rank's [rows, cols] parameters by the names of its atlas.
         dtype: of the files. Default: that of the parameters.
     Raises: FileExistsError if `folder` holds something that is not an export."""
@@ -332,7 +353,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
         sizes, get_storage_size=lambda size: size[0] * size[1] * dtype.itemsize, filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes)  # fmt: skip
     if rank == root:
-        partial = _start_folder(folder, Path(source_folder), dtype)
+        partial = _start_folder(folder, Path(source_folder), shape, dtype)
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
@@ -359,7 +380,7 @@ def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
     return {name: ReshardPlan({pair: tuple(copies) for pair, copies in pairs.items()}) for name, pairs in per_tensor.items()}
 
 
-def _start_folder(folder: Path, source: Path, dtype: torch.dtype) -> Path:
+def _start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
     """A temporary folder beside `folder` with everything but the weights."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(f"{folder} exists and is not an exported model: it has no config.json. Choose another folder or remove it.")
@@ -369,6 +390,9 @@ def _start_folder(folder: Path, source: Path, dtype: torch.dtype) -> Path:
         shutil.copy2(path, partial)
     config = json.loads((source / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    if shape.value_head:  # transformers reads num_labels off the labels
+        config |= {"architectures": [shape.architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config.pop("num_labels", None)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return partial
 

@@ -1,0 +1,188 @@
+"""What every model trained by Megatron has on one mesh: the stage, DDP, optimizer, schedule, and the run through the pipeline.
+
+`Policy` and `ValueModel` say what is built, what a forward pass is asked for and what becomes of its output. All ranks of the mesh
+call every method, with equally many micro-batches. Outputs and losses exist on the last pipeline stage; other stages return None."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from megarl.batch import MicroBatch
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.gradients import accumulate_in_pieces
+from megarl.megatron.mesh import groups_of
+from megarl.megatron.model import transformer_config
+from megarl.megatron.optimizer import build_optimizer, build_scheduler
+from megarl.metrics import combine
+
+with cpu_megatron():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.pipeline_parallel.schedules import (
+        forward_backward_no_pipelining,
+        forward_backward_pipelining_without_interleaving,
+    )
+
+Metrics = dict[str, torch.Tensor]
+Request = Callable[[MicroBatch], Any]
+"""What the last stage is asked for; travels as GPTModel's `labels`."""
+
+
+class TrainedModel(ABC):
+    prefix: ClassVar[str]
+    """Of the names of this model's metrics."""
+
+    def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
+                 optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None) -> None:
+        """Build model and optimizer (None: frozen, forward only). The weights are undefined until they are loaded."""
+        _initialize_process()
+        self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        with cpu_megatron():
+            self.groups = groups_of(mesh)
+            self.config = transformer_config(shape, model, parallel, transformer or {})
+            self.model = self._build(parallel)
+            self.ddp = self._wrap(optimizer) if optimizer else None
+            self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
+            self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
+        # Name -> [rows, cols] view of the live weight, vectors as [n, 1]. Taken after DDP moved them into its buffer.
+        self.parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.model.named_parameters()}
+
+    @abstractmethod
+    def _build(self, parallel: ParallelConfig) -> GPTModel:
+        """This rank's stage and shard, weights uninitialised. Collective over the mesh."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    @property
+    def reports(self) -> bool:
+        """True on one rank of every data-parallel replica: the one whose numbers are counted."""
+        return self.is_last_stage and self.groups.tp.rank() == 0
+
+    def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            grad_reduce_in_fp32=True)
+        ddp = DistributedDataParallel(self.config, ddp_config, self.model, pg_collection=self.groups)
+        if self.bf16 and self.device.type == "cpu":
+            accumulate_in_pieces(self.model)
+        self.config.no_sync_func = ddp.no_sync
+        # Losses are divided by global denominators already: no token count for Megatron to divide by.
+        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
+            chunks, None, pg_collection=self.groups)
+        return ddp
+
+    def parameters_changed(self) -> None:
+        """Make the optimizer's fp32 master weights follow a direct write into `parameters`."""
+        if self.optimizer is not None:
+            with cpu_megatron():
+                self.optimizer.reload_model_params()
+
+    def advance_schedule(self) -> None:
+        """Set the learning rate of the next step. Before the step's first update, so that warm-up does not begin with a step at 0."""
+        self.scheduler.step(1)
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step with the gradients that are there.
+
+        Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the others.
+        Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+        with cpu_megatron():
+            succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
+            raise FloatingPointError(f"{self.prefix} gradient norm is {grad_norm}: the loss or its gradient is not finite. Lower the "
+                                     "learning rate, or look at the rewards and log-probs of this step in rollouts/")
+        if not (self.reports and self.groups.dp.rank() == 0):
+            return {}
+        return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _update(self, micro_batches: list[MicroBatch], request: Request,
+                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> dict[str, float]:
+        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
+        of_step = self.step()
+        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if self.reports else {}
+        return metrics | of_step
+
+    def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
+                          loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
+        """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of each."""
+
+        def forward_step(iterator, model):
+            micro = next(iterator)
+
+            def finish(output):
+                value, metrics = loss(micro, output)
+                return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
+
+            return self._forward(model, micro, request(micro)), finish
+
+        return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
+
+    @torch.no_grad()
+    def _forward_only(self, micro_batches: list[MicroBatch], request: Request,
+                      keep: Callable[[Any], torch.Tensor] = lambda output: output) -> list[torch.Tensor] | None:
+        """`keep` of what the last stage returns for each micro-batch, on the CPU; None before the last stage.
+
+        In training mode, so that a check of what comes out sees the model as it is trained: with dropout on it fails."""
+
+        def forward_step(iterator, model):
+            micro = next(iterator)
+            output = self._forward(model, micro, request(micro))
+            # one tensor: with experts in the model, Megatron asks the output for its device
+            return (keep(output) if self.is_last_stage else output), lambda kept, non_loss_data: kept
+
+        out = self._run(self.model, forward_step, micro_batches, forward_only=True)
+        return [kept.cpu() for kept in out] if self.is_last_stage else None
+
+    def _run(self, model: torch.nn.Module, forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
+        """Through Megatron's schedule -> what the last stage collected per micro-batch."""
+        arguments = dict(forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
+                         seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only,
+                         pg_collection=self.groups)
+        with cpu_megatron():
+            if self.groups.pp.size() == 1:
+                return forward_backward_no_pipelining(**arguments)
+            return forward_backward_pipelining_without_interleaving(
+                **arguments, p2p_communicator=P2PCommunicator(self.groups.pp, self.config))
+
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, wanted: object):
+        tokens, lengths = micro.batch.tokens, micro.batch.lengths.tolist()
+        # Sequence parallelism needs a multiple of the tensor-parallel size: close with a sample of its own that no loss looks at.
+        multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
+        fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
+        if fill:
+            tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
+        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(lengths))
+
+    def _packed(self, lengths: list[int]) -> PackedSeqParams:
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+        # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope positions.
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                                 max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+        packed.sequence_lengths = lengths  # on the host, for PackedAttention
+        return packed
+
+
+def _initialize_process() -> None:
+    """The only process-wide Megatron state: the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        with cpu_megatron():
+            parallel_state._set_global_memory_buffer()
+            tensor_parallel.random.initialize_rng_tracker()
+            for offset, name in enumerate(("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")):
+                tensor_parallel.random.get_cuda_rng_tracker().add(name, 1000 + offset)

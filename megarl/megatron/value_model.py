@@ -1,0 +1,60 @@
+"""A value model on one mesh: a critic, or a reward model that gives each sample one number.
+
+    create_groups(mesh)                             all ranks of the world, once
+    critic = ValueModel(shape, mesh, ...)           collective over the mesh; shape = ModelShape.load(folder, value_head=True)
+    critic.parameters_changed()                     after every direct write into critic.parameters
+    critic.values(micro_batches)                    V of the state in which each response token was chosen; no gradient
+    critic.scores(micro_batches)                    the value after each sample's last token; no gradient
+    critic.update(micro_batches, loss)              one optimizer step
+
+The transformer of a policy with the head of transformers' ...ForSequenceClassification with one label: value = score.weight @ hidden.
+All ranks of the mesh call every method, with equally many micro-batches. Values and losses exist on the last pipeline stage, on all
+of its tensor-parallel ranks; other stages return None for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from megarl.batch import MicroBatch
+from megarl.config.schema import ParallelConfig
+from megarl.megatron.model import ValueHeadModel, build_value_head_model
+from megarl.megatron.trained_model import TrainedModel
+
+ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, values [N] fp32 of its response tokens) -> (loss divided by its global denominator, metrics)."""
+
+
+class ValueModel(TrainedModel):
+    prefix: ClassVar[str] = "critic"
+
+    def _build(self, parallel: ParallelConfig) -> ValueHeadModel:
+        return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)
+
+    def values(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
+        """The value before each response token of each micro-batch, each [N] fp32 on the CPU; None before the last stage.
+
+        Element i has seen the tokens before token i only: it is the head's output at the position that predicts it, so it is aligned
+        with log_probs."""
+        return self._forward_only(micro_batches, self._before_responses)
+
+    def scores(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
+        """The value after the last token of each sample, each [B] fp32 on the CPU; None before the last stage."""
+        return self._forward_only(micro_batches, lambda micro: (micro.batch.cu_seqlens[1:] - 1).to(self.device))
+
+    def update(self, micro_batches: list[MicroBatch], loss: ValueLoss) -> dict[str, float]:
+        """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per micro-batch.
+
+        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
+        Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+
+        def finish(micro: MicroBatch, values: torch.Tensor):
+            value, metrics = loss(micro, values)
+            return value, [metrics]
+
+        return self._update(micro_batches, self._before_responses, finish)
+
+    def _before_responses(self, micro: MicroBatch) -> torch.Tensor:
+        return micro.predict_positions.to(self.device)
