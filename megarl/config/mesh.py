@@ -113,6 +113,11 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
     return meshes
 
 
+def megatron_roles(config: TrainConfig, meshes: Mapping[str, MeshSpec]) -> list[str]:
+    """Those whose model Megatron runs."""
+    return [role for role in meshes if role not in ("rollout", "reward")]
+
+
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
     """Of a Megatron role; reward models share theirs."""
     return getattr(config, role.partition("_model")[0])

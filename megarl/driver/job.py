@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import role_meshes
@@ -18,28 +17,9 @@ from megarl.driver.metrics import phase_times
 from megarl.driver.run import Run
 from megarl.driver.weights import sync_weights
 from megarl.metrics import combine
-from megarl.packing import MiniBatch, Move, Sample, plan_exchange, plan_mini_batches
+from megarl.packing import MiniBatch, Sample, plan_mini_batches
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Which sample goes where in this step."""
-
-    samples: list[Sample]
-    mini_batches: list[MiniBatch]
-    moves: list[Move]
-    samples_per_prompt: int
-
-    @property
-    def sample_ids(self) -> list[int]:
-        return [s.sample_id for s in self.samples]
-
-    @property
-    def group_ids(self) -> list[int]:
-        """The prompt that each sample answers."""
-        return [s.sample_id // self.samples_per_prompt for s in self.samples]
 
 
 class Job:
@@ -52,8 +32,8 @@ class Job:
         self.gate_passed = False
 
     def role(self, name: str) -> RoleHandle | None:
-        """The role, or None if this algorithm has none of that name."""
-        return self.executor.role(name) if name in self.meshes else None
+        """The role, or None if this job has none of that name."""
+        return self.executor.role(name) if name in self.executor.ranks else None
 
     def set_up(self) -> None:
         """Build every role, in an order that all ranks share."""
@@ -72,73 +52,28 @@ class Job:
             self.run.begin_step(step)
             yield step
 
-    def plan_step(self, per_rank: list[list[Sample]], step: int) -> StepPlan:
-        """Mini-batches and micro-batches for all data-parallel ranks, and the moves that bring the samples there."""
-        samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
-        batch, actor = self.config.batch, self.meshes["actor"]
-        homes = {s.sample_id: actor.coordinates(s.holders[0])["dp"] for s in samples if s.holders[0] in actor.ranks}
-        mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, actor.dp, batch.max_tokens_per_micro_batch,
-                                         self.shape.hidden_size, seed=f"{batch.seed}/{step}")
-        return StepPlan(samples, mini_batches, plan_exchange(samples, self._destinations(mini_batches)), batch.num_samples_per_prompt)
-
-    def _destinations(self, mini_batches: list[MiniBatch]) -> dict[int, tuple[int, ...]]:
-        """Sample id -> all ranks of the model-parallel block that trains on it."""
-        actor = self.meshes["actor"]
-        blocks = [actor.ranks_where(dp=dp_rank) for dp_rank in range(actor.dp)]
-        return {s: blocks[dp_rank] for m in mini_batches for dp_rank in range(actor.dp) for s in m.samples_of(dp_rank)}
-
-    def hand_over(self, plan: StepPlan) -> None:
-        """Bring every sample to the ranks that train on it."""
-        self.role("actor").receive(plan.samples, plan.moves, plan.mini_batches)
-        if set(self.meshes["rollout"].ranks) - set(self.meshes["actor"].ranks):  # those are not asked by the first call
-            self.role("rollout").hand_over(plan.samples, plan.moves)
-
-    def plan_rows(self, rows: list[int], lengths: list[tuple[int, int]]) -> StepPlan:
+    def plan_rows(self, rows: list[int], lengths: list[tuple[int, int]]) -> list[MiniBatch]:
         """One mini-batch of dataset rows (SFT); (length, response length) by row."""
         batch = self.config.batch
-        samples = [Sample(row, *lengths[row]) for row in rows]
-        mini_batches = plan_mini_batches(samples, len(samples), {}, self.meshes["actor"].dp, batch.max_tokens_per_micro_batch,
-                                         self.shape.hidden_size, seed=None)
-        return StepPlan(samples, mini_batches, moves=[], samples_per_prompt=1)
+        return plan_mini_batches([Sample(row, *lengths[row]) for row in rows], len(rows), {}, self.meshes["actor"].dp,
+                                 batch.max_tokens_per_micro_batch, self.shape.hidden_size, seed=None)
 
     def check_gate(self, gap: Future) -> None:
         """Before the first update wait for the comparison of trainer and engine; raise GateError if they disagree."""
         if not self.gate_passed:
-            self._check_mismatch(combine(gap.result()))
+            self.check_mismatch(combine(gap.result()))
             self.gate_passed = True
 
-    def _check_mismatch(self, mismatch: dict[str, float]) -> None:
+    def check_mismatch(self, mismatch: dict[str, float]) -> None:
+        """Raise GateError if the differences between trainer and engine are too large."""
         if (finding := gate_finding(mismatch, self.config)) is not None:
             worst = [token for rank in self.role("actor").worst_tokens(5).result() for token in rank]
             raise GateError(finding, worst)
 
-    def collect_rewards(self, plan: StepPlan, per_rank: list[list[dict]]) -> list[float | None]:
-        """Rewards in the order of plan.samples; the logged samples go to rollouts/."""
-        records = {r["sample_id"]: r for rank in per_rank for r in rank}
-        self.run.write_rollouts([r for r in records.values() if "response" in r])
-        return [records[s]["reward"] for s in plan.sample_ids]
-
-    def finish_step(self, step: int, plan: StepPlan, rewards: list[float | None], gap: Future, shaped: Future, updated: Future,
-                    synced: Future) -> None:
-        """Read the step's results and record them, then judge them. Raises GateError if trainer and engine have drifted apart."""
-        mismatch = combine(gap.result())
-        metrics = mismatch | combine(shaped.result()) | combine(updated.result()) | combine(synced.result())
-        lengths = [s.response_length for s in plan.samples]
-        scored = [r for r in rewards if r is not None]
-        tokens = sum(s.length for s in plan.samples)
-        metrics |= {
-            "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
-            "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
-            "response/truncated": sum(s.truncated for s in plan.samples) / len(plan.samples),
-            **phase_times(self.executor.take_seconds()), "batch/tokens": tokens, "batch/samples_moved": len(plan.moves), "sync/version": step,
-        }  # fmt: skip
-        self.run.finish_step(step, metrics, tokens)
-        self._check_mismatch(mismatch)
-
-    def finish_sft_step(self, step: int, plan: StepPlan, updated: Future) -> dict[str, float]:
+    def finish_sft_step(self, step: int, rows: list[int], lengths: list[tuple[int, int]], updated: Future) -> dict[str, float]:
         """Record the step. Returns its metrics."""
         metrics = combine(updated.result()) | phase_times(self.executor.take_seconds())
-        self.run.finish_step(step, metrics, sum(s.length for s in plan.samples))
+        self.run.finish_step(step, metrics, sum(lengths[row][0] for row in rows))
         return metrics
 
     def evaluate(self, step: int) -> None:

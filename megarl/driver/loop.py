@@ -1,37 +1,33 @@
-"""The training loops: what happens, in what order. Each line is one call on a role; nothing here touches a tensor.
+"""The training loops: what happens, in what order. Nothing here touches a tensor.
 
-    prompts -> rollout -> rewards -> log-probs -> advantages -> update -> new weights into the engine -> again
+    prompts -> rollout -> rewards -> log-probs, values -> advantages -> update -> new weights into the engine -> again
 
-A call returns a future at once. Calls that need no answer are issued together; the workers keep their order."""
+What depends on what within a step is the algorithm's to say (`flow` in megarl/algorithms); the scheduler runs it."""
 
 from __future__ import annotations
 
 from megarl.driver.job import Job
+from megarl.driver.scheduler import Scheduler
+from megarl.driver.step import StepHost
+from megarl.flow import SymbolicRoles
 
 
 def train_rl(job: Job) -> None:
-    """GRPO and its relatives."""
-    actor, rollout, reward, reference = job.role("actor"), job.role("rollout"), job.role("reward"), job.role("reference")
+    """PPO, GRPO and their relatives."""
+    flow = job.config.algorithm.flow(SymbolicRoles(job.meshes))
+    host = StepHost(job)
+    scheduler = Scheduler(job.executor, job.meshes, host)
+    flow.validate(job.meshes)
     job.set_up()
     job.sync(version=0).result()
     job.evaluate(step=0)
     for step in job.steps():
-        rows = job.cursor.next_rows(job.config.batch.num_prompts)
-        generated = rollout.generate("train", rows, step)
-        scored = reward.score("train")
-        plan = job.plan_step(generated.result(), step)
-        job.hand_over(plan)
-        gap = actor.log_probs()
-        if reference:
-            reference.log_probs()
-        rewards = job.collect_rewards(plan, scored.result())
-        shaped = actor.advantages(plan.sample_ids, plan.group_ids, rewards)
-        job.check_gate(gap)
-        updated = actor.update()
-        synced = job.sync(version=step)
-        job.finish_step(step, plan, rewards, gap, shaped, updated, synced)
+        host.begin(step, rows=job.cursor.next_rows(job.config.batch.num_prompts))
+        results = scheduler.run(flow)
+        host.finish(results)
         job.evaluate(step)
         job.export(step)
+    scheduler.close()
 
 
 def train_sft(job: Job) -> None:
@@ -42,8 +38,8 @@ def train_sft(job: Job) -> None:
     for step in job.steps():
         rows = job.cursor.next_rows(job.config.batch.global_batch_size)
         plan = job.plan_rows(rows, lengths)
-        actor.receive_rows(plan.mini_batches)
-        metrics = job.finish_sft_step(step, plan, actor.update())
+        actor.receive_rows(plan)
+        metrics = job.finish_sft_step(step, rows, lengths, actor.update())
         last = metrics["policy/loss"] < (job.config.run.exit_loss or 0.0)
         job.export(step, last=last)
         if last:

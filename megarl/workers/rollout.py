@@ -15,11 +15,11 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.packing import Move, Sample
+from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
-from megarl.workers.actor import ActorRole, megatron_atlases
+from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import DataPlane, Rollouts
-from megarl.workers.exchange import exchange
+from megarl.workers.megatron_role import megatron_atlases
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
@@ -44,7 +44,7 @@ class RolloutRole:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
         sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
-        self.engine = self._start_engine(sources, self.actor.policy.parameters if self.actor else {})
+        self.engine = self._start_engine(sources, self.actor.model.parameters if self.actor else {})
 
     def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
         if self.mode == "in-process":
@@ -101,11 +101,6 @@ class RolloutRole:
             return []
         return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length")
                 for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
-
-    def hand_over(self, samples: list[Sample], moves: list[Move]) -> None:
-        """On a rank without an actor: send what it rolled out to the ranks that train on it, which meanwhile call ActorRole.receive."""
-        if self.actor is None:
-            exchange(self.plane.pack("train"), moves, samples, wanted=[])
 
     def shut_down(self) -> None:
         if self.engine is not None:

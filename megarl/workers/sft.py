@@ -8,6 +8,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
+from megarl.workers.data_plane import Share
 
 
 class SFTActorRole(ActorRole):
@@ -25,6 +26,6 @@ class SFTActorRole(ActorRole):
 
     def receive_rows(self, mini_batches: list[MiniBatch]) -> None:
         """Pack this rank's rows; sample ids are dataset rows."""
-        rows = [row for mini_batch in mini_batches for row in mini_batch.samples_of(self.dp_rank)]
-        self.plane.batch = Batch.from_samples(rows, [self.prompts[r] for r in rows], [self.responses[r] for r in rows])
-        self.plane.mini_batches = mini_batches
+        rows = [row for mini_batch in mini_batches for row in mini_batch.samples_of(self.model.groups.dp.rank())]
+        batch = Batch.from_samples(rows, [self.prompts[r] for r in rows], [self.responses[r] for r in rows])
+        self.plane.shares[self.share_key] = Share(batch, mini_batches)

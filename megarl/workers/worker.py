@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import engine_mode, role_meshes
+from megarl.config.mesh import MeshSpec, engine_mode, megatron_roles, role_meshes, share_keys
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.workers.actor import ActorRole, ReferenceRole
+from megarl.workers.critic import CriticRole
+from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.mailbox import world_store
 
@@ -31,24 +33,33 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
 
     Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
     rank, meshes, plane = dist.get_rank(), role_meshes(config, world_size), DataPlane()
-    create_groups(meshes["actor"])
+    for role in megatron_roles(config, meshes):
+        create_groups(meshes[role])
+    here = {role for role, mesh in meshes.items() if rank in mesh.ranks}
     shape = ModelShape.load(config.model.model)
-    roles: dict[str, object] = {}
     if not config.algorithm.needs_rollout:
         from megarl.workers.sft import SFTActorRole
 
-        return {"actor": SFTActorRole(config, shape, meshes["actor"], plane)} if rank in meshes["actor"].ranks else {}
+        return {"actor": SFTActorRole("actor", config, shape, meshes, plane, config.optimizer)} if "actor" in here else {}
+    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes))}
+    if "actor" in here:
+        roles["actor"] = ActorRole("actor", config, shape, meshes, plane, config.optimizer)
+    if "reference" in here:
+        roles["reference"] = ReferenceRole("reference", config, shape, meshes, plane, optimizer=None)
+    if "critic" in here:
+        roles["critic"] = CriticRole("critic", config, ModelShape.load(config.model.critic_model or config.model.model, value_head=True), meshes, plane)
+    _add_rollout(roles, config, shape, meshes, plane, engine_mode(config, world_size), "rollout" in here)
+    return roles
+
+
+def _add_rollout(roles: dict[str, object], config: TrainConfig, shape: ModelShape, meshes: dict[str, MeshSpec], plane: DataPlane, mode: str,
+                 here: bool) -> None:  # fmt: skip
+    """The engine and the rules that score what it samples."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 
-    if rank in meshes["actor"].ranks:
-        roles["actor"] = ActorRole(config, shape, meshes["actor"], plane)
-    if "reference" in meshes and rank in meshes["reference"].ranks:
-        roles["reference"] = ReferenceRole(config, shape, meshes["reference"], plane)
-    if rank in meshes["rollout"].ranks:
-        mode = engine_mode(config, world_size)
+    if here:
         roles["rollout"] = RolloutRole(config, shape, meshes["rollout"], plane, roles.get("actor"), meshes["actor"], mode)
         roles["reward"] = RewardRole(config, meshes["reward"], plane, roles["rollout"])
     elif "actor" in roles:
         roles["actor"].rollout_mesh = meshes["rollout"]
-    return roles

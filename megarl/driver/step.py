@@ -1,0 +1,142 @@
+"""One step of reinforcement learning as the scheduler asks for it: what each call gets, and what becomes of its answer.
+
+    generate -> plan: which sample is trained on by which rank of every mesh -> the samples go there
+    scores   -> rewards
+    update   <- after trainer and engine were found to agree
+
+Numbers and ids only, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megarl.config.mesh import megatron_roles, share_keys
+from megarl.driver.executor import Future
+from megarl.driver.job import Job
+from megarl.driver.metrics import phase_times
+from megarl.driver.weights import send_weights
+from megarl.flow import Node
+from megarl.metrics import combine
+from megarl.packing import Sample, plan_mini_batches
+
+
+@dataclass
+class _Step:
+    """What the driver knows of the step that is running."""
+
+    number: int
+    rows: list[int]
+    samples: list[Sample] = field(default_factory=list)
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    """By sample id. None: it failed."""
+    moved: list[Future] = field(default_factory=list)
+
+    @property
+    def sample_ids(self) -> list[int]:
+        return [s.sample_id for s in self.samples]
+
+
+class StepHost:
+    """What `Scheduler` asks of a training job."""
+
+    driver_columns = ("lengths", "rewards", "scores")
+    """What comes back to the driver: who reads it waits until it is there."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.config = job, job.config
+        self.share_of = share_keys(job.meshes)
+        self.shares = list(dict.fromkeys(self.share_of[role] for role in megatron_roles(job.config, job.meshes)))
+        self.kl = job.config.algorithm.build_kl_controller()
+        self.step = _Step(0, [])
+
+    def begin(self, number: int, rows: list[int]) -> None:
+        self.step = _Step(number, rows)
+
+    # Asked by the scheduler.
+
+    def arguments(self, node: Node, results: Mapping[str, Future]) -> tuple[tuple, dict]:
+        """Of the node's call; everything that it reads from the driver is there."""
+        step = self.step
+        kind = node.role.partition("_model")[0] if node.role.startswith("reward_model") else node.role
+        if (kind, node.method) == ("rollout", "generate"):
+            return ("train", step.rows, step.number), {}
+        if (kind, node.method) == ("reward", "score"):
+            return ("train",), {}
+        if node.method == "advantages":
+            groups = [s // self.config.batch.num_samples_per_prompt for s in step.sample_ids]
+            return (step.sample_ids, groups, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
+        if (kind, node.method) == ("actor", "update"):
+            self.job.check_gate(results["actor.log_probs"])
+            return (self.kl.coef,), {}
+        if (kind, node.method) == ("rollout", "sync"):
+            send_weights(self.job.executor, self.job.meshes, step.number)
+            return (step.number,), {}
+        return (), {}
+
+    def skips(self, node: Node) -> bool:
+        """While the critic warms up the actor stays as it is."""
+        warming_up = self.step.number <= self.config.algorithm.critic_warmup_iters
+        return warming_up and (node.role, node.method) in (("actor", "update"), ("rollout", "sync"))
+
+    def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
+        """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
+        giver, taker = self.share_of[source], self.share_of[node.role]
+        columns = [column for column in columns if column in TOKEN_COLUMNS]
+        if giver == taker or not columns or taker not in self.shares:
+            return None
+        ranks = sorted({*self.job.meshes[giver].ranks, *self.job.meshes[taker].ranks})
+        self.step.moved.append(self.job.executor.call_on(ranks, "data", "exchange", columns, giver, taker))
+        return self.step.moved[-1]
+
+    def finished(self, node: Node, values: list) -> None:
+        """Take the answers that are the driver's to keep."""
+        if (node.role, node.method) == ("rollout", "generate"):
+            self._plan(values)
+        elif "rewards" in node.writes:
+            self._take_rewards(values)
+
+    def _plan(self, per_rank: list[list[Sample]]) -> None:
+        """Mini-batches and micro-batches of every mesh, and the samples on their way there."""
+        job, batch = self.job, self.config.batch
+        self.step.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
+        for share in self.shares:
+            mesh = job.meshes[share]
+            homes = {s.sample_id: mesh.coordinates(s.holders[0])["dp"] for s in samples if s.holders[0] in mesh.ranks}
+            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
+                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.step.number}")
+            self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
+
+    def _take_rewards(self, per_rank: list[list[dict]]) -> None:
+        records = {r["sample_id"]: r for rank in per_rank for r in rank}
+        self.job.run.write_rollouts([r for r in records.values() if "response" in r])
+        self.step.rewards = {sample: record["reward"] for sample, record in records.items()}
+
+    # At the end of the step.
+
+    def finish(self, results: Mapping[str, Future]) -> None:
+        """Read the step's results and record them, then judge them. Raises GateError if trainer and engine have drifted apart."""
+        job, step = self.job, self.step
+        metrics = combine(rank for name, future in results.items() if name.split(".")[1] in REPORTING for rank in future.result())
+        metrics |= combine(rank for future in step.moved for rank in future.result())
+        coef = self.kl.coef
+        if (measured := metrics.get(KL_METRIC)) is not None:
+            self.kl.update(measured, len(step.samples))
+            metrics["kl/coef"] = coef
+        lengths = [s.response_length for s in step.samples]
+        scored = [r for r in step.rewards.values() if r is not None]
+        tokens = sum(s.length for s in step.samples)
+        metrics |= {
+            "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
+            "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
+            "response/truncated": sum(s.truncated for s in step.samples) / len(step.samples),
+            **phase_times(job.executor.take_seconds()), "batch/tokens": tokens, "sync/version": step.number,
+        }  # fmt: skip
+        job.run.finish_step(step.number, metrics, tokens)
+        job.check_mismatch(metrics)
+
+
+TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+REPORTING = ("log_probs", "advantages", "update", "sync")
+"""Methods whose answers are metrics."""
+KL_METRIC = "reward/kl"
