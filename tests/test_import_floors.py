@@ -1,7 +1,7 @@
 """Imports go down only, imports inside functions included.
 
     train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> algorithms, reshard
-    -> config, batch, packing, metrics -> kernels, _C
+    -> config, flow, batch, packing, metrics -> kernels, _C
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("kernels", "_C"),
-    ("config", "batch", "packing", "metrics"),
+    ("config", "flow", "batch", "packing", "metrics"),
     ("algorithms", "reshard"),
     ("megatron", "rollout", "data", "rewards"),
     ("workers",),
@@ -30,7 +30,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
-NO_TORCH = {"config", "packing", "metrics", "data", "rewards"}
+NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards"}
 """What the console script and the driver read before any device is touched."""
 
 
@@ -90,6 +90,8 @@ def test_imports_go_down_only():
     ("megarl.workers.actor", "import vllm"),
     ("megarl.workers.actor", "from . import rollout"),
     ("megarl.config.schema", "import torch.distributed as dist"),
+    ("megarl.flow.graph", "import torch"),
+    ("megarl.flow.validate", "from megarl.config.errors import ConfigError"),
     ("megarl.algorithms.grpo", "from triton_kernels.kl import kl_estimate"),
     ("megarl.megatron.policy", "rank = parallel_state.get_data_parallel_rank()"),
 ])  # fmt: skip

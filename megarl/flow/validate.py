@@ -1,0 +1,114 @@
+"""What can be wrong with a flow: found before anything starts, all of it at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megarl.flow.methods import METHODS, is_state, kind_and_suffix
+
+if TYPE_CHECKING:
+    from megarl.flow.graph import Flow, Node
+
+
+class FlowError(ValueError):
+    """What is wrong with a flow. `findings` holds one line per error, which names the node and the column."""
+
+    def __init__(self, findings: Sequence[str]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("the flow cannot run:\n" + "\n".join(f"  - {line}" for line in findings))
+
+
+def findings(flow: Flow, meshes: Mapping[str, object] | None) -> list[str]:
+    """One line per error, in the order of the nodes; [] if the flow can run. Without meshes: roles are not looked at."""
+    if not flow.nodes:
+        return ["flow (empty): it needs at least one node. Start it with actor.rollout()."]
+    found = [*_names(flow), *_columns(flow), *_cycles(flow), *_background(flow)]
+    return [*_methods(flow), *([] if meshes is None else _roles(flow, meshes)), *found]
+
+
+def _methods(flow: Flow) -> Iterable[str]:
+    for node in flow.declared:
+        if not node.is_known:
+            kind = kind_and_suffix(node.role)[0]
+            known = [method for of, method in METHODS if of == kind]
+            which = f"Known methods of {kind}: {', '.join(sorted(known))}." if known else f"Nothing is known of role {kind}."
+            yield (f"node ({node.name}): no columns are known for method ({node.method}).{_near(node.method, known)} {which} "
+                   "For one of your own, say what it reads= and writes=, or put @columns on it.")  # fmt: skip
+
+
+def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
+    placed = f"Placed roles: {', '.join(sorted(meshes))}."
+    for node in flow.nodes:
+        if node.function is None and node.role not in meshes:
+            flag = f"--{node.role.replace('_', '-')}-ranks"
+            yield (f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} Place it with {flag}, "
+                   f"or leave the node out. {placed}")  # fmt: skip
+        for column in filter(is_state, node.reads):
+            role = column.split(":", 1)[1]
+            if role not in meshes and role != node.role:
+                yield f"node ({node.name}) reads {column}, but role ({role}) has no mesh.{_near(role, meshes)} {placed}"
+
+
+def _names(flow: Flow) -> Iterable[str]:
+    for name, count in Counter(node.name for node in flow.nodes).items():
+        if count > 1:
+            yield f"node ({name}) is there {count} times: give each a name= of its own, or leave {'one' if count == 2 else 'all but one'} out."
+
+
+def _columns(flow: Flow) -> Iterable[str]:
+    writers: dict[str, list[Node]] = {}
+    for node in flow.nodes:
+        for column in node.writes:
+            writers.setdefault(column, []).append(node)
+    for node in flow.nodes:
+        for column in node.reads:
+            if not is_state(column) and not any(writer is not node for writer in writers.get(column, ())):
+                itself = " but this node itself" if column in node.writes else ""
+                written = ", ".join(sorted(c for c in writers if not is_state(c) and c != column)) or "none"
+                yield f"node ({node.name}) reads {column}, which nobody writes{itself}.{_near(column, writers)} Written columns: {written}."
+    for column, by in writers.items():
+        if len(by) > 1 and not is_state(column):
+            names = " and ".join(node.name for node in by)
+            yield f"column ({column}) is written by {names}: one node writes it. Give the others a column of another name (writes=)."
+
+
+def _cycles(flow: Flow) -> Iterable[str]:
+    waiting = {name: needs for name, needs in flow.dependencies.items() if name not in flow.depth}
+    while waiting:
+        name = next(iter(waiting))
+        chain = [name]
+        while True:  # every node that has no depth needs another one without
+            name = next(need for need in waiting[name] if need in waiting)
+            if name in chain:
+                break
+            chain.append(name)
+        cycle = [*chain[chain.index(name) :], name][::-1]
+        steps = [f"{after} reads {', '.join(waiting[after][before]) or 'state that it must not overtake'} of {before}"
+                 for before, after in zip(cycle, cycle[1:])]  # fmt: skip
+        yield f"nodes {', '.join(cycle[:-1])} wait for each other: {'; '.join(steps)}. One of them must read a column of an earlier node."
+        waiting = _without(waiting, cycle)
+
+
+def _without(waiting: Mapping[str, Mapping], cycle: Sequence[str]) -> dict[str, Mapping]:
+    """What still waits, once the cycle is taken as broken."""
+    left = {name: needs for name, needs in waiting.items() if name not in cycle}
+    while ready := [name for name, needs in left.items() if not needs.keys() & left.keys()]:
+        left = {name: needs for name, needs in left.items() if name not in ready}
+    return left
+
+
+def _background(flow: Flow) -> Iterable[str]:
+    nodes = {node.name: node for node in flow.nodes}
+    for name, needs in flow.dependencies.items():
+        for need, columns in needs.items():
+            if nodes[need].background and columns and not nodes[name].background:
+                yield (f"node ({name}) reads {', '.join(columns)} of {need}, which is a background node: the path cannot wait for it. "
+                       f"Put {need} on the path, or {name} into the background too.")  # fmt: skip
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [n for n in names if n != name], n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else ""
