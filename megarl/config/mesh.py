@@ -113,6 +113,12 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
     return meshes
 
 
+def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
+    """Role -> the ranks that have it: those of its mesh; `data`, which moves samples and columns between meshes, is on all."""
+    ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
+    return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
+
+
 def megatron_roles(config: TrainConfig, meshes: Mapping[str, MeshSpec]) -> list[str]:
     """Those whose model Megatron runs."""
     return [role for role in meshes if role not in ("rollout", "reward")]

@@ -6,7 +6,7 @@ import sys
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config, write_args
-from megarl.config.mesh import role_meshes
+from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor
 from megarl.driver.job import Job
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
     config = load_config(argv, REGISTRY)
     world_size = world_size_from_env()
-    ranks = {name: list(mesh.ranks) for name, mesh in role_meshes(config, world_size).items()}
+    ranks = hosting_ranks(config, world_size)
     return run_driver(lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size), ranks, config.placement.call_timeout_s)
 
 

@@ -7,7 +7,7 @@ import sys
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
-from megarl.config.mesh import role_meshes
+from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor, RoleHandle
 from megarl.driver.preflight import Inputs, read_inputs
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
     config = load_config(argv, REGISTRY, "megarl eval")
     world_size = world_size_from_env()
-    ranks = {name: list(mesh.ranks) for name, mesh in role_meshes(config, world_size).items()}
+    ranks = hosting_ranks(config, world_size)
     return run_driver(lambda executor: evaluate_job(executor, config, read_inputs(config, world_size, new_run=False), world_size), ranks,
                       config.placement.call_timeout_s)  # fmt: skip
 
