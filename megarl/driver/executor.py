@@ -8,6 +8,7 @@ Calls on disjoint ranks overlap; calls on one rank run in the order issued. Argu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -37,6 +38,8 @@ class Future(Protocol):
 
     seconds: float
     """That the call took on the rank where it took longest, not counting calls before it. 0 until done."""
+    ended: float
+    """When its last value reached the driver, by the driver's `time.monotonic()`. 0 until done."""
 
     def result(self) -> list:
         """Values per rank, in the order of the role's ranks. Blocks. Raises the first error of the job, whichever call it came from."""
@@ -56,6 +59,12 @@ class Executor(Protocol):
     """Set by the loop: calls carry it, errors name it."""
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future: ...
+
+    def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> Future:
+        """Call only these ranks of the role. `result` has their values in the order of `ranks`."""
+
+    def wait_any(self, futures: Sequence[Future]) -> list[Future]:
+        """Block until at least one is done. Returns those that are. Raises like `Future.result`; ValueError for no futures."""
 
     def role(self, name: str) -> RoleHandle: ...
 
@@ -85,6 +94,19 @@ def check_role(ranks: dict[str, list[int]], role: str) -> None:
     """Raise ValueError if there is no such role."""
     if role not in ranks:
         raise ValueError(f"role ({role!r}) is not placed on any rank. Placed roles: {', '.join(sorted(ranks))}.")
+
+
+def check_subset(ranks: dict[str, list[int]], role: str, subset: Sequence[int]) -> None:
+    """Raise ValueError if these are not ranks of the role, each once."""
+    check_role(ranks, role)
+    if not subset or len(set(subset)) < len(subset) or not set(subset) <= set(ranks[role]):
+        raise ValueError(f"ranks ({list(subset)}) must be some of those of role {role} ({ranks[role]}), each once. Try {ranks[role][:1]}.")
+
+
+def check_some(futures: Sequence[Future]) -> None:
+    """Raise ValueError if there is nothing to wait for."""
+    if not futures:
+        raise ValueError("wait_any needs at least one future: it would wait for ever.")
 
 
 def at_step(step: int | None) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Sequence
 
-from megarl.driver.executor import RemoteError, RoleHandle, check_role
+from megarl.driver.executor import RemoteError, RoleHandle, check_role, check_some, check_subset
 from megarl.workers.mailbox import Failure
 
 
@@ -13,7 +14,7 @@ class InlineFuture:
     """A call that was made already."""
 
     def __init__(self, value: object, seconds: float):
-        self._value, self.seconds = value, seconds
+        self._value, self.seconds, self.ended = value, seconds, time.monotonic()
 
     def result(self) -> list:
         return [self._value]
@@ -54,6 +55,14 @@ class InlineExecutor:
         seconds = time.perf_counter() - start
         self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
         return InlineFuture(value, seconds)
+
+    def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
+        check_subset(self.ranks, role, ranks)
+        return self.call(role, method, *args, **kwargs)
+
+    def wait_any(self, futures: Sequence[InlineFuture]) -> list[InlineFuture]:
+        check_some(futures)
+        return list(futures)
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         taken, self._seconds = self._seconds, {}

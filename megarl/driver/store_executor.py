@@ -7,10 +7,11 @@ import pickle
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role
+from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
 from megarl.driver.torchrun import world_size_from_env
 from megarl.workers.mailbox import SHUTDOWN, Command, Mailbox, Result, connect
 
@@ -23,7 +24,7 @@ class _Future:
     def __init__(self, executor: StoreExecutor, index: int, command: Command):
         self.index, self.command, self.issued = index, command, time.monotonic()
         self.values: dict[int, object] = {}
-        self.seconds = 0.0
+        self.seconds = self.ended = 0.0
         self._executor = executor
 
     def missing(self) -> list[int]:
@@ -77,7 +78,20 @@ class StoreExecutor:
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> _Future:
         check_role(self.ranks, role)
-        return self._issue(Command(role, tuple(self.ranks[role]), method, self.step, pickle.dumps((args, kwargs))))
+        return self.call_on(self.ranks[role], role, method, *args, **kwargs)
+
+    def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> _Future:
+        check_subset(self.ranks, role, ranks)
+        return self._issue(Command(role, tuple(ranks), method, self.step, pickle.dumps((args, kwargs))))
+
+    def wait_any(self, futures: Sequence[_Future]) -> list[_Future]:
+        check_some(futures)
+        with self._changed:
+            while self.failure is None and all(future.index in self._futures for future in futures):
+                self._changed.wait(self._seconds_left())
+            if self.failure is not None:
+                raise self.failure
+            return [future for future in futures if future.index not in self._futures]
 
     def role(self, name: str) -> RoleHandle:
         check_role(self.ranks, name)
@@ -129,11 +143,7 @@ class StoreExecutor:
         return future
 
     def _wait(self, future: _Future) -> None:
-        with self._changed:
-            while self.failure is None and future.index in self._futures:
-                self._changed.wait(self._seconds_left())
-            if self.failure is not None:
-                raise self.failure
+        self.wait_any([future])
 
     def _is_done(self, future: _Future) -> bool:
         with self._changed:
@@ -180,10 +190,11 @@ class StoreExecutor:
                 text = f"its result cannot be read by the driver: {error!r}"
                 return self._fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
             self._queues[result.rank].popleft()
-            self._free_since[result.rank] = time.monotonic()
+            self._free_since[result.rank] = now = time.monotonic()
             self._answered[result.rank] = result.index
             future.seconds = max(future.seconds, result.seconds)
             if not future.missing():
+                future.ended = now
                 del self._futures[result.index]
                 self._seconds[c.role, c.method] = self._seconds.get((c.role, c.method), 0.0) + future.seconds
                 self._changed.notify_all()

@@ -86,12 +86,16 @@ class Flow:
         return self._with(*(method.node() for method in methods if method))
 
     def advantages(self, algorithm: HasAdvantages, actor: SymbolicRole | None = None) -> Flow:
-        """The algorithm's advantages, on the actor's ranks. Scores of reward models count among the rewards."""
+        """The algorithm's advantages, on the actor's ranks, after `actor.log_probs`, which is added if it is not there yet.
+
+        Scores of reward models count among the rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes)
         reads = [column for name in algorithm.advantage_reads
                  for column in (("rewards?", "scores*") if name == "rewards" and scored else (name,))]  # fmt: skip
         role = "actor" if actor is None else actor.name
-        return self._with(Node(role=role, method="advantages", reads=tuple(reads), writes=tuple(algorithm.advantage_writes)))
+        log_probs = Node(role=role, method="log_probs")
+        added = [] if log_probs.name in (node.name for node in self.declared) else [log_probs]
+        return self._with(*added, Node(role=role, method="advantages", reads=tuple(reads), writes=tuple(algorithm.advantage_writes)))
 
     def update(self, role: SymbolicRole) -> Flow:
         """The role's optimizer updates; after an actor's its engines, if there are any, get the new weights."""

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable
 
 from megarl.flow.graph import Flow, HasAdvantages, Node, function_node
-from megarl.flow.methods import METHODS, base, kind_and_suffix
+from megarl.flow.methods import METHODS, base, is_state, kind_and_suffix
 
 
 class SymbolicRole:
@@ -97,14 +97,15 @@ class _Trace:
         self.flow = Flow()
 
     def extend(self, build: Callable[[Flow], Flow], inputs: Iterable[Traced | None]) -> Traced:
-        """Add what `build` adds. Raises ValueError if its first node does not read what it is given."""
+        """Add what `build` adds. Raises ValueError if none of it reads what it is given."""
         longer = build(self.flow)
-        node, *_ = added = longer.declared[len(self.flow.declared) :]
-        wanted = {base(column) if not column.startswith("weights:") else column for column in node.reads or ()}
+        added = longer.declared[len(self.flow.declared) :]
+        reads = [column for node in added for column in node.reads or ()]
+        wanted = {column if is_state(column) else base(column) for column in reads}
         for given in inputs:
-            if given and given.columns and node.reads is not None and not wanted & {*given.columns}:
-                raise ValueError(f"node ({node.name}) is given {', '.join(given.columns)}, which it does not read. "
-                                 f"It reads {', '.join(node.reads) or 'nothing'}.")  # fmt: skip
+            if given and given.columns and all(node.is_known for node in added) and not wanted & {*given.columns}:
+                raise ValueError(f"node ({added[-1].name}) is given {', '.join(given.columns)}, which it does not read. "
+                                 f"It reads {', '.join(reads) or 'nothing'}.")  # fmt: skip
         self.flow = longer
         return Traced(self, tuple(column for new in added for column in new.writes or ()))
 

@@ -1,0 +1,73 @@
+"""Functions of the driver that nothing waits for: one thread, in the order given."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+
+class DriverCall:
+    """A function of the driver, as a Future."""
+
+    def __init__(self, function: Callable, args: tuple, kwargs: dict):
+        self._work = (function, args, kwargs)
+        self._over = threading.Event()
+        self._value: object = None
+        self.error: BaseException | None = None
+        self.seconds = self.ended = 0.0
+
+    def run(self) -> DriverCall:
+        function, args, kwargs = self._work
+        start = time.monotonic()
+        try:
+            self._value = function(*args, **kwargs)
+        except Exception as error:  # thread boundary: told where somebody listens
+            self.error = error
+        self.ended = time.monotonic()
+        self.seconds = self.ended - start
+        self._work = None  # its arguments may be large
+        self._over.set()
+        return self
+
+    def wait(self) -> None:
+        self._over.wait()
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def result(self) -> list:
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return [self._value]
+
+    def first(self) -> object:
+        return self.result()[0]
+
+
+class BackgroundThread:
+    """Starts with the first call. A daemon: a function that hangs does not keep a failed job from ending."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[DriverCall | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: DriverCall) -> DriverCall:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="flow_background", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+        return call
+
+    def close(self) -> None:
+        """Wait for everything submitted."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
