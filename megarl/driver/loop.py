@@ -9,12 +9,11 @@ from __future__ import annotations
 from megarl.driver.job import Job
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
-from megarl.flow import SymbolicRoles
 
 
 def train_rl(job: Job) -> None:
     """PPO, GRPO and their relatives."""
-    flow = job.config.algorithm.flow(SymbolicRoles(job.meshes))
+    flow = job.config.algorithm.flow(job.meshes)  # what depends on what in a step
     host = StepHost(job)
     scheduler = Scheduler(job.executor, job.meshes, host)
     flow.validate(job.meshes)

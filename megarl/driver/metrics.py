@@ -11,6 +11,8 @@ PHASE_OF_CALL = {
     ("reward", "score"): "reward",
     ("actor", "log_probs"): "log_probs",
     ("reference", "log_probs"): "ref_log_probs",
+    ("critic", "values"): "values",
+    ("critic", "update"): "critic_update",
     ("actor", "update"): "update",
     ("rollout", "sync"): "reshard",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megarl.algorithms.kl_controller import MEASURED_KL
 from megarl.config.mesh import megatron_roles, share_keys
 from megarl.driver.executor import Future
 from megarl.driver.job import Job
@@ -76,7 +77,7 @@ class StepHost:
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
-        warming_up = self.step.number <= self.config.algorithm.critic_warmup_iters
+        warming_up = self.step.number <= getattr(self.config.algorithm, "critic_warmup_iters", 0)
         return warming_up and (node.role, node.method) in (("actor", "update"), ("rollout", "sync"))
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
@@ -119,10 +120,8 @@ class StepHost:
         job, step = self.job, self.step
         metrics = combine(rank for name, future in results.items() if name.split(".")[1] in REPORTING for rank in future.result())
         metrics |= combine(rank for future in step.moved for rank in future.result())
-        coef = self.kl.coef
-        if (measured := metrics.get(KL_METRIC)) is not None:
-            self.kl.update(measured, len(step.samples))
-            metrics["kl/coef"] = coef
+        if MEASURED_KL in metrics:
+            self.kl.update(metrics[MEASURED_KL], len(step.samples))
         lengths = [s.response_length for s in step.samples]
         scored = [r for r in step.rewards.values() if r is not None]
         tokens = sum(s.length for s in step.samples)
@@ -139,4 +138,3 @@ class StepHost:
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
 REPORTING = ("log_probs", "advantages", "update", "sync")
 """Methods whose answers are metrics."""
-KL_METRIC = "reward/kl"
