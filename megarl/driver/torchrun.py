@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.driver.store_executor import StoreExecutor
 
 logger = logging.getLogger(__name__)
-_UNWIND_S, _OVERTAKE_S = 3.0, 0.2
+_UNWIND_S, _OVERTAKE_S = 3.0, 1.0
 _OF_RANK_0 = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 
 
