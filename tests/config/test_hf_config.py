@@ -173,6 +173,19 @@ def test_shape_is_what_transformers_reads(name, write_model):
     assert others == [], "no other bias, as the shape has no word for it"
 
 
+def test_a_value_model_comes_from_a_causal_language_model_or_a_classifier_with_one_label(write_model):
+    causal, classifier = {**QWEN2, "tie_word_embeddings": True}, {**QWEN2, "architectures": ["Qwen2ForSequenceClassification"]}
+    shape = ModelShape.load(write_model(causal), value_head=True)
+    assert (shape.value_head, shape.tie_word_embeddings, shape.architecture) == (True, False, "Qwen2ForSequenceClassification")
+    assert ModelShape.load(write_model({**classifier, "id2label": {"0": "reward"}}), value_head=True) == shape
+    with pytest.raises(ConfigError, match=r"num_labels \(2\): must be 1, the value. Use a Qwen2ForSequenceClassification with num_labels=1, or a"):
+        ModelShape.load(write_model(classifier), value_head=True)  # 2 is transformers' default
+    with pytest.raises(ConfigError, match=r"num_labels \(3\): must be 1"):
+        ModelShape.load(write_model({**classifier, "id2label": {"0": "a", "1": "b", "2": "c"}}), value_head=True)
+    with pytest.raises(ConfigError, match=r"architectures \(Qwen2Model\): must be Qwen2ForCausalLM, a causal .*, or Qwen2ForSequenceClassif"):
+        ModelShape.load(write_model({**QWEN2, "architectures": ["Qwen2Model"]}), value_head=True)
+
+
 def test_end_of_sequence_ids_of_both_files(write_model):
     """Qwen's instruct models stop at ids that only generation_config.json has."""
     assert ModelShape.load(write_model({**QWEN2, "eos_token_id": 7}, {"eos_token_id": [9, 7]})).eos_token_ids == (7, 9)

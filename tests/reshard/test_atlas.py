@@ -4,10 +4,13 @@ pytest tests/reshard/test_atlas.py"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megarl.reshard.atlas import Atlas, hf_atlas
+from megarl.config.hf_config import ModelShape
+from megarl.reshard.atlas import Atlas, LocalParam, Piece, hf_atlas
 from megarl.reshard.megatron_atlas import MegatronPlace, megatron_atlas, place_atlas
 from megarl.reshard.vllm_atlas import vllm_atlas, vllm_atlases
 from tests.reshard.cuts import hf_model, make_shape, matrix, megatron_shard, vllm_shard
@@ -80,6 +83,34 @@ def test_hf_atlas_is_what_transformers_saves(model_type, tied, tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     saved = {name: tuple(matrix(t).shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
     assert {name: (param.rows, param.cols) for name, param in hf_atlas(shape).items()} == saved
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"])
+def test_hf_atlas_of_a_value_model_is_what_transformers_saves(model_type, tmp_path):
+    import transformers
+    from safetensors.torch import load_file
+
+    config = transformers.AutoConfig.for_model(
+        model_type, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=61, tie_word_embeddings=True, num_experts=4, moe_intermediate_size=48, num_labels=1, sliding_window=None)  # fmt: skip
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    shape = ModelShape.load(tmp_path, value_head=True)
+    saved = {name: tuple(matrix(t).shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    assert {name: (param.rows, param.cols) for name, param in hf_atlas(shape).items()} == saved
+
+
+@pytest.mark.parametrize("pp, vpp", [(1, 1), (2, 1), (2, 2)])
+def test_a_value_head_is_whole_on_the_last_stage_and_replaces_the_output_layer(pp, vpp):
+    policy = make_shape("qwen3", layers=4)
+    shape = replace(policy, value_head=True)
+    for stage in range(pp):
+        for r in range(2):
+            place = MegatronPlace(2, r, pp, stage, vpp)
+            expected, prefix = place_atlas(policy, place), f"chunks.{vpp - 1}." if vpp > 1 else ""
+            if stage == pp - 1:
+                del expected[f"{prefix}output_layer.weight"]
+                expected[f"{prefix}value_head.weight"] = LocalParam(1, 32, (Piece("score.weight", 0, 1, 0, 32, 0, 0),))
+            assert place_atlas(shape, place) == expected
 
 
 def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():

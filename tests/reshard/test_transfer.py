@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
@@ -201,6 +203,44 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path):
     tensors = {name: torch.empty(p.rows, p.cols) for name, p in megatron_atlas(TIED, 1, 0).items()}
     load_hf(source, megatron_atlas(TIED, 1, 0), tensors, TIED)
     assert_same(tensors, megatron_shard(TIED, model, 1, 0))
+
+
+def test_a_value_head_starts_at_zero_and_makes_the_export_a_classifier(tmp_path):
+    """From a causal language model with tied embeddings, of which no copy is left in the export."""
+    from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    causal = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True, num_labels=3))
+    causal.save_pretrained(tmp_path / "source")
+    shape = ModelShape.load(tmp_path / "source", value_head=True)
+    halves = {r: megatron_atlas(shape, 1, 0, 2, r) for r in (0, 1)}
+    tensors = {name: torch.full((p.rows, p.cols), 9.0) for name, p in megatron_atlas(shape, 1, 0).items()}
+    load_hf(tmp_path / "source", megatron_atlas(shape, 1, 0), tensors, shape)
+    assert "output_layer.weight" not in halves[1].keys() | tensors.keys() and not tensors["value_head.weight"].any()
+
+    tensors["value_head.weight"].copy_(torch.arange(32.0)[None])
+    save_hf(tmp_path / "out", tmp_path / "source", shape, {0: megatron_atlas(shape, 1, 0)}, tensors)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(model).__name__ == "Qwen3ForSequenceClassification" and model.config.num_labels == 1
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(model.score.weight, torch.arange(32.0)[None])
+    assert_same(model.model.state_dict(), causal.model.state_dict())
+    assert ModelShape.load(tmp_path / "out", value_head=True) == shape  # and what was exported is read again, head included
+    load_hf(tmp_path / "out", halves[1], again := {name: torch.zeros(p.rows, p.cols) for name, p in halves[1].items()}, shape)
+    assert torch.equal(again["value_head.weight"], torch.arange(32.0)[None])
+
+
+def test_classifiers_without_one_label_or_without_a_head_are_refused(tmp_path):
+    shape = replace(SHAPE, value_head=True)
+    model = {name: t for name, t in hf_model(SHAPE, seed=9).items() if name != "lm_head.weight"}
+    tensors = {name: torch.empty(p.rows, p.cols) for name, p in hf_atlas(shape).items()}
+    config = {"architectures": ["Qwen3ForSequenceClassification"]}
+    for name, head in (("a", {}), ("b", {"score.weight": torch.zeros(2, 32)})):
+        (write_source(tmp_path / name, model | head) / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"/a do not fit its config.json: score.weight is missing\."):
+        load_hf(tmp_path / "a", hf_atlas(shape), tensors, shape)
+    with pytest.raises(ValueError, match=r"score.weight in .*/b has shape \[2, 32\]: num_labels \(2\) must be 1"):
+        load_hf(tmp_path / "b", hf_atlas(shape), tensors, shape)
 
 
 def test_tensors_that_do_not_fit_the_plan_are_refused():
