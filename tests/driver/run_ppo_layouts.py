@@ -1,0 +1,182 @@
+"""Two PPO steps in several placements: the real roles, step host and scheduler, on rollouts that are fixed.
+
+    run_ppo_layouts.py FOLDER RANK DATA
+
+Every rank runs the driver's part too, on an executor that shares each call's answers with all ranks. What came out of each
+placement goes to FOLDER/<placement>/{metrics.json, actor/, critic/}."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms import REGISTRY
+from megarl.config.check import check_job
+from megarl.config.loader import load_config
+from megarl.config.mesh import hosting_ranks
+from megarl.driver.executor import RoleHandle
+from megarl.driver.job import Job
+from megarl.driver.scheduler import Scheduler
+from megarl.driver.step import StepHost
+from megarl.packing import Sample
+from megarl.workers.data_plane import Rollouts
+from megarl.workers.worker import build_roles
+
+WORLD_SIZE, STEPS, NUM_PROMPTS, SAMPLES_PER_PROMPT = 4, 2, 4, 3
+PLACEMENTS = {
+    "one": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3",
+    "colocated_tp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 0-3 --tensor-model-parallel-size 2",
+    "disjoint_2_1_1": "--actor-ranks 0-1 --critic-ranks 2 --reference-ranks 3 --rollout-ranks 0-1 --actor-tensor-model-parallel-size 2 "
+                      "--reference-tensor-model-parallel-size 1",
+    "tp2_beside_dp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel",
+    "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
+}  # fmt: skip
+FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {SAMPLES_PER_PROMPT} --global-batch-size 6
+    --num-epochs 2 --actor-lr 1e-3 --critic-lr 1e-2 --kl-mode reward --kl-coef 0.05 --kl-controller adaptive --kl-target 0.001 --kl-horizon 100
+    --max-prompt-length 16 --max-response-length 16 --max-tokens-per-micro-batch 48 --gate-max-abs 1e9 --reward-function {__file__}:unused"""
+
+
+class FixedRollout:
+    """An engine whose responses depend on nothing but step and sample."""
+
+    def __init__(self, mesh, plane) -> None:
+        self.mesh, self.plane, self.rank = mesh, plane, dist.get_rank()
+
+    def setup(self) -> None:
+        pass
+
+    def generate(self, purpose: str, rows: list[int], step: int) -> list[Sample]:
+        replica, dp = self.mesh.coordinates(self.rank)["dp"], self.mesh.dp
+        made = Rollouts([], [], [], [], [])
+        for sample_id in range(replica, len(rows) * SAMPLES_PER_PROMPT, dp):
+            rng = random.Random(f"{step}/{sample_id}")
+            made.sample_ids.append(sample_id)
+            made.rows.append(0)
+            made.prompts.append([rng.randrange(5, 200) for _ in range(rng.randint(2, 9))])
+            made.responses.append([rng.randrange(5, 200) for _ in range(rng.randint(1, 14))])
+            made.log_probs.append([-5.0 - rng.random() for _ in made.responses[-1]])
+        self.plane.rollouts[purpose] = made
+        return [Sample(s, len(p) + len(r), len(r), (self.rank,)) for s, p, r in zip(made.sample_ids, made.prompts, made.responses, strict=True)]
+
+    def sync(self, version: int) -> dict[str, float]:
+        return {}
+
+
+class FixedReward:
+    """One sample of each step has no reward: that must not depend on the placement either."""
+
+    def __init__(self, plane) -> None:
+        self.plane = plane
+
+    def setup(self) -> None:
+        pass
+
+    def score(self, purpose: str) -> list[dict]:
+        return [{"sample_id": s, "reward": None if s == 4 else random.Random(s).random()} for s in self.plane.rollouts[purpose].sample_ids]
+
+
+class EveryRankExecutor:
+    """Each rank makes every call in the same order, and runs those that are for it."""
+
+    def __init__(self, roles: dict[str, object], ranks: dict[str, list[int]]) -> None:
+        self.roles, self.ranks, self.step = roles, ranks, None
+
+    def call(self, role: str, method: str, /, *args, **kwargs):
+        return self.call_on(self.ranks[role], role, method, *args, **kwargs)
+
+    def call_on(self, ranks, role: str, method: str, /, *args, **kwargs):
+        value = getattr(self.roles[role], method)(*args, **kwargs) if dist.get_rank() in ranks else None
+        everyone: list = [None] * WORLD_SIZE
+        dist.all_gather_object(everyone, value)
+        return Done([everyone[rank] for rank in ranks])
+
+    def role(self, name: str) -> RoleHandle:
+        return RoleHandle(self, name)
+
+    def wait_any(self, futures):
+        return list(futures)
+
+    def take_seconds(self) -> dict:
+        return {}
+
+
+class Done:
+    seconds = ended = 0.0
+
+    def __init__(self, values: list) -> None:
+        self.values = values
+
+    def result(self) -> list:
+        return self.values
+
+    def first(self):
+        return self.values[0]
+
+    def done(self) -> bool:
+        return True
+
+
+class Record:
+    """In place of the run folder."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict] = []
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def write_rollouts(self, rows) -> None:
+        pass
+
+    def finish_step(self, step: int, metrics: dict, num_tokens: int) -> None:
+        self.steps.append(metrics)
+
+
+def run(placement: str, folder: Path, data: Path) -> None:
+    flags = [*FLAGS.split(), *PLACEMENTS[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
+             "--save", str(folder / placement / "run"), "--nproc-per-node", str(WORLD_SIZE)]  # fmt: skip
+    config = load_config(flags, REGISTRY)
+    shape = check_job(config, WORLD_SIZE)
+    roles = build_roles(config, WORLD_SIZE)
+    plane = roles["data"].plane
+    if "rollout" in roles:
+        roles |= {"rollout": FixedRollout(roles["rollout"].mesh, plane), "reward": FixedReward(plane)}
+    if "actor" in roles:
+        roles["actor"].rollout_mesh = None  # no engine wants weights
+    executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record()
+    job = Job(config, shape, executor, record, train=range(100), evaluation=None, world_size=WORLD_SIZE)
+    for role in job.meshes:
+        executor.call(role, "setup")
+    host = StepHost(job)
+    flow, scheduler = config.algorithm.flow(job.meshes), Scheduler(executor, job.meshes, host)
+    for step in job.steps():
+        host.begin(step, job.cursor.next_rows(NUM_PROMPTS))
+        host.finish(scheduler.run(flow))
+    for role in ("actor", "critic"):
+        executor.call(role, "export_hf", str(folder / placement / role))
+    if dist.get_rank() == 0:
+        (folder / placement / "metrics.json").write_text(json.dumps(record.steps))
+
+
+def main() -> None:
+    folder, rank, data = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    for placement in PLACEMENTS:
+        run(placement, folder, data)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def unused(data_source, solution_str, ground_truth, extra_info) -> float:
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A PPO step does not depend on where its roles are. `pytest tests/driver/test_ppo_layouts.py`"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.driver.run_ppo_layouts import PLACEMENTS, STEPS, WORLD_SIZE
+
+# fp32 sums in other orders: 1e-6 of a gradient. Adam's first steps turn small gradients into steps of about lr whatever their size, so
+# weights whose gradient is rounding noise (there are none but biases of zero gradient) could differ by lr; none here does.
+RELATIVE = 1e-5
+REPORTED = ("policy/loss", "critic/loss", "policy/grad_norm", "critic/grad_norm", "policy/kl", "critic/value_mean", "critic/return_mean",
+            "critic/explained_variance", "kl/per_response", "kl/coef", "advantage/max_abs", "reward/mean", "reward/failed")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def placements(tmp_path_factory) -> Path:
+    from megarl.data.sums_files import make_sums
+
+    folder, data = tmp_path_factory.mktemp("placements"), tmp_path_factory.mktemp("sums")
+    make_sums(data, seed=0)
+    script = Path(__file__).with_name("run_ppo_layouts.py")
+    ranks = [subprocess.Popen([sys.executable, "-P", str(script), str(folder), str(rank), str(data)], stderr=subprocess.PIPE, text=True)
+             for rank in range(WORLD_SIZE)]  # fmt: skip
+    try:
+        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    return folder
+
+
+def metrics(folder: Path, placement: str) -> list[dict]:
+    return json.loads((folder / placement / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "one"])
+def test_losses_and_gradient_norms_are_those_of_one_rank(placements, placement):
+    expected, found = metrics(placements, "one"), metrics(placements, placement)
+    assert len(expected) == len(found) == STEPS
+    for of_one, here in zip(expected, found, strict=True):
+        for name in REPORTED:
+            assert here[name] == pytest.approx(of_one[name], rel=RELATIVE, abs=1e-7), (placement, name)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "one"])
+def test_updated_weights_are_those_of_one_rank(placements, placement, role):
+    expected, found = (load_file(placements / p / role / "model.safetensors") for p in ("one", placement))
+    assert expected.keys() == found.keys() and ("score.weight" in found) == (role == "critic")
+    for name, weight in expected.items():
+        error = (found[name] - weight).abs().max() / weight.abs().max()
+        assert error <= RELATIVE, f"{name}: {error:.1e}"
+
+
+def test_the_steps_changed_something(placements):
+    """Losses of zero would agree everywhere."""
+    first, last = metrics(placements, "one")
+    assert abs(first["policy/loss"] - last["policy/loss"]) > 1e-4 and first["critic/loss"] > 1e-3 and first["reward/failed"] == 1
+    assert first["kl/coef"] == 0.05 and last["kl/coef"] != 0.05
