@@ -1,10 +1,11 @@
 """One file per algorithm. A new one is a file with a subclass of `Algorithm`, and here its import and a line: its fields become flags."""
 
-from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ValueLossInputs
 from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.ppo import PPO
 from megarl.algorithms.sft import SFT
 
-REGISTRY: dict[str, type[Algorithm]] = {"grpo": GRPO, "sft": SFT}
+REGISTRY: dict[str, type[Algorithm]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
 """--algorithm -> the dataclass with its flags and its math."""
 
-__all__ = ["GRPO", "REGISTRY", "SFT", "Algorithm", "LossInputs"]
+__all__ = ["GRPO", "PPO", "REGISTRY", "SFT", "AdvantageInputs", "Algorithm", "LossInputs", "ValueLossInputs"]

@@ -9,11 +9,52 @@ This file and the algorithms import torch inside their functions only: the confi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageInputs:
+    """One step's S samples, of which B lie on this rank, with N response tokens in all, one sample after another.
+
+    Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1 failed:
+        AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[0, 0, 0], rows=[2, 0], response_lengths=[2, 3], values=<5 values>, ...)
+    """
+
+    rewards: Tensor
+    """[S] fp32, of all samples of the step, the same on every rank; NaN where the reward failed."""
+    group_ids: Tensor
+    """[S] int64, equal for the samples of one prompt."""
+    rows: Tensor
+    """[B] int64, which of the S are on this rank, in the order of its tokens. Each of the S is on one data-parallel rank."""
+    response_lengths: Tensor
+    """[B] int64."""
+    kl_coef: float
+    """Factor of the KL to the reference at this step: the KL controller's."""
+    sum_over_ranks: Callable[[Tensor], Tensor]
+    """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every rank, also where B is 0.
+    May overwrite its argument."""
+    old_log_probs: Tensor | None = None
+    """[N] fp32; these three if `advantage_reads` names them."""
+    ref_log_probs: Tensor | None = None
+    """[N] fp32, of the reference policy."""
+    values: Tensor | None = None
+    """[N] fp32, the critic's V of the state in which the token was chosen."""
+
+    def spread(self, per_sample: Tensor) -> Tensor:
+        """[S] -> [N]: on each token of this rank the number of its sample."""
+        return per_sample[self.rows].repeat_interleave(self.response_lengths)
+
+    def sum_per_sample(self, per_token: Tensor) -> Tensor:
+        """[N] -> [S] fp64: over each sample's tokens, wherever they are. Collective over the data-parallel ranks."""
+        rows = self.rows.repeat_interleave(self.response_lengths)
+        return self.sum_over_ranks(per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +75,8 @@ class LossInputs:
     """Sequences of the whole mini-batch."""
     max_response_length: int
     """The longest response that sampling allows."""
+    kl_coef: float
+    """Factor of the KL to the reference at this step: the KL controller's."""
     entropy: Tensor | None = None
     """[N] fp32, of the policy now, with gradient; if `needs_entropy`."""
     old_log_probs: Tensor | None = None
@@ -41,9 +84,26 @@ class LossInputs:
     rollout_log_probs: Tensor | None = None
     """[N] fp32, of the engine that sampled."""
     advantages: Tensor | None = None
-    """[N] fp32, `compute_advantages` of the token's sequence."""
+    """[N] fp32, of `compute_advantages`."""
     ref_log_probs: Tensor | None = None
     """[N] fp32, of the reference policy; if `needs_reference`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueLossInputs:
+    """One packed micro-batch of the critic on one rank: N response tokens. Counts are of the whole mini-batch, as in `LossInputs`."""
+
+    values: Tensor
+    """[N] fp32, of the critic now; carries the gradient."""
+    old_values: Tensor
+    """[N] fp32, of the critic before the first update on these samples."""
+    returns: Tensor
+    """[N] fp32, of `compute_advantages`; NaN where there is nothing to learn, as the sample's reward failed."""
+    response_lengths: Tensor
+    """[N] int64, response tokens of the sequence that the token belongs to."""
+    num_tokens: int
+    num_sequences: int
+    max_response_length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +112,8 @@ class Algorithm:
 
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
+    needs_critic: ClassVar[bool] = False
+    """A critic gives `values` and learns from `value_loss`."""
     token_level: ClassVar[bool] = True
     """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a micro-batch's tokens, and saves a
     quarter of the output layer's work. False: it sees whole sequences, all tokens of a micro-batch at once."""
@@ -66,17 +128,24 @@ class Algorithm:
         """The loss wants each token's entropy."""
         return False
 
-    def reward_kl(self, old_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor | None:
-        """KL estimate [N] of each response token, whose sum per sequence `compute_advantages` wants; None: it wants none."""
-        return None
+    @property
+    def advantage_reads(self) -> tuple[str, ...]:
+        """Columns that `compute_advantages` wants."""
+        return ("rewards",)
 
-    def compute_advantages(self, rewards: Tensor, group_ids: Tensor, kl: Tensor | None = None) -> Tensor:
-        """Advantages [B] fp32 of B sequences that form whole groups.
+    @property
+    def advantage_writes(self) -> tuple[str, ...]:
+        """Columns that it gives."""
+        return ("advantages", "returns") if self.needs_critic else ("advantages",)
 
-        Args:
-            rewards: [B] fp32; NaN where the reward failed.
-            group_ids: [B] int64, equal for the samples of one prompt.
-            kl: [B] fp32, `reward_kl` summed over each sequence's response tokens, if it gives any.
+    def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
+        """A new run's. Whoever owns it passes its `coef` on as `kl_coef`, and updates it with the metric MEASURED_KL after each step."""
+        return FixedKLController(0.0)
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The columns of `advantage_writes`, [N] fp32 each, and this rank's share of the metrics (see `loss`).
+
+        A sample whose reward failed has advantage 0 and returns NaN. Collective over the data-parallel ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})")
 
@@ -86,3 +155,13 @@ class Algorithm:
         Shares are summed over micro-batches and data-parallel ranks, but for metrics ending in `_max`: of those the maximum counts.
         """
         raise NotImplementedError
+
+    def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `loss`, of the critic."""
+        raise NotImplementedError(f"{type(self).__name__} has no critic")
+
+
+def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, float]:
+    """This rank's share of advantage/max_abs and reward/failed."""
+    return {"advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
+            "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum())}  # fmt: skip

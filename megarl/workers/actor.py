@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
@@ -140,30 +140,23 @@ class ActorRole(_MegatronRole):
                 for i in gap.topk(min(count, len(gap))).indices.tolist()]  # fmt: skip
 
     def advantages(self, sample_ids: list[int], group_ids: list[int], rewards: list[float | None]) -> dict[str, float]:
-        """Write the column advantages. Takes the rewards of the whole step, so group statistics do not depend on the split."""
-        values = torch.tensor([float("nan") if r is None else r for r in rewards])
-        per_sample = self.algorithm.compute_advantages(values, torch.tensor(group_ids), self._kl_per_sample(sample_ids))
+        """Write the columns of the algorithm's `advantage_writes`. Takes the rewards of the whole step, so group statistics do not depend
+        on the split. Only the last pipeline stage has log-probs; the others pass zeros, and their advantages are never used."""
+        batch = self.plane.batch
         row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        batch = self.plane.batch
-        batch.advantages = batch.spread(per_sample[[row_of[s] for s in batch.sample_ids.tolist()]])
-        if self.policy.reports and self.dp_rank == 0:
-            return {"advantage/max_abs": per_sample.abs().max().item(), "reward/failed": float(values.isnan().sum())}
-        return {}
-
-    def _kl_per_sample(self, sample_ids: list[int]) -> torch.Tensor | None:
-        """[len(sample_ids)]: the KL that the algorithm takes off each reward, gathered over the data-parallel ranks; None: nothing.
-
-        Only the last pipeline stage has log-probs; the others pass zeros, and their advantages are never used."""
-        batch = self.plane.batch
         nothing = torch.zeros(len(batch.tokens))
         old, ref = (nothing if c is None else c for c in (batch.old_log_probs, batch.ref_log_probs))
-        per_token = self.algorithm.reward_kl(old[batch.response_mask], ref[batch.response_mask])
-        if per_token is None:
-            return None
-        row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64)  # of no samples it would be a float
-        total = torch.zeros(len(sample_ids)).index_add_(0, rows.repeat_interleave(batch.response_lengths), per_token)
-        total = total.to(self.policy.device)
+        columns, metrics = self.algorithm.compute_advantages(AdvantageInputs(
+            rewards=torch.tensor([float("nan") if r is None else r for r in rewards]), group_ids=torch.tensor(group_ids),
+            rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),  # of no samples it would be a float
+            response_lengths=batch.response_lengths, old_log_probs=old[batch.response_mask], ref_log_probs=ref[batch.response_mask],
+            kl_coef=self.algorithm.build_kl_controller().coef, sum_over_ranks=self._sum_over_ranks))  # fmt: skip
+        for name, column in columns.items():
+            setattr(batch, name, batch.scatter(column))
+        return metrics if self.policy.reports else {}
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.to(self.policy.device)
         dist.all_reduce(total, group=self.policy.groups.dp)
         return total.cpu()
 
@@ -182,7 +175,8 @@ class ActorRole(_MegatronRole):
             return self.algorithm.loss(LossInputs(
                 log_probs=log_probs, entropy=entropy, response_lengths=micro.response_length_of_token[rows].to(device),
                 num_tokens=mini_batch.num_tokens, num_sequences=mini_batch.num_sequences,
-                max_response_length=self.config.sampling.max_response_length, **columns))
+                max_response_length=self.config.sampling.max_response_length,
+                kl_coef=self.algorithm.build_kl_controller().coef, **columns))
 
         return self.policy.update(self.micro_batches([mini_batch]), loss, self.config.sampling.temperature,
                                   self.algorithm.needs_entropy, self.algorithm.token_level)

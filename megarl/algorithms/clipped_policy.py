@@ -1,0 +1,121 @@
+"""What GRPO and PPO have in common: PPO's clipped loss of the policy and the KL to a reference. They differ in the advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs
+from megarl.algorithms.kl_controller import MEASURED_KL, AdaptiveKLController, FixedKLController
+from megarl.config.errors import require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedPolicy(Algorithm):
+    """clipped policy loss"""
+
+    policy_loss: Literal["ppo", "cispo"] = "ppo"
+    """ppo: a clipped token has no gradient. cispo: the clip only bounds the ratio that weighs a token's gradient."""
+    clip_eps_low: float = 0.2
+    """The policy ratio is clipped at 1 - this."""
+    clip_eps_high: float = 0.2
+    """The policy ratio is clipped at 1 + this."""
+    clip_ratio_c: float | None = None
+    """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default: none."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = "token-mean"
+    """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum / --max-response-length."""
+    kl_mode: Literal["none", "loss", "reward"] = "none"
+    """Where the KL to the reference policy is counted: nowhere, in the loss, or taken off the reward (ppo: of each token, grpo: of each
+    response)."""
+    kl_coef: float = 0.0
+    """Factor of that KL; above 0 unless --kl-mode none. With --kl-controller adaptive, where it starts."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """KL estimate per token. k1 is meant for --kl-mode reward: in the loss its gradient is zero on average, so it holds nothing back."""
+    kl_straight_through: bool = False
+    """In the loss, give every estimate the gradient of k2, which is that of the KL."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: after each step --kl-coef is raised if the KL of a response is above --kl-target, and lowered if it is below."""
+    kl_target: float = 6.0
+    """For --kl-controller adaptive: nats per response, by --kl-estimator."""
+    kl_horizon: int = 10000
+    """For --kl-controller adaptive: by how many samples --kl-coef follows. A step of n samples changes it by at most 0.2 n / this."""
+    entropy_coef: float = 0.0
+    """Factor of the mean entropy, which is subtracted from the loss."""
+    tis_clip: float | None = None
+    """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's, this). Default: none."""
+
+    def __post_init__(self) -> None:
+        self._require()
+
+    def _require(self, at_least: Mapping[str, float] = {}, above: Mapping[str, float] = {}, at_most: Mapping[str, float] = {},
+                 rules: Iterable[tuple[bool, str, str]] = ()) -> None:  # fmt: skip
+        """The checks of `require` for the fields above and for a subclass's, reported together."""
+        require(self, at_least={"clip_eps_low": 0, "clip_eps_high": 0, "kl_coef": 0, **at_least}, at_most={"clip_eps_low": 1, **at_most},
+                above={"clip_ratio_c": 1, "tis_clip": 0, "entropy_coef": -math.inf, "kl_target": 0, "kl_horizon": 0, **above},
+                below={"kl_coef": math.inf, "entropy_coef": math.inf, "kl_target": math.inf},
+                rules=[(self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
+                       (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
+                       ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef",
+                        f"must be 0 with --kl-mode none, and above 0 with loss or reward, e.g. 0.001. --kl-mode is {self.kl_mode}."),
+                       (not self.kl_straight_through or self.kl_mode == "loss", "kl_straight_through", "needs --kl-mode loss."),
+                       (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
+                       (self.kl_controller != "adaptive" or self.kl_mode != "none", "kl_controller", "needs --kl-mode loss or reward."),
+                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "is not for --policy-loss cispo."),
+                       *rules])
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_mode != "none"
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef != 0
+
+    @property
+    def advantage_reads(self) -> tuple[str, ...]:
+        return ("rewards", "old_log_probs", "ref_log_probs") if self.needs_reference else ("rewards",)
+
+    def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
+        if self.kl_controller == "adaptive":
+            return AdaptiveKLController(self.kl_coef, self.kl_target, self.kl_horizon)
+        return FixedKLController(self.kl_coef)
+
+    def _reference_kl(self, inputs: AdvantageInputs) -> tuple[Tensor | None, dict[str, float]]:
+        """KL estimate [N] of each token, before the updates, and the metrics of it; None and none without a reference.
+
+        Metrics: kl/per_response, the mean over the step's samples, failed ones too, of a response's sum; kl/coef.
+        """
+        if not self.needs_reference:
+            return None, {}
+        from megarl.kernels.kl import kl_estimate
+        kl, num_samples = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator), len(inputs.rewards)
+        return kl, {MEASURED_KL: kl.double().sum().item() / num_samples, "kl/coef": inputs.kl_coef * len(inputs.rows) / num_samples}
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Clipped policy loss + kl_coef * KL - entropy_coef * entropy, all with the same token weights; TIS weighs the first only.
+
+        Metrics: policy/loss; per-token means policy/clip_fraction (the clip took the gradient away; cispo: bounded it), policy/kl
+        (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without `needs_entropy` -rollout_log_probs, the sampled
+        estimate for the engine), if used policy/ref_kl and policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
+        """
+        from megarl.kernels.aggregate import token_weights
+        from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss
+        n = inputs.num_tokens
+        loss, stats = policy_loss(
+            inputs.log_probs, inputs.old_log_probs, inputs.advantages,
+            token_weights(self.loss_aggregation, inputs.response_lengths, n, inputs.num_sequences, inputs.max_response_length),
+            PolicyLossOptions(
+                kind=self.policy_loss, clip_eps_low=self.clip_eps_low, clip_eps_high=self.clip_eps_high, clip_ratio_c=self.clip_ratio_c,
+                tis_clip=self.tis_clip, kl_coef=inputs.kl_coef if self.kl_mode == "loss" else 0.0, kl_estimator=self.kl_estimator,
+                kl_straight_through=self.kl_straight_through, entropy_coef=self.entropy_coef),
+            rollout_log_probs=inputs.rollout_log_probs, ref_log_probs=inputs.ref_log_probs if self.needs_reference else None,
+            entropy=inputs.entropy if self.needs_entropy else -inputs.rollout_log_probs)  # fmt: skip
+        totals = {"clip_fraction": stats.num_clipped, "dual_clip_fraction": stats.num_dual_clipped, "kl": stats.kl_sum,
+                  "entropy": stats.entropy_sum, "ref_kl": stats.ref_kl_sum, "tis_weight": stats.tis_weight_sum}  # fmt: skip
+        metrics = {f"policy/{name}": total / n for name, total in totals.items() if total is not None}
+        return loss, metrics | {"policy/loss": loss.detach(), "policy/ratio_deviation_max": stats.ratio_deviation_max}

@@ -1,0 +1,57 @@
+"""The factor of the KL to the reference, from step to step: fixed, or steered to a target (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    error = clip(measured_kl / target - 1, -0.2, 0.2)        coef *= 1 + error * num_samples / horizon
+
+The paper writes 0.1 for num_samples / horizon; its code, which this follows, lets the factor move at one speed per sample,
+whatever the number of samples per step. Plain floats: these run where the metrics are, in a process without torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+MEASURED_KL = "kl/per_response"
+"""The metric of `compute_advantages` to update with: the mean over the step's samples of the KL summed over a response, in nats."""
+
+MAX_ERROR = 0.2
+
+
+class FixedKLController:
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+        """Factor of the KL at the next step."""
+
+    def update(self, measured_kl: float, num_samples: int) -> None:
+        """Take note of a step of `num_samples` responses with a mean KL of `measured_kl` nats each."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint holds."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing: a new --kl-coef counts."""
+
+
+class AdaptiveKLController(FixedKLController):
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        """
+        Args:
+            coef: where it starts, > 0.
+            target: nats per response, > 0.
+            horizon: samples until `coef` has changed by about the relative error of the KL.
+        """
+        super().__init__(coef)
+        self.target, self.horizon = target, horizon
+
+    def update(self, measured_kl: float, num_samples: int) -> None:
+        """Raises: ValueError for a KL that is no number, or samples so many that the factor could reach 0."""
+        if not math.isfinite(measured_kl):
+            raise ValueError(f"measured_kl ({measured_kl}) must be finite: the log-probs of the policy or of the reference are not")
+        if MAX_ERROR * num_samples >= self.horizon:
+            raise ValueError(f"kl_horizon ({self.horizon}) must be above {MAX_ERROR} x samples per step ({num_samples}), "
+                             f"or the KL's factor may fall to 0 at once. Try {10 * num_samples}.")  # fmt: skip
+        error = min(max(measured_kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        self.coef *= 1 + error * num_samples / self.horizon
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef = state["coef"]

@@ -1,0 +1,114 @@
+"""Proximal Policy Optimization (arXiv:1707.06347) of language models (InstructGPT, arXiv:2203.02155): a critic says what a reward is worth.
+
+Of the response tokens t = 0 .. T - 1 of a sample, with the critic's values V(t), and V(T) = 0:
+
+    r(t) = -kl_coef KL(t)  (--kl-mode reward)  + the sample's reward on the last token
+    A(t) = r(t) + gamma V(t + 1) - V(t) + gamma gae_lambda A(t + 1)        return(t) = A(t) + V(t)        (GAE, arXiv:1506.02438)
+
+A is whitened over all tokens of the step, on all ranks; the policy learns from it by the clipped loss, the critic learns the returns by
+the value loss clipped around its values before the step.
+
+A response that --max-response-length cut ends there like any other: its reward is on its last token, no value is added for what it might
+have said. A sample whose reward failed teaches nothing: its advantages are 0, it is not in the whitening statistics nor in the critic's
+loss. Its tokens still count in the denominators of both losses, which are known before rewards are.
+
+Not as in InstructGPT, which is `--kl-mode reward --kl-estimator k1 --kl-coef 0.02`, with a mix of pretraining gradients that is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.algorithms.base import AdvantageInputs, ValueLossInputs, advantage_metrics
+from megarl.algorithms.clipped_policy import ClippedPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPO(ClippedPolicy):
+    """proximal policy optimization with a critic"""
+
+    needs_critic: ClassVar[bool] = True
+
+    gamma: float = 1.0
+    """Discount of rewards per token."""
+    gae_lambda: float = 0.95
+    """Decay of generalized advantage estimation per token: 1 trusts rewards alone, 0 the critic's next value alone."""
+    whiten_advantages: bool = True
+    """Give the advantages of each step mean 0 and variance 1 over all tokens."""
+    value_clip_eps: float | None = 0.2
+    """The critic learns nothing from a token whose value moved further than this from that before the step. none: no such clip."""
+    critic_warmup_iters: int = 0
+    """So many first steps update the critic alone."""
+
+    def __post_init__(self) -> None:
+        self._require(at_least={"gamma": 0, "gae_lambda": 0, "critic_warmup_iters": 0}, at_most={"gamma": 1, "gae_lambda": 1},
+                      above={"value_clip_eps": 0})  # fmt: skip
+
+    @property
+    def advantage_reads(self) -> tuple[str, ...]:
+        return (*super(PPO, self).advantage_reads, "values")
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Advantages and returns by the formulas above; one sum over ranks.
+
+        Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef, and of the tokens of samples with a
+        reward critic/value_mean, critic/return_mean and critic/explained_variance: 1 - variance of (returns - values) / variance of
+        returns, before the updates; 0 where the returns are equal but for rounding.
+        Raises: ValueError for an infinite reward.
+        """
+        import torch
+
+        from megarl.kernels.gae import gae, whiten
+        if bool(inputs.rewards.isinf().any()):
+            index = int(inputs.rewards.isinf().nonzero()[0])
+            raise ValueError(f"rewards[{index}] ({inputs.rewards[index].item()}) must be finite, or NaN for a failed sample")
+        values, lengths, rewards = inputs.values, inputs.response_lengths, inputs.rewards[inputs.rows]
+        kl, metrics = self._reference_kl(inputs)
+        token_rewards = -inputs.kl_coef * kl if self.kl_mode == "reward" else torch.zeros_like(values)
+        ends, has_tokens = lengths.cumsum(0), lengths > 0
+        token_rewards[ends[has_tokens] - 1] += rewards[has_tokens]
+        is_scored = inputs.spread(~inputs.rewards.isnan())
+        estimate = gae(token_rewards, values, is_scored, torch.cat([ends.new_zeros(1), ends]), gamma=self.gamma, gae_lambda=self.gae_lambda)
+        sums = [x for column in (estimate.returns, values) for x in _sums(column[is_scored])]
+        stats = inputs.sum_over_ranks(torch.cat([estimate.stats, torch.stack(sums)]))
+        advantages = whiten(estimate.advantages, is_scored, stats[:3]) if self.whiten_advantages else estimate.advantages
+        metrics |= advantage_metrics(inputs, advantages) | _critic_metrics(int(is_scored.sum()), *stats.tolist())
+        return {"advantages": advantages, "returns": torch.where(is_scored, estimate.returns, torch.nan)}, metrics
+
+    def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2, averaged by loss_aggregation.
+
+        Metrics: critic/loss; critic/clip_fraction, of tokens, whose gradient the clip took away.
+        """
+        from megarl.kernels.aggregate import token_weights
+        from megarl.kernels.value_loss import value_loss
+        n = inputs.num_tokens
+        weights = token_weights(self.loss_aggregation, inputs.response_lengths, n, inputs.num_sequences, inputs.max_response_length)
+        # A reward failed, unless it is the critic itself that gave NaN: that must show in the loss.
+        has_no_target = inputs.returns.isnan() & ~inputs.old_values.isnan()
+        loss, stats = value_loss(inputs.values, inputs.old_values, inputs.returns, weights.masked_fill(has_no_target, 0),
+                                 clip_eps=self.value_clip_eps)  # fmt: skip
+        return loss, {"critic/loss": loss.detach(), "critic/clip_fraction": stats.num_clipped / n}
+
+
+def _sums(column: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and sum of squares, fp64."""
+    exact = column.double()
+    return exact.sum(), exact.square().sum()
+
+
+def _critic_metrics(num_here: int, advantage_sum: float, advantage_squares: float, count: float, return_sum: float,
+                    return_squares: float, value_sum: float, value_squares: float) -> dict[str, float]:  # fmt: skip
+    """This rank's share, by its tokens, of metrics that are functions of sums over all ranks. returns - values are the advantages."""
+    if count == 0:
+        return dict.fromkeys(("critic/value_mean", "critic/return_mean", "critic/explained_variance"), 0.0)
+    unexplained, variance = advantage_squares - advantage_sum**2 / count, return_squares - return_sum**2 / count
+    # Returns are values plus advantages in fp32: equal ones differ by 1e-7 of either.
+    explained = 0.0 if variance <= 1e-10 * (return_squares + value_squares) else 1 - unexplained / variance
+    share = num_here / count
+    return {"critic/value_mean": value_sum / count * share, "critic/return_mean": return_sum / count * share,
+            "critic/explained_variance": explained * share}  # fmt: skip
