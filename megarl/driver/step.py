@@ -77,7 +77,7 @@ class StepHost:
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
-        warming_up = self.step.number <= getattr(self.config.algorithm, "critic_warmup_iters", 0)
+        warming_up = self.step.number <= self.config.algorithm.critic_warmup_iters
         return warming_up and (node.role, node.method) in (("actor", "update"), ("rollout", "sync"))
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:

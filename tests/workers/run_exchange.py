@@ -79,14 +79,16 @@ def nothing_to_move(rank: int) -> dict:
 
 
 def kl_of_all_samples(rank: int) -> dict:
-    """The KL of each sample reaches every rank, also rank 2, which has none."""
+    """The KL of each sample, taken off its reward, reaches the group statistics of every rank, also of rank 2, which has no sample."""
     mine, everyone = {0: [3, 1], 1: [0, 2], 2: []}[rank], [0, 1, 2, 3]
     batch = exchange(packed(mine), [], [], mine)
     batch.old_log_probs, batch.ref_log_probs = batch.rollout_log_probs, 2 * batch.rollout_log_probs
     actor = object.__new__(ActorRole)  # without a model: only its data and its group take part
-    actor.config = SimpleNamespace(algorithm=GRPO(kl_mode="reward", kl_coef=0.1, kl_estimator="k1"))
-    actor.plane, actor.policy = DataPlane(batch=batch), SimpleNamespace(device=torch.device("cpu"), groups=SimpleNamespace(dp=None))
-    return {"kl": actor._kl_per_sample(everyone).tolist()}
+    algorithm = GRPO(kl_mode="reward", kl_coef=1.0, kl_estimator="k1", normalize_advantages_by_std=False)
+    actor.config, actor.plane = SimpleNamespace(algorithm=algorithm), DataPlane(batch=batch)
+    actor.policy = SimpleNamespace(device=torch.device("cpu"), groups=SimpleNamespace(dp=None), reports=True)
+    metrics = actor.advantages(everyone, [0] * 4, [0.0] * 4)
+    return {"advantages": batch.advantages[batch.cu_seqlens[1:] - 1].tolist(), "metrics": metrics}
 
 
 SCENARIOS = (every_rank_to_every_rank, tensor_parallel_block, rank_without_samples, nothing_to_move, kl_of_all_samples)

@@ -63,11 +63,15 @@ def test_without_a_move_there_is_no_message(ranks):
     assert ranks[0]["nothing_to_move"] == expected([3, 0, 2])
 
 
-def test_the_kl_of_every_sample_reaches_ranks_that_have_none(ranks):
-    # k1 of old = x against ref = 2x is -x per token; x has 24 bits, and at most 9 of them are summed in fp32.
-    wanted = [-sum(sample(i)[2]) for i in range(4)]
-    for rank in range(WORLD_SIZE):
-        assert ranks[rank]["kl_of_all_samples"]["kl"] == pytest.approx(wanted, rel=1e-6)
+def test_the_kl_of_every_sample_reaches_the_group_statistics_of_other_ranks(ranks):
+    # k1 of old = x against ref = 2x is -x per token, so with a factor of 1 a reward of 0 becomes the sum of x. fp32 sums of at most 9.
+    sums = [sum(sample(i)[2]) for i in range(4)]
+    mean = sum(sums) / 4
+    for rank, mine in enumerate([[3, 1], [0, 2], []]):
+        assert ranks[rank]["kl_of_all_samples"]["advantages"] == pytest.approx([sums[i] - mean for i in mine], abs=1e-6 * max(map(abs, sums)))
+    metrics = [of_rank["kl_of_all_samples"]["metrics"] for of_rank in ranks]
+    assert sum(m["kl/per_response"] for m in metrics) == pytest.approx(-mean, rel=1e-6)
+    assert sum(m["kl/coef"] for m in metrics) == pytest.approx(1.0)
 
 
 def test_every_scenario_is_judged(ranks):
