@@ -1,6 +1,8 @@
 """A value model gives transformers' ...ForSequenceClassification's numbers, and those of one rank in every layout.
 
-One torchrun job with four ranks (run_values.py) does all the work; these tests read what it wrote.
+One torchrun job with four ranks (run_values.py, about 30 s) does all the work; these tests read what it wrote. Mutations that made
+them fail: under sequence parallelism the gradient of the values summed over ranks instead of split, and the head not marked
+sequence_parallel; the head marked tensor_model_parallel, so that the gradient norm counts it once per rank.
 
     pytest tests/megatron/test_values.py"""
 
