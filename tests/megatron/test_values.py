@@ -51,7 +51,7 @@ def updates(reports: list[dict], family: str, layout: str) -> list[dict[str, flo
 @pytest.mark.parametrize("family, layout", VALUE_CASES)
 @pytest.mark.parametrize("error", ("value_error", "score_error"))
 def test_values_and_scores_equal_transformers(reports, family, layout, error):
-    # fp32, values of about 1, observed <= 1.8e-6: another order of sums. One token further or a head that is not loaded is off by more than 0.1.
+    # fp32, values of about 1, observed <= 1.8e-6: another order of sums. One token further, or another head, is off by more than 0.1.
     errors = [part[error] for part in of_case(reports, family, layout) if error in part]
     assert errors and max(errors) <= 1e-5
 
