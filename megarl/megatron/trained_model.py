@@ -151,9 +151,9 @@ class TrainedModel(ABC):
 
     def _run(self, model: torch.nn.Module, forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
-        arguments = dict(forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
-                         seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only,
-                         pg_collection=self.groups)
+        arguments = dict(
+            forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
+            seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only, pg_collection=self.groups)
         with cpu_megatron():
             if self.groups.pp.size() == 1:
                 return forward_backward_no_pipelining(**arguments)
