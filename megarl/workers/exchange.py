@@ -103,4 +103,5 @@ def exchange(batch: Batch | None, moves: list[Move], samples: list[Sample], want
             route.outgoing.setdefault(move.destination, []).append(move.sample_id)
         elif move.destination == rank:
             route.incoming.setdefault(move.source, []).append(move.sample_id)
-    return collect_samples(batch, route, wanted, {s.sample_id: s.length for s in samples})
+    own = {} if batch is None else dict(zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True))
+    return collect_samples(batch, route, wanted, {s.sample_id: s.length for s in samples} | own)
