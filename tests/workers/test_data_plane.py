@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec, replicas, share_keys
 from megarl.packing import Route, Sample, plan_mini_batches
 from megarl.workers.data import DataRole
-from megarl.workers.data_plane import DataPlane, Rollouts
+from megarl.workers.data_plane import DataPlane, Layout, Rollouts
 from megarl.workers.exchange import move_rows
 from tests.workers.run_data_plane import WORLD_SIZE
 
@@ -94,22 +94,25 @@ def test_samples_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
         role.distribute(share, samples, plan(planned, dp_size))
 
 
-def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role):
+def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, monkeypatch):
     def refuses(text, *arguments):
         with pytest.raises(ValueError, match=text):
             role.exchange(*arguments)
 
-    at_home = plan(SAMPLES, 2, {0: 0, 1: 1})
     role.distribute("actor", SAMPLES, plan(SAMPLES))
     refuses(r"share 'odd' \(tp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet", ["values"], "actor", "odd")
+    with monkeypatch.context() as patch:  # the other rank's sample leaves
+        patch.setattr(dist, "batch_isend_irecv", lambda operations: [])
+        role.distribute("odd", SAMPLES, plan(SAMPLES, 2, {0: 0, 1: 1}))
     refuses(r"column \('valeus'\) must be one of .* values", ["valeus"], "actor", "odd")
-    role.plane.layouts["critic"] = role.plane.layouts["odd"] = type(role.plane.layouts["actor"])(at_home, {0: 3, 1: 3})
     refuses(r"values from share 'actor' .* to share 'odd' .*: column values is not there yet", ["values"], "actor", "odd")
     role.plane.shares["actor"].batch.values = torch.zeros(5)
     refuses(r"column values is \[5\] torch.float32, but must be torch.float32 for 6 tokens", ["values"], "actor", "odd")
-    role.plane.layouts["odd"] = type(role.plane.layouts["actor"])(at_home, {0: 3, 1: 4})
+    role.plane.shares["actor"].batch.set_column("values", torch.zeros(6))
+    mini_batches = role.plane.layouts["odd"].mini_batches
+    role.plane.layouts["odd"] = Layout(mini_batches, {0: 3, 1: 4})
     refuses("were distributed for different samples", ["values"], "actor", "odd")
-    role.plane.layouts["odd"] = type(role.plane.layouts["actor"])(plan([*SAMPLES, Sample(4, 2, 1)], 2), {0: 3, 1: 3})
+    role.plane.layouts["odd"] = Layout(plan([*SAMPLES, Sample(4, 2, 1)], 2), {0: 3, 1: 3})
     refuses(r"sample 4 is wanted by share 'odd' .*, but is not in share 'actor'", ["values"], "actor", "odd")
 
 
