@@ -27,7 +27,7 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
     """The named columns of the `wanted` samples, in that order. Called by every rank that the routes of others name.
 
     Args:
-        held: what this rank has now, on the CPU; None: nothing.
+        held: what this rank has now; None: nothing. Columns on another device travel through the CPU.
         columns: the same on every rank.
         route: this rank's messages. A wanted sample that is not incoming is copied from `held`.
         lengths: sample id -> tokens, of at least the samples that this rank sends, receives or wants.
@@ -38,8 +38,11 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
     needs_held = bool(own or route.outgoing)
     # column -> sample -> a view of its rows
     pieces = {name: _rows_of(held, name) if needs_held else {} for name in columns}
-    if needs_held and (lost := [s for ids in (own, *route.outgoing.values()) for s in ids if s not in pieces[columns[0]]]):
-        raise KeyError(f"sample {lost[0]} is not on this rank, which should have it")
+    for sample in (s for ids in (own, *route.outgoing.values()) for s in ids):
+        if sample not in pieces[columns[0]]:
+            raise KeyError(f"sample {sample} is not on this rank, which should have it")
+        if len(pieces[columns[0]][sample]) != lengths[sample]:
+            raise ValueError(f"sample {sample} has {len(pieces[columns[0]][sample])} tokens on this rank, but {lengths[sample]} in the plan")
 
     operations, messages = [], {}
     for peer in sorted({*route.outgoing, *route.incoming}):
@@ -80,7 +83,7 @@ def _rows_of(held: Batch | None, name: str) -> dict[int, torch.Tensor]:
     if column is None or column.shape != held.tokens.shape or column.dtype != _dtype(name):
         is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
         raise ValueError(f"column {name} {is_what}, but must be {_dtype(name)} for {len(held.tokens)} tokens before it can be sent")
-    return dict(zip(held.sample_ids.tolist(), column.split(held.lengths.tolist()), strict=True))
+    return dict(zip(held.sample_ids.tolist(), column.cpu().split(held.lengths.tolist()), strict=True))
 
 
 ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
