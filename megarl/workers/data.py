@@ -73,7 +73,9 @@ class DataRole:
         check_column_names(columns)
         if source == destination or not columns:
             return {}
-        gives, takes = (self._mesh(share) for share in (source, destination))
+        gives, takes = (_on_last_stage(self._mesh(share), self.rank) for share in (source, destination))
+        if not gives and not takes:
+            return {}
         source_layout, layout = (self._layout(share) for share in (source, destination))
         holders = self._ranks_of_samples(source, source_layout.mini_batches, last_stage=True)
         destinations = self._ranks_of_samples(destination, layout.mini_batches, last_stage=True)
@@ -83,8 +85,8 @@ class DataRole:
         if source_layout.lengths != layout.lengths:
             raise ValueError(f"[data rank {self.rank}] {self._name(source)} and {self._name(destination)} were distributed for different "
                              "samples. Distribute both in every step, on every rank that exchanges.")
-        own = self.plane.shares[destination].batch if _on_last_stage(takes, self.rank) else None
-        held = self.plane.shares[source].batch if _on_last_stage(gives, self.rank) else None
+        held = self.plane.shares[source].batch if gives else None
+        own = self.plane.shares[destination].batch if takes else None
         route = plan_route(self.rank, holders, destinations)
         try:
             moved = move_rows(held, columns, route, [] if own is None else own.sample_ids.tolist(), layout.lengths)
