@@ -17,6 +17,10 @@ from megarl.packing import Move, Route, Sample
 _DTYPES = {"tokens": torch.int64, "response_mask": torch.bool}  # all other columns are fp32
 
 
+class MissingRowsError(ValueError):
+    """This rank does not have what it is to send or keep. Nothing was sent."""
+
+
 def bytes_per_token(columns: Iterable[str]) -> int:
     """Of a message with these columns."""
     return sum(_dtype(name).itemsize for name in columns)
@@ -31,7 +35,7 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
         columns: the same on every rank.
         route: this rank's messages. A wanted sample that is not incoming is copied from `held`.
         lengths: sample id -> tokens, of at least the samples that this rank sends, receives or wants.
-    Raises: KeyError for a sample, ValueError for a column that `held` should have, both before anything is sent."""
+    Raises: MissingRowsError for a sample or column that `held` should have, before anything is sent."""
     columns = sorted(columns, key=lambda name: (-_dtype(name).itemsize, name))  # widest first: all are aligned when viewed in place
     received = {sample for ids in route.incoming.values() for sample in ids}
     own = [sample for sample in wanted if sample not in received]
@@ -40,9 +44,9 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
     pieces = {name: _rows_of(held, name) if needs_held else {} for name in columns}
     for sample in (s for ids in (own, *route.outgoing.values()) for s in ids):
         if sample not in pieces[columns[0]]:
-            raise KeyError(f"sample {sample} is not on this rank, which should have it")
+            raise MissingRowsError(f"sample {sample} is not on this rank, which should have it")
         if len(pieces[columns[0]][sample]) != lengths[sample]:
-            raise ValueError(f"sample {sample} has {len(pieces[columns[0]][sample])} tokens on this rank, but {lengths[sample]} in the plan")
+            raise MissingRowsError(f"sample {sample} has {len(pieces[columns[0]][sample])} tokens on this rank, but {lengths[sample]} in the plan")
 
     operations, messages = [], {}
     for peer in sorted({*route.outgoing, *route.incoming}):
@@ -82,7 +86,7 @@ def _rows_of(held: Batch | None, name: str) -> dict[int, torch.Tensor]:
     column = getattr(held, name)
     if column is None or column.shape != held.tokens.shape or column.dtype != _dtype(name):
         is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
-        raise ValueError(f"column {name} {is_what}, but must be {_dtype(name)} for {len(held.tokens)} tokens before it can be sent")
+        raise MissingRowsError(f"column {name} {is_what}, but must be {_dtype(name)} for {len(held.tokens)} tokens before it can be sent")
     return dict(zip(held.sample_ids.tolist(), column.cpu().split(held.lengths.tolist()), strict=True))
 
 
