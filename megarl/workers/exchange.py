@@ -45,8 +45,8 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
     for sample in (s for ids in (own, *route.outgoing.values()) for s in ids):
         if sample not in pieces[columns[0]]:
             raise MissingRowsError(f"sample {sample} is not on this rank, which should have it")
-        if len(pieces[columns[0]][sample]) != lengths[sample]:
-            raise MissingRowsError(f"sample {sample} has {len(pieces[columns[0]][sample])} tokens on this rank, but {lengths[sample]} in the plan")
+        if (num_here := len(pieces[columns[0]][sample])) != lengths[sample]:
+            raise MissingRowsError(f"sample {sample} has {num_here} tokens on this rank, but {lengths[sample]} in the plan")
 
     operations, messages = [], {}
     for peer in sorted({*route.outgoing, *route.incoming}):

@@ -133,7 +133,8 @@ def refused(rank: int, role: DataRole) -> None:
     role.plane.rollouts["train"] = rolled_out(-1, samples, rank)
     plans = {share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None) for share in ("actor", "critic")}
     orphan = [*samples[:5], Sample(5, 7, 3, ()), *samples[6:]]
-    raises("sample 5 is wanted by share 'actor' (tp 2, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it", role.distribute, "actor", orphan, plans["actor"])
+    text = "sample 5 is wanted by share 'actor' (tp 2, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
+    raises(text, role.distribute, "actor", orphan, plans["actor"])
     for share, plan in plans.items():
         role.distribute(share, samples, plan)
     raises("column values is not there yet", role.exchange, ["values"], "critic", "actor")

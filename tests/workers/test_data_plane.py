@@ -69,6 +69,8 @@ def role(monkeypatch) -> DataRole:
 
 
 SAMPLES = [Sample(0, 3, 2, (0,)), Sample(1, 3, 1, (0,))]
+UNKNOWN = Sample(2, 4, 2, (0,))
+"""Rank 0 should have it, and does not."""
 
 
 def plan(samples: list[Sample], dp_size: int = 1, homes: dict[int, int] | None = None):
@@ -82,11 +84,13 @@ def test_a_job_of_one_rank_sends_nothing(role):
 
 
 @pytest.mark.parametrize("text, share, samples, planned, dp_size", [
-    (r"sample 1 is wanted by share 'actor' \(tp 1, dp 1, pp 1 on ranks 0\), but no rank holds it", "actor", [SAMPLES[0], Sample(1, 3, 1)], SAMPLES, 1),
+    (r"sample 1 is wanted by share 'actor' \(tp 1, dp 1, pp 1 on ranks 0\), but no rank holds it", "actor", [SAMPLES[0], Sample(1, 3, 1)],
+     SAMPLES, 1),
     (r"sample 1 is wanted by share 'actor' .*, but it is not among the samples of the step", "actor", SAMPLES[:1], SAMPLES, 1),
-    (r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it", "actor", [*SAMPLES, Sample(2, 4, 2, (0,))], [Sample(2, 4, 2)], 1),
-    (r"samples for share 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan", "actor", [SAMPLES[0], Sample(1, 4, 1, (0,))], SAMPLES, 1),
-    (r"samples for share 'critic' .*: sample 2 is not on this rank", "critic", [*SAMPLES, Sample(2, 4, 2, (0,))], [Sample(2, 4, 2), SAMPLES[0]], 2),
+    (r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it", "actor", [*SAMPLES, UNKNOWN], [UNKNOWN], 1),
+    (r"samples for share 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan", "actor", [SAMPLES[0], Sample(1, 4, 1, (0,))],
+     SAMPLES, 1),
+    (r"samples for share 'critic' .*: sample 2 is not on this rank", "critic", [*SAMPLES, UNKNOWN], [UNKNOWN, SAMPLES[0]], 2),
     (r"share 'critic' .*: mini-batches are planned for 1 data-parallel ranks, the mesh has 2", "critic", SAMPLES, SAMPLES, 1),
     (r"share \('critik'\) must be one of actor, critic, odd", "critik", SAMPLES, SAMPLES, 1),
 ])  # fmt: skip
