@@ -176,14 +176,14 @@ def test_run_returns_while_what_no_other_reads_is_still_running():
 
 def test_background_calls_do_not_delay_the_path():
     path = [node("a.x", (), ["c"]), node("b.y", ["c"], ["d"]), node("a.z", ["d"])]
-    seconds, ranks = {"log.w": 50.0, "a.late": 50.0, "log.v": 50.0}, {"a": [0], "b": [1], "log": [2]}
+    seconds, ranks = {"log.w": 50.0, "a.late": 50.0, "more.v": 50.0}, {"a": [0], "b": [1], "log": [2], "more": [3]}
     alone = schedule(path, ranks, steps=1)[0]
-    background = [node("log.w", ["c"], background=True), node("a.late", ["c"], background=True), node("log.v", background=True)]
+    background = [node("log.w", ["c"], background=True), node("a.late", ["c"], background=True), node("more.v", background=True)]
     for nodes in (path + background, background + path):
         machine, host, scheduler = schedule(nodes, ranks, seconds)
-        assert [(c.name, c.start) for c in machine.calls if c.name in ("a.x", "b.y", "a.z")] == [(c.name, c.start) for c in alone.calls if ":" not in c.name]
+        assert all(machine[call.name].start == call.start for call in alone.calls)
         assert machine.now == alone.now
-        assert machine["log.v"].start == 0.0
+        assert machine["more.v"].start == 0.0
         scheduler.close()
         assert {*host.over} == {n.name for n in nodes}
 
@@ -246,10 +246,11 @@ def test_random_flows_run_everything_in_order_the_same_every_time():
                                  and {*before.ranks, *calls[0].ranks} <= {*c.ranks}]  # fmt: skip
                         assert any(before.end <= move.start and move.end <= calls[0].start for move in moves)
         path = [n for n in nodes if not n.background]
-        if path:  # what the rules are for: shorter than issuing everything at once in the order declared
+        if path:  # what the rules are for: shorter than issuing everything in the order declared, if not always (it is a greedy choice)
             lengths.append(max(c.end for c in schedule(path, roles, seconds, move_s=0.0)[0].calls))
             in_one_go.append(in_declared_order(path, roles, seconds))
-    assert statistics.mean(lengths) < 0.95 * statistics.mean(in_one_go)
+    better, worse = (sum(sign * (b - a) > 1e-9 for a, b in zip(lengths, in_one_go)) for sign in (1, -1))
+    assert better > 5 * worse and statistics.mean(lengths) < statistics.mean(in_one_go)  # 17 to 1 of 139; without rule "fair" 1 to 13
 
 
 class Role:
