@@ -339,10 +339,11 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModelConfig:
-    """reward models (their scores are summed; a rule reward is added if --reward or --reward-function is given too)"""
+    """reward models"""
 
     reward_model: tuple[str, ...] = ()
-    """Folders of reward models: sequence classifiers with one label, or language models that judge. Default: none."""
+    """Folders of reward models: sequence classifiers with one label, or language models that judge. Their scores
+    are summed, and the rule reward is added if --reward or --reward-function is given too. Default: none."""
     reward_model_weights: tuple[float, ...] | None = None
     """What each model's score is multiplied by, one number per model. Default: 1 each. A rule reward counts 1."""
     reward_model_backend: tuple[Literal["auto", "megatron", "transformers", "judge"], ...] = ("auto",)

@@ -22,7 +22,9 @@ class Classifier:
 
         Raises: ValueError naming the folder if transformers cannot load it, it has not one label, or weights are missing."""
         from transformers import AutoModelForSequenceClassification
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # of reading tensors, one bar per rank
         self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
