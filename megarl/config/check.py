@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
+from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
@@ -61,7 +62,8 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
     rules = [_placement, _megatron, _batch, _optimizer, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
-    return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+    findings += [finding for rule in rules for finding in rule(job)]
+    return [*findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> ModelShape:

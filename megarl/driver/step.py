@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.algorithms.kl_controller import MEASURED_KL
-from megarl.config.mesh import megatron_roles, share_keys
+from megarl.config.mesh import share_keys, training_data_roles
 from megarl.driver.executor import Future
 from megarl.driver.job import Job
 from megarl.driver.metrics import phase_times
@@ -47,7 +47,7 @@ class StepHost:
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
         self.share_of = share_keys(job.meshes)
-        self.shares = list(dict.fromkeys(self.share_of[role] for role in megatron_roles(job.config, job.meshes)))
+        self.shares = list(dict.fromkeys(self.share_of[role] for role in training_data_roles(job.meshes)))
         self.kl = job.config.algorithm.build_kl_controller()
         self.step = _Step(0, [])
 
