@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megarl.algorithms.kl_controller import MEASURED_KL
 from megarl.config.mesh import share_keys, training_data_roles
+from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.driver.executor import Future
 from megarl.driver.job import Job
 from megarl.driver.metrics import phase_times
@@ -20,6 +21,7 @@ from megarl.driver.weights import send_weights
 from megarl.flow import Node
 from megarl.metrics import combine
 from megarl.packing import Sample, plan_mini_batches
+from megarl.rewards.combine import combine_rewards
 
 
 @dataclass
@@ -29,8 +31,8 @@ class _Step:
     number: int
     rows: list[int]
     samples: list[Sample] = field(default_factory=list)
-    rewards: dict[int, float | None] = field(default_factory=dict)
-    """By sample id. None: it failed."""
+    scores: dict[str, dict[int, float | None]] = field(default_factory=dict)
+    """Role that scored -> by sample id. None: it failed."""
     moved: list[Future] = field(default_factory=list)
 
     @property
@@ -48,6 +50,9 @@ class StepHost:
         self.job, self.config = job, job.config
         self.share_of = share_keys(job.meshes)
         self.shares = list(dict.fromkeys(self.share_of[role] for role in training_data_roles(job.meshes)))
+        self.weight_of = {"reward": 1.0} if uses_rule_reward(job.config) else {}
+        """Role that scores -> what its score is multiplied by."""
+        self.weight_of |= {model.name: model.weight for model in reward_models(job.config)}
         self.kl = job.config.algorithm.build_kl_controller()
         self.step = _Step(0, [])
 
@@ -59,21 +64,31 @@ class StepHost:
     def arguments(self, node: Node, results: Mapping[str, Future]) -> tuple[tuple, dict]:
         """Of the node's call; everything that it reads from the driver is there."""
         step = self.step
-        kind = node.role.partition("_model")[0] if node.role.startswith("reward_model") else node.role
-        if (kind, node.method) == ("rollout", "generate"):
-            return ("train", step.rows, step.number), {}
-        if (kind, node.method) == ("reward", "score"):
-            return ("train",), {}
-        if node.method == "advantages":
-            groups = [s // self.config.batch.num_samples_per_prompt for s in step.sample_ids]
-            return (step.sample_ids, groups, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
-        if (kind, node.method) == ("actor", "update"):
-            self.job.check_gate(results["actor.log_probs"])
-            return (self.kl.coef,), {}
-        if (kind, node.method) == ("rollout", "sync"):
-            send_weights(self.job.executor, self.job.meshes, step.number)
-            return (step.number,), {}
+        match node.name:
+            case "rollout.generate":
+                return ("train", step.rows, step.number), {}
+            case "reward.score":
+                return ("train",), {}
+            case "actor.advantages":
+                groups = [self._prompt_of(s) for s in step.sample_ids]
+                return (step.sample_ids, groups, self.rewards(), self.kl.coef), {}
+            case "actor.update":
+                self.job.check_gate(results["actor.log_probs"])
+                return (self.kl.coef,), {}
+            case "rollout.sync":
+                send_weights(self.job.executor, self.job.meshes, step.number)
+                return (step.number,), {}
+        if node.role in self.weight_of:
+            return ({s: step.rows[self._prompt_of(s)] for s in step.sample_ids},), {}
         return (), {}
+
+    def _prompt_of(self, sample_id: int) -> int:
+        return sample_id // self.config.batch.num_samples_per_prompt
+
+    def rewards(self) -> list[float | None]:
+        """The reward of each sample of the step: what rule and reward models say, weighted. None: one of them failed."""
+        scores = self.step.scores
+        return combine_rewards([[scores[role][s] for s in self.step.sample_ids] for role in self.weight_of], list(self.weight_of.values()))
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
@@ -94,8 +109,8 @@ class StepHost:
         """Take the answers that are the driver's to keep."""
         if (node.role, node.method) == ("rollout", "generate"):
             self._plan(values)
-        elif "rewards" in node.writes:
-            self._take_rewards(values)
+        elif node.method == "score":
+            self._take_scores(node.role, values)
 
     def _plan(self, per_rank: list[list[Sample]]) -> None:
         """Mini-batches and micro-batches of every mesh, and the samples on their way there."""
@@ -108,10 +123,11 @@ class StepHost:
                                              job.shape.hidden_size, seed=f"{batch.seed}/{self.step.number}")
             self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
-    def _take_rewards(self, per_rank: list[list[dict]]) -> None:
-        records = {r["sample_id"]: r for rank in per_rank for r in rank}
-        self.job.run.write_rollouts([r for r in records.values() if "response" in r])
-        self.step.rewards = {sample: record["reward"] for sample, record in records.items()}
+    def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
+        records = [record for rank in per_rank for record in rank]
+        if role == "reward":
+            self.job.run.write_rollouts([r for r in records if "response" in r])
+        self.step.scores[role] = {r["sample_id"]: r["reward" if role == "reward" else "score"] for r in records}
 
     # At the end of the step.
 
@@ -123,16 +139,24 @@ class StepHost:
         if MEASURED_KL in metrics:
             self.kl.update(metrics[MEASURED_KL], len(step.samples))
         lengths = [s.response_length for s in step.samples]
-        scored = [r for r in step.rewards.values() if r is not None]
+        scored = [r for r in self.rewards() if r is not None]
         tokens = sum(s.length for s in step.samples)
         metrics |= {
             "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
             "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
             "response/truncated": sum(s.truncated for s in step.samples) / len(step.samples),
-            **phase_times(job.executor.take_seconds()), "batch/tokens": tokens, "sync/version": step.number,
+            **self._score_metrics(), **phase_times(job.executor.take_seconds()), "batch/tokens": tokens, "sync/version": step.number,
         }  # fmt: skip
         job.run.finish_step(step.number, metrics, tokens)
         job.check_mismatch(metrics)
+
+
+    def _score_metrics(self) -> dict[str, float]:
+        """Of each that scores, if there are several."""
+        if len(self.weight_of) == 1:
+            return {}
+        scored = {role: [x for x in scores.values() if x is not None] for role, scores in self.step.scores.items() if role in self.weight_of}
+        return {f"reward/{role}_mean": sum(scores) / max(len(scores), 1) for role, scores in scored.items()}
 
 
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
+from megarl.config.reward_models import needs_ground_truth
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -38,7 +39,7 @@ class RolloutRole:
         """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
-        needs = None if config.data.reward_function else "ground_truth"
+        needs = "ground_truth" if needs_ground_truth(config) else None
         self.datasets = {"train": PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)}
         if config.data.eval_data:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)

@@ -183,7 +183,7 @@ def test_written_arguments_name_every_field(tmp_path):
     text = write_args(load())
     for section, cls in [*SECTIONS.items(), ("algorithm", Alpha)]:
         for flag in section_flags(section, cls):
-            assert (f"--{flag.name}" in text or f"--no-{flag.name}" in text) == (flag.required or flag.default is not None), flag.name
+            assert (f"--{flag.name}" in text.split() or f"--no-{flag.name}" in text.split()) == (flag.required or flag.default is not None), flag.name
     assert "# optimizer\n--lr 1e-06\n" in text
 
 
