@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from megarl.config.mesh import MeshSpec, replicas
-from megarl.packing import MiniBatch, Sample, homes_of, plan_exchange, plan_mini_batches, plan_route, ranks_of_samples, sequence_cost
+from megarl.packing import MiniBatch, Sample, homes_of, plan_mini_batches, plan_route, ranks_of_samples, sequence_cost
 
 
 def make_samples(seed: int, count: int) -> list[Sample]:
@@ -58,15 +58,6 @@ def test_cost_is_balanced_and_samples_stay_home_where_that_is_fair():
     assert max(loads) / min(loads) < 1.02
     stayed = sum(homes[i] == rank for rank in range(4) for i in plan.samples_of(rank))
     assert stayed > 150
-
-
-def test_exchange_moves_exactly_what_is_missing_and_spreads_the_senders():
-    samples = [Sample(i, 5, 2, holders=(0, 1)) for i in range(6)]
-    destinations = {0: (0,), 1: (2, 3), 2: (1, 2), 3: (3,), 4: (0, 1), 5: (2,)}
-    moves = plan_exchange(samples, destinations)
-    assert {(m.sample_id, m.destination) for m in moves} == {(1, 2), (1, 3), (2, 2), (3, 3), (5, 2)}
-    assert all(m.source in (0, 1) for m in moves)
-    assert {m.source for m in moves} == {0, 1}
 
 
 def random_mesh(rng: random.Random, world: range) -> MeshSpec:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.algorithms.kl_controller import MEASURED_KL
-from megarl.config.mesh import share_keys, training_data_roles
+from megarl.config.mesh import replicas, share_keys, training_data_roles
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.driver.executor import Future
 from megarl.driver.job import Job
@@ -20,7 +20,7 @@ from megarl.driver.metrics import phase_times
 from megarl.driver.weights import send_weights
 from megarl.flow import Node
 from megarl.metrics import combine
-from megarl.packing import Sample, plan_mini_batches
+from megarl.packing import Sample, homes_of, plan_mini_batches
 from megarl.rewards.combine import combine_rewards
 
 
@@ -118,8 +118,7 @@ class StepHost:
         self.step.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         for share in self.shares:
             mesh = job.meshes[share]
-            homes = {s.sample_id: mesh.coordinates(s.holders[0])["dp"] for s in samples if s.holders[0] in mesh.ranks}
-            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
+            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes_of(samples, replicas(mesh)), mesh.dp, batch.max_tokens_per_micro_batch,
                                              job.shape.hidden_size, seed=f"{batch.seed}/{self.step.number}")
             self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
 

@@ -54,9 +54,6 @@ class DataPlane:
     """By share key, of the meshes that this rank is in."""
     layouts: dict[str, Layout] = field(default_factory=dict)
     """By share key, of all meshes."""
-    batch: Batch | None = None
-    """This rank's share of the step, in the order of its micro-batches."""
-    mini_batches: list[MiniBatch] = field(default_factory=list)
 
     def pack(self, purpose: str) -> Batch | None:
         """What this rank rolled out, with the column rollout_log_probs; None if it rolled out nothing."""

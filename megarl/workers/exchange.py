@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Batch
-from megarl.packing import Move, Route, Sample
+from megarl.packing import Route
 
 _DTYPES = {"tokens": torch.int64, "response_mask": torch.bool}  # all other columns are fp32
 
@@ -99,16 +99,3 @@ def collect_samples(held: Batch | None, route: Route, wanted: Sequence[int], len
     columns = move_rows(held, ROLLOUT_COLUMNS, route, wanted, lengths)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(sample_ids=torch.tensor(wanted, dtype=torch.int64), cu_seqlens=cu_seqlens, **columns)
-
-
-def exchange(batch: Batch | None, moves: list[Move], samples: list[Sample], wanted: list[int]) -> Batch:
-    """`collect_samples` along moves that the driver planned for all ranks."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    route = Route()
-    for move in moves:
-        if move.source == rank:
-            route.outgoing.setdefault(move.destination, []).append(move.sample_id)
-        elif move.destination == rank:
-            route.incoming.setdefault(move.source, []).append(move.sample_id)
-    own = {} if batch is None else dict(zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True))
-    return collect_samples(batch, route, wanted, {s.sample_id: s.length for s in samples} | own)
