@@ -171,7 +171,8 @@ def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
 
 def test_written_arguments_name_every_field(tmp_path):
     """A run stays the same when a default changes later: only fields that are None by default are left out."""
-    words = write_args(load()).split()
+    text = write_args(load())
+    words = text.split()
     for section, cls in [*SECTIONS.items(), ("algorithm", Alpha)]:
         for flag in section_flags(section, cls):
             assert (f"--{flag.name}" in words or f"--no-{flag.name}" in words) == (flag.required or flag.default is not None), flag.name
