@@ -27,6 +27,7 @@ def train_rl(job: Job) -> None:
         job.evaluate(step)
         job.export(step)
     scheduler.close()
+    scheduler.timeline.write(job.run.folder / "timeline.json")
 
 
 def train_sft(job: Job) -> None:

@@ -4,8 +4,8 @@
     megatron       a value model split as the mesh says
     judge          a vLLM engine of tp ranks in processes of its own, which the first of those ranks asks
 
-Models read the actor's token ids where they can. Every judge, and a classifier whose tokenizer has other words, ids or another chat
-template than the actor's, or that has fewer embeddings, gets text instead: the dataset's messages, and the response decoded with the
+Models read the actor's token ids where they can. Every judge, and a classifier whose tokenizer lacks words of the actor's, has them at
+other ids or has another chat template, or that has fewer embeddings, gets text instead: the dataset's messages, and the response decoded with the
 actor's tokenizer, without special tokens."""
 
 from __future__ import annotations
@@ -196,13 +196,13 @@ class RewardModelRole:
 
 
 def same_tokenizer(actor, own) -> bool:
-    """Whether a reward model can read the actor's ids: it has the same words at the same ids, and the same chat template.
+    """Whether a reward model can read the actor's ids: it has all its words, at the same ids, and the same chat template.
 
     Args:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.
         own: the reward model's Hugging Face tokenizer."""
     theirs = getattr(actor, "hugging_face", None)
-    return theirs is not None and theirs.get_vocab() == own.get_vocab() and theirs.chat_template == own.chat_template
+    return theirs is not None and theirs.get_vocab().items() <= own.get_vocab().items() and theirs.chat_template == own.chat_template
 
 
 def _record(sample_id: int, score: float | None, failure: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 
 from megarl.data.sums_model import EOS_ID, PAD_ID, write_model_folder
 
-_SIZES = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
+_SIZES = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
 CONFIGS = {
     "qwen2": Qwen2Config(num_key_value_heads=2, num_labels=1, pad_token_id=PAD_ID, **_SIZES),
     "padded with its end": Qwen2Config(num_key_value_heads=2, num_labels=1, pad_token_id=EOS_ID, **_SIZES),

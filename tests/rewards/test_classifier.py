@@ -45,8 +45,8 @@ def test_what_it_cannot_score_is_none(actor, tmp_path):
     models.write_classifier(tmp_path / "rm", "qwen2", actor)
     classifier = Classifier(str(tmp_path / "rm"))
     samples = sequences(3)
-    assert classifier.max_length == 128
-    scores = classifier.scores([samples[0], [5] * 129, [5] * 128, samples[1]], 1000)
+    assert classifier.max_length == 256
+    scores = classifier.scores([samples[0], [5] * 257, [5] * 256, samples[1]], 1000)
     assert [score is None for score in scores] == [False, True, False, False]
     classifier.model.score.weight.fill_(float("nan"))
     assert classifier.scores(samples, 1000) == [None] * 3

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reward_jobs import ROWS, config, plane
+from transformers import AutoTokenizer
 
 from megarl.config.mesh import MeshSpec
-from megarl.data.sums_model import CHAT_TEMPLATE
 from megarl.rollout.processes import EngineDied
 from megarl.workers.reward_model import RewardModelRole
 
@@ -80,7 +80,7 @@ def kill_at_start(folder: Path) -> dict:
 def main(folder: Path) -> None:
     role = judge_role(folder)
     report = {"scores": role.score(ROWS, num_logged=2)}
-    role.judge._tokenizer.chat_template = CHAT_TEMPLATE
+    role.judge._tokenizer = AutoTokenizer.from_pretrained(folder / "actor")  # the same words, and a chat template
     report["with a chat template"] = role.score(ROWS)
     report["killed"] = kill_while_it_works(role)
     report["killed at start"] = kill_at_start(folder)

@@ -36,8 +36,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def classifier_role(folder: Path, mesh: MeshSpec = MeshSpec((0,))) -> RewardModelRole:
-    role = RewardModelRole(config(folder, "transformers"), "reward_model", mesh, plane(folder), "reward_model")
+def classifier_role(folder: Path, tp: int = 1) -> RewardModelRole:
+    role = RewardModelRole(config(folder, "transformers"), "reward_model", MeshSpec(tuple(range(tp)), tp=tp), plane(folder), "reward_model")
     role.setup()
     return role
 
@@ -87,7 +87,7 @@ def test_a_vocabulary_that_lacks_what_the_actor_can_sample_is_never_read_as_ids(
 
 def test_a_classifier_is_not_split(folder):
     with pytest.raises(ValueError, match="has the whole model on each rank"):
-        classifier_role(folder, MeshSpec((0, 1), tp=2))
+        classifier_role(folder, tp=2)
 
 
 def write_judge(folder: Path) -> None:
