@@ -31,7 +31,9 @@ def reward_findings(config: TrainConfig) -> Iterator[str]:
         try:
             found = find_backend(path) if backend == "auto" else backend
             yield from _model(path, found, read_model_config(path), config)
-            judged = judged or found == "judge"
+            if found == "judge":
+                judged = True
+                yield from _judge_length(path, given)
         except ConfigError as error:
             yield from error.findings
             judged = True  # it may be one
@@ -80,6 +82,13 @@ def _shape_findings(path: str, config: TrainConfig) -> Iterator[str]:
         yield (f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and --max-prompt-length "
                f"({config.sampling.max_prompt_length}) + --max-response-length ({config.sampling.max_response_length}) = {longest}. "
                "Make them shorter.")  # fmt: skip
+
+
+def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
+    limit = read_model_config(path).get("max_position_embeddings")
+    if isinstance(limit, int) and given.judge_max_tokens >= limit:
+        yield (f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the {limit} tokens that {path} can take. "
+               f"Try {limit // 4}.")  # fmt: skip
 
 
 def _judge(given: RewardModelConfig) -> Iterator[str]:

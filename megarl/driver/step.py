@@ -31,8 +31,8 @@ class _Step:
     number: int
     rows: list[int]
     samples: list[Sample] = field(default_factory=list)
-    scores: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """Role that scored -> by sample id. None: it failed."""
+    records: dict[str, dict[int, dict]] = field(default_factory=dict)
+    """Role that scored -> sample id -> what it says of the sample."""
     moved: list[Future] = field(default_factory=list)
 
     @property
@@ -87,8 +87,12 @@ class StepHost:
 
     def rewards(self) -> list[float | None]:
         """The reward of each sample of the step: what rule and reward models say, weighted. None: one of them failed."""
-        scores = self.step.scores
-        return combine_rewards([[scores[role][s] for s in self.step.sample_ids] for role in self.weight_of], list(self.weight_of.values()))
+        return combine_rewards([self._scores(role) for role in self.weight_of], list(self.weight_of.values()))
+
+    def _scores(self, role: str) -> list[float | None]:
+        """In the order of the step's samples."""
+        key = "reward" if role == "reward" else "score"
+        return [self.step.records[role][sample][key] for sample in self.step.sample_ids]
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
@@ -123,10 +127,7 @@ class StepHost:
             self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
-        records = [record for rank in per_rank for record in rank]
-        if role == "reward":
-            self.job.run.write_rollouts([r for r in records if "response" in r])
-        self.step.scores[role] = {r["sample_id"]: r["reward" if role == "reward" else "score"] for r in records}
+        self.step.records[role] = {record["sample_id"]: record for rank in per_rank for record in rank}
 
     # At the end of the step.
 
@@ -138,7 +139,9 @@ class StepHost:
         if MEASURED_KL in metrics:
             self.kl.update(metrics[MEASURED_KL], len(step.samples))
         lengths = [s.response_length for s in step.samples]
-        scored = [r for r in self.rewards() if r is not None]
+        rewards = self.rewards()
+        self._write_rollouts(rewards)
+        scored = [r for r in rewards if r is not None]
         tokens = sum(s.length for s in step.samples)
         metrics |= {
             "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
@@ -154,8 +157,19 @@ class StepHost:
         """Of each that scores, if there are several."""
         if len(self.weight_of) == 1:
             return {}
-        scored = {role: [x for x in scores.values() if x is not None] for role, scores in self.step.scores.items() if role in self.weight_of}
+        scored = {role: [x for x in self._scores(role) if x is not None] for role in self.weight_of}
         return {f"reward/{role}_mean": sum(scores) / max(len(scores), 1) for role, scores in scored.items()}
+
+    def _write_rollouts(self, rewards: list[float | None]) -> None:
+        """The logged samples with their texts and rewards, and what each reward model says of them."""
+        reward_of = dict(zip(self.step.sample_ids, rewards, strict=True))
+        models = [role for role in self.weight_of if role != "reward"]
+        rows = []
+        for sample, record in self.step.records["reward"].items():
+            if "response" in record:
+                said = {role: {k: v for k, v in self.step.records[role][sample].items() if k != "sample_id"} for role in models}
+                rows.append(record | {"reward": reward_of[sample]} | ({"rule_reward": record["reward"]} | said if models else {}))
+        self.job.run.write_rollouts(rows)
 
 
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")

@@ -17,7 +17,7 @@ from megarl.config.reward_models import find_backend, needs_ground_truth, reward
 
 HAS_VALUE_HEAD = "value_head" in {field.name for field in dataclasses.fields(ModelShape)}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 283, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}  # fmt: skip
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}  # fmt: skip
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}}
 FOLDERS = {
     "bert": {"architectures": ["BertForSequenceClassification"], "model_type": "bert", **ONE_LABEL},

@@ -21,16 +21,23 @@ PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--crit
 DISJOINT = ("--actor-ranks", "0", "--rollout-ranks", "0", "--critic-ranks", "1")
 
 
-def test_a_critic_on_a_rank_of_its_own(sums_data, tmp_path):
-    """And while it makes values, the reference makes log-probs on the other rank."""
-    job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT)
+@pytest.fixture
+def larger_model(sums_data, tmp_path) -> Path:
+    """With twice the actor's layers, wider."""
+    config = AutoConfig.from_pretrained(sums_data / "model", num_hidden_layers=4, hidden_size=192, intermediate_size=512, layer_types=["full_attention"] * 4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "larger")
+    return tmp_path / "larger"
+
+
+def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model):
+    """While it makes values, the reference makes log-probs on the other rank."""
+    job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT, "--critic-model", str(larger_model))
     assert job.returncode == 0, job.output
     assert len(job.steps) == 3 and all(row["critic/grad_norm"] > 0 for row in job.steps)
     assert all(row["mismatch/max_abs"] < 1e-4 and row["policy/ratio_deviation_max"] < 0.5 for row in job.steps)
     spans = spans_of(job)
-    assert all({name for name, _ in spans[step]} >= {"critic.values", "reference.log_probs"} for step in (1, 2, 3))
-    assert all(overlap(spans[step], "critic.values", "reference.log_probs") > 0 for step in (1, 2, 3))
-    assert {rank for _, (_, _, rank) in spans[1] if _ == "critic.values"} == {1}
+    assert {rank for name, (_, _, rank) in spans[1] if name == "critic.values"} == {1}
+    assert sum(overlap(spans[step], "critic.values", "reference.log_probs") for step in (1, 2, 3)) > 0
 
 
 def spans_of(job: Job) -> dict[int, list[tuple[str, tuple[float, float, int]]]]:
@@ -44,8 +51,8 @@ def spans_of(job: Job) -> dict[int, list[tuple[str, tuple[float, float, int]]]]:
 
 
 def overlap(spans: list, one: str, other: str) -> float:
-    (a, b), = [(a, b) for name, a in spans if name == one for other_name, b in spans if other_name == other]
-    return min(a[1], b[1]) - max(a[0], b[0])
+    [(a, b)] = [(a, b) for name, a in spans if name == one for other_name, b in spans if other_name == other]
+    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
 @pytest.fixture
@@ -63,20 +70,17 @@ def reward_flags(folders: list[Path]) -> tuple[str, ...]:
     template.write_text("{response}")
     # An untrained judge babbles: any character counts as its score, so that most answers have one.
     return ("--reward-model", *map(str, folders), "--reward-model-weights", "1.0", "0.5", "2.0", "--judge-template", str(template),
-            "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "32", "--judge-temperature", "1.0")  # fmt: skip
+            "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "40", "--judge-temperature", "1.0")  # fmt: skip
 
 
-def test_three_reward_models_and_a_critic_larger_than_the_actor(sums_data, tmp_path, reward_folders):
-    config = AutoConfig.from_pretrained(sums_data / "model", num_hidden_layers=4, hidden_size=160, intermediate_size=320)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
-    job = train(sums_data, tmp_path / "run", *PPO, "--critic-model", str(tmp_path / "critic"), "--num-rollouts-to-log", "-1",
-                *reward_flags(reward_folders), "--reward-ranks", "0-1", "1", "0", "--train-iters", "2")  # fmt: skip
+def test_three_reward_models(sums_data, tmp_path, reward_folders):
+    job = train(sums_data, tmp_path / "run", *PPO, *reward_flags(reward_folders), "--reward-ranks", "0-1", "1", "0", "--train-iters", "2")
     assert job.returncode == 0, job.output
-    actor, critic = (AutoConfig.from_pretrained(folder) for folder in (sums_data / "model", tmp_path / "critic"))
-    assert critic.num_hidden_layers > actor.num_hidden_layers and critic.hidden_size > actor.hidden_size
+    weights = {"reward": 1.0, "reward_model": 1.0, "reward_model_2": 0.5, "reward_model_3": 2.0}
     for row in job.steps:
         assert row["reward/failed"] < 16 and row["critic/grad_norm"] > 0
-        assert {"reward/reward_model_mean", "reward/reward_model_2_mean", "reward/reward_model_3_mean"} <= row.keys()
+        if row["reward/failed"] == 0:
+            assert row["reward/mean"] == pytest.approx(sum(w * row[f"reward/{role}_mean"] for role, w in weights.items()), abs=1e-5)
 
 
 @pytest.mark.parametrize("victim", ["judge", "rank"])
@@ -84,7 +88,7 @@ def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path
     folders, placed = (reward_folders[2:], "0") if victim == "judge" else (reward_folders[1:2], "1")
     flags = [*PPO, "--train-iters", "500", "--reward-model", str(folders[0]), "--actor-ranks", "0", "--critic-ranks", "0", "--reward-ranks", placed]
     if victim == "judge":
-        flags += ["--judge-score-pattern", r"(\d)", "--nproc-per-node", "1"]
+        flags += ["--judge-score-pattern", r"(\d)", "--judge-max-tokens", "8", "--nproc-per-node", "1"]
     else:
         flags += ["--rollout-ranks", "0"]
     process, folder = start(sums_data, tmp_path / "run", *flags)
