@@ -38,6 +38,7 @@ class ModelMemory:
     def __init__(self, model: TrainedModel, owner: str) -> None:
         self.owner, self._model = owner, model
         self._parts = OFFLOAD_PARTS if model.optimizer is not None else ("parameters",)
+        self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}
         self._copies = _Copies(model.device) if model.device.type == "cuda" else None
         self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # part -> its storages and their sizes in bytes
 
@@ -76,11 +77,13 @@ class ModelMemory:
         return self._copies.take_seconds() if self._copies is not None else 0.0
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
+        return self._lasting[part] if part in self._lasting else self._find(part)  # the moments exist from the first step on
+
+    def _find(self, part: str) -> list[torch.UntypedStorage]:
         """Each once. The optimizer's are those that are not the parameters' own, as its shards of fp32 parameters are."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
-        if part == "optimizer":
-            for tensor in self._tensors("parameters"):
-                found.pop(tensor.untyped_storage()._cdata, None)
+        for storage in self._lasting["parameters"] if part == "optimizer" else ():
+            found.pop(storage._cdata, None)
         return list(found.values())
 
     def _tensors(self, part: str) -> Iterator[torch.Tensor]:
@@ -89,7 +92,7 @@ class ModelMemory:
             yield from (parameter.data for parameter in model.model.parameters())
         elif part == "gradients":
             yield from (buffer.grad_data for buffer in (*model.ddp.buffers, *model.ddp.expert_parallel_buffers))
-        else:  # the moments exist from the first step on
+        else:
             for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
                 if (adam := getattr(inner, "optimizer", None)) is not None:  # none on a rank without parameters
                     yield from (parameter.data for group in adam.param_groups for parameter in group["params"])
