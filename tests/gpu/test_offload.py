@@ -28,12 +28,13 @@ def report(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("case", ["fp32", "bf16", "plain_adam"])
 def test_memory_becomes_free_and_comes_back(report, case):
-    """To within 2 % and 4 MB: the allocator rounds each block up to 512 bytes or 2 MB."""
+    """Of what was asked of the allocator to the byte; its blocks are somewhat larger."""
     freed, back, promised = (report[case][key] for key in ("freed", "back", "promised"))
     assert min(promised.values()) > 50e6
     for part, num_bytes in promised.items():
-        assert freed[part] == pytest.approx(num_bytes, rel=0.02, abs=4e6)
-        assert back[part] == pytest.approx(num_bytes, rel=0.02, abs=4e6)
+        assert freed[part] == back[part] == num_bytes
+        assert report[case]["allocator"][part] >= num_bytes
+    assert report[case]["copy_s"] > 0
 
 
 @pytest.mark.parametrize("case", ["fp32", "bf16", "plain_adam"])
@@ -46,11 +47,12 @@ def test_bits_are_those_of_a_run_without_offload(report, case):
 @pytest.mark.parametrize("case", ["fp32", "bf16", "plain_adam"])
 def test_parameters_are_the_same_tensors_at_their_current_addresses(report, case):
     assert report[case]["same_views"]
-    assert report[case]["host_did_not_wait"], "offload and load returned after the copies had ended: they must be queued only"
+    assert report[case]["host_did_not_wait"], "offload must queue its copies only, while the device computes"
 
 
 def test_hybrid_optimizer_keeps_states_on_the_host_and_makes_the_same_step(report):
-    """CPU and GPU Adam round differently: after three steps of lr 1e-3, 1e-5 is a hundredth of one step."""
+    """CPU and GPU Adam round differently, which now and then flips the last bit of a bf16 weight (6e-5 at 0.02): 1e-5 on average is a
+    hundredth of one step of lr 1e-3."""
     assert report["hybrid"]["state_devices"] == ["cpu"]
     assert report["hybrid"]["difference"] < 1e-5
     assert report["hybrid"]["moved"] > 1e-4, "the weights were trained"

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.megatron import offload
+from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.reshard.plan import RectCopy, ReshardPlan
 from megarl.reshard.transfer import Transfer
 
@@ -128,3 +130,36 @@ def test_a_transfer_follows_storages_that_have_moved():
     transfer.follow()
     transfer.run()
     assert torch.equal(destination["v"], content + 1)
+
+
+def test_pieces_of_host_memory_hold_a_part_whatever_its_storages(monkeypatch):
+    """The copies to a GPU, with CUDA's names meaning the CPU. Storages that end within, at and beyond pieces of 64 bytes."""
+    monkeypatch.setattr(offload, "PIECE_BYTES", 64)
+    with cpu_megatron():
+        copies = offload._Copies(torch.device("cpu"))
+        for sizes in ((64, 200, 1), (1, 64, 200, 700), (5,)):  # the part grows, and shrinks
+            tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+            wanted, storages = [t.clone() for t in tensors], [(t.untyped_storage(), len(t)) for t in tensors]
+            copies.take("optimizer", storages, keep=True)
+            assert [storage.nbytes() for storage, _ in storages] == [0] * len(sizes)
+            assert max(map(len, copies._host["optimizer"])) <= 64
+            copies.give("optimizer", storages, keep=True)
+            assert all(map(torch.equal, tensors, wanted))
+        copies.take("gradients", storages, keep=False)
+        copies.give("gradients", storages, keep=False)
+        assert tensors[0].tolist() == [0] * 5 and "gradients" not in copies._host
+
+
+def test_the_hybrid_optimizer_is_megatrons_and_needs_a_gpu():
+    """Its masters would stay on the GPU without the precision-aware path."""
+    from megarl.config.schema import OptimizerConfig
+    from megarl.megatron.optimizer import build_optimizer, megatron_config
+
+    config = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    megatron = megatron_config(config, bf16=True)
+    assert (megatron.optimizer_cpu_offload, megatron.optimizer_offload_fraction) == (True, 0.5)
+    assert megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert not megatron_config(OptimizerConfig(), bf16=True).use_precision_aware_optimizer
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="--optimizer-cpu-offload: needs a GPU"):
+            build_optimizer(config, None, None, bf16=True)
