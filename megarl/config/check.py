@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
 from megarl.config.check_rewards import reward_findings
@@ -68,7 +69,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _batch, _optimizer, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
+    rules = [_placement, _megatron, _batch, _optimizer, _offload, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
@@ -169,6 +170,11 @@ def _optimizer(job: _Job) -> Iterator[str]:
                "--reward auto, which then counts in training too, or leave it out.")  # fmt: skip
     if run.eval_interval and not job.config.data.eval_data:
         yield f"--eval-interval ({run.eval_interval}): needs --eval-data. Leave it out, or name held-out files."
+
+
+def _offload(job: _Job) -> Iterator[str]:
+    engine = engine_mode(job.config, job.world_size) if job.uses_rollout and all(job.ranks.values()) else None
+    yield from dict.fromkeys(offload_findings(job.config, list(job.megatron_roles()), engine))
 
 
 def _evaluation(job: _Job) -> Iterator[str]:

@@ -12,6 +12,8 @@ from typing import Literal
 from megarl.config.errors import require
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+OFFLOAD_PARTS = ("parameters", "gradients", "optimizer")
+"""In the order in which an update uses them."""
 TRANSPORTS = ("auto", "direct", "shared-memory", "cuda-ipc", "messages")
 
 
@@ -61,6 +63,9 @@ class ParallelConfig:
     """With full recompute: layers per recomputed block."""
     recompute_modules: tuple[str, ...] | None = None
     """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
+    offload: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ()
+    """What is in host memory while the device works for others: the parameters, the gradients (they are freed), the optimizer state with
+    its fp32 master weights. A frozen model has parameters only."""
 
     def __post_init__(self) -> None:
         require(
@@ -175,6 +180,11 @@ class OptimizerConfig:
     """Shard Adam's states and the master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
+    optimizer_cpu_offload: bool = False
+    """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
+    and --use-distributed-optimizer. To have them there between updates only: --offload optimizer."""
+    optimizer_offload_fraction: float = 1.0
+    """With --optimizer-cpu-offload: share of the parameters whose states are in host memory."""
 
     def __post_init__(self) -> None:
         require(
@@ -188,7 +198,9 @@ class OptimizerConfig:
                 "adam_beta1": 0,
                 "adam_beta2": 0,
                 "clip_grad": 0,
+                "optimizer_offload_fraction": 0,
             },
+            at_most={"optimizer_offload_fraction": 1},
             above={"adam_eps": 0},
             below={"adam_beta1": 1, "adam_beta2": 1},
         )

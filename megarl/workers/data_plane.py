@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megarl.batch import Batch
 from megarl.packing import MiniBatch
+from megarl.workers.residence import Residence
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Layout:
 
 @dataclass
 class DataPlane:
+    residence: Residence = field(default_factory=Residence)
     rollouts: dict[str, Rollouts] = field(default_factory=dict)
     """By purpose: 'train' and 'eval'."""
     shares: dict[str, Share] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from megarl.reshard.atlas import Atlas
 from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.megatron_role import megatron_atlases
+from megarl.workers.residence import needs
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
@@ -35,6 +36,7 @@ class RolloutRole:
         self.engine: Engine | None = None
         """None on a rank whose device an out-of-process engine uses, but for the engine's first rank."""
 
+    @needs("parameters", of="actor")
     def setup(self) -> None:
         """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
         config = self.config
@@ -70,6 +72,7 @@ class RolloutRole:
         ranks = self.mesh.peers(self.rank, "tp")
         return ranks if self.mode == "in-process" else ranks[:1]
 
+    @needs("parameters", of="actor")
     def sync(self, version: int) -> dict[str, float]:
         """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and over those actor ranks
         that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
@@ -79,6 +82,7 @@ class RolloutRole:
             self.actor.send_weights_to(self.mesh, version)
         return {}
 
+    @needs()
     def generate(self, purpose: str, rows: Sequence[int], step: int, greedy: bool = False) -> list[Sample]:
         """Sample responses to these dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
 
