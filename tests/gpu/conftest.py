@@ -21,7 +21,7 @@ def kernels(request, monkeypatch) -> str:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if _interprets():
-        pytest.fail("Triton was imported to interpret, so these tests would not run on the GPU: leave out TRITON_INTERPRET and MEGARL_KERNELS")
+        pytest.fail("Triton was imported to interpret, so nothing here would run on the GPU: unset TRITON_INTERPRET and MEGARL_KERNELS")
     monkeypatch.setenv("MEGARL_KERNELS", "triton")
     source = sys.modules[request.function.__module__]
     for name, value in list(vars(source).items()):

@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(CASES), help=f"some of {', '.join(CASES)}")
     parser.add_argument("--repeats", type=int, default=30 if CUDA else 5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--limit", type=int, default=90, help="seconds for a contender's first run, compilation included; then it is missing")
+    parser.add_argument("--limit", type=int, default=90, help="seconds for a contender's first run, with compilation; else it is missing")
     parser.add_argument("--small", action="store_true", help="sizes that finish in seconds, to see that everything runs")
     arguments = parser.parse_args()
     if unknown := set(arguments.only.split(",")) - set(CASES):
@@ -81,8 +81,8 @@ def describe(threads: int) -> dict:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     device = torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine()
-    return {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit.stdout.strip() or "unknown", "command": sys.argv[1:], "device": device,
-            "cpu": cpu_name(), "threads": threads, "versions": versions, "load_before": os.getloadavg()[0]}  # fmt: skip
+    return {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit.stdout.strip() or "unknown", "command": sys.argv[1:],
+            "device": device, "cpu": cpu_name(), "threads": threads, "versions": versions, "load_before": os.getloadavg()[0]}  # fmt: skip
 
 
 def cpu_name() -> str:

@@ -117,9 +117,8 @@ class Head:
         """Its mean over all tokens; it walks over sequences, which have no padding here. Its log-probs stay inside."""
         module = importlib.import_module("liger_kernel.chunked_loss")
         shape = (-1, self.tokens_per_sequence)
-        head = module.LigerFusedLinearGRPOLoss(
-            beta=0.0, compiled=CUDA, use_ref_model=False, epsilon_low=CLIPS["clip_eps_low"], epsilon_high=CLIPS["clip_eps_high"], loss_type="bnpo"
-        )
+        clips = dict(epsilon_low=CLIPS["clip_eps_low"], epsilon_high=CLIPS["clip_eps_high"])
+        head = module.LigerFusedLinearGRPOLoss(beta=0.0, compiled=CUDA, use_ref_model=False, loss_type="bnpo", **clips)
         targets, advantages = self.targets.view(shape), self.advantages.view(shape)
         value, _ = head(self.hidden.view(*targets.shape, -1), self.weight, targets, torch.ones_like(advantages), advantages[:, 0],
                         old_per_token_logps=self.old.view(shape))  # fmt: skip
