@@ -44,8 +44,8 @@ def main() -> int:
         report["extra_bytes"][way] = dict(zip(arguments.tokens, extra))
         growth = (extra[-1] - extra[0]) / (arguments.tokens[-1] - arguments.tokens[0]) if len(extra) > 1 else float("nan")
         print(f"  {way:10}" + "".join(f"{size / 2**20:9.1f}" for size in extra) + f"   {growth:9.0f} bytes per token", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
