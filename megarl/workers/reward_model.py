@@ -26,6 +26,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
 from megarl.workers.data_plane import DataPlane
+from megarl.workers.residence import needs
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -57,6 +58,7 @@ class RewardModelRole:
         if self.retokenizes:
             self.dataset = PromptDataset.load(self.config.data.train_data, prompt_key=self.config.data.prompt_key)
 
+    @needs("parameters")
     def score(self, rows: Mapping[int, int], num_logged: int | None = None) -> Records:
         """This model's unweighted scores of the samples that this rank reports on: sample_id, and score (None: failed, with the
         failure in words). Judges say of the first num_logged samples (default: --num-rollouts-to-log) also what they answered.
@@ -100,6 +102,8 @@ class RewardModelRole:
         self.value_model = ValueModel(shape, self.mesh, config.model, parallel, None, config.batch.train_iters, config.transformer)
         load_hf(self.spec.path, megatron_atlases(shape, self.mesh, parallel)[self.rank], self.value_model.parameters, shape)
         self.value_model.parameters_changed()
+        self.value_model.memory.owner = self.name
+        self.plane.residence.add(self.name, self.value_model.memory, parallel.offload)
         self._choose_ids(classifier.load_tokenizer(self.spec.path))
         self.max_length = shape.max_position_embeddings
 

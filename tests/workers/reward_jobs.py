@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 from megarl.algorithms import REGISTRY
 from megarl.batch import Batch
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RewardModelConfig, RunConfig, SamplingConfig, TrainConfig
 from megarl.data.sums_model import EOS_ID
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.workers.data_plane import DataPlane, Share
 
 QUESTIONS, RESPONSES = ["1+2 ?", "4+5-1 ?"], ["3", "it is 8", "no idea", "so " + 30 * "0 and " + "9"]
 SAMPLE_IDS = [11, 5, 8, 2]
@@ -37,7 +37,7 @@ def ids_of_step(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]
     return prompts, [[*ids, EOS_ID] for ids in tokenizer.encode_responses(RESPONSES)]
 
 
-def plane(folder: Path) -> SimpleNamespace:
+def plane(folder: Path) -> DataPlane:
     """A data plane with the step as the share of role reward_model."""
     batch = Batch.from_samples(SAMPLE_IDS, *ids_of_step(load_tokenizer(folder / "actor")))
-    return SimpleNamespace(shares={"reward_model": SimpleNamespace(batch=batch, mini_batches=[])})
+    return DataPlane(shares={"reward_model": Share(batch, mini_batches=[])})
