@@ -113,16 +113,17 @@ class Scheduler:
         if self._plan is None or self._plan.flow is not flow:
             self._plan = Plan(flow, self._meshes, self._host.driver_columns)
         self._results = {}
-        step = self._step = FlowStep(self._plan, {node.name for node in flow.nodes if self._host.skips(node)})
+        step = FlowStep(self._plan, {node.name for node in flow.nodes if self._host.skips(node)})
         while True:
             while self._issue_one(step):
                 pass
             if step.is_over():
+                self._step = step
                 return self._results
             self._wait()
 
     def close(self) -> None:
-        """Wait for all that is in flight, in the background too. Raises like `run`."""
+        """Wait for all that is in flight, in the background too. For the end of a job that did not fail. Raises like `run`."""
         self._end_the_step_before()
         while any(call.ranks for call in self._in_flight):
             self._wait()
@@ -134,10 +135,10 @@ class Scheduler:
         self._end_functions()
         for call in [call for call in self._in_flight if call.ranks and call.future.done()]:
             self._end(call)
-        while self._step is not None and self._step.has_unissued():
-            if not self._issue_one(self._step, at_any_price=True):
+        step, self._step = self._step, None
+        while step is not None and step.has_unissued():
+            if not self._issue_one(step, at_any_price=True):
                 self._wait()
-        self._step = None
 
     def _issue_one(self, step: FlowStep, at_any_price: bool = False) -> bool:
         """Issue the first candidate that may be. False: there is none."""
@@ -196,7 +197,7 @@ class Scheduler:
             for call in [call for call in self._in_flight if id(call.future) in done]:
                 self._end(call)
         else:
-            assert self._in_flight, f"nothing is in flight, and yet there is work left: {self._step.plan.nodes.keys() - self._step.issued}"
+            assert self._in_flight, "nothing is in flight, and yet there is work left"
             self._in_flight[0].future.wait()
             self._end_functions()
 

@@ -236,7 +236,8 @@ def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
         suffix = kind_and_suffix(node.role)[1]
         own = [name for name in names if suffix and kind_and_suffix(name)[1] == suffix]
         plain = [name for name in names if name == column.rstrip("?")]
-        return (own or plain or names)[:1] or ([] if column.endswith("?") else [column])
+        elsewhere = f":*{lineage(node)}" if any(name == column for _, _, name in written) else ""  # by another lineage
+        return (own or plain or names)[:1] or ([] if column.endswith("?") else [column + elsewhere])
 
     for node in declared:
         written += [(lineage(node), column, written_name(node, column)) for column in node.writes or ()]

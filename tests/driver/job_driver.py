@@ -7,10 +7,14 @@ import signal
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from megarl.driver.executor import Executor, RemoteError
+from megarl.driver.scheduler import Scheduler
 from megarl.driver.torchrun import run_driver
+from megarl.flow import Flow, Node
 
 CALL_TIMEOUT_S, LATE_S = 60.0, 2.0
 RANKS = {"actor": [0, 1], "left": [0], "right": [1]}
@@ -136,6 +140,94 @@ def mark_time(folder: Path) -> None:
 def refuses(executor, folder: Path) -> None:
     """The user's mistake, found before the first call."""
     raise ValueError("train_iters (0) must be at least 1.")
+
+
+class FlowHost:
+    """Arguments by node name; nothing to move."""
+
+    driver_columns = ("value",)
+
+    def __init__(self, arguments: dict[str, tuple], skipped: tuple[str, ...] = ()):
+        self.by_node, self.skipped = arguments, skipped
+
+    def skips(self, node) -> bool:
+        return node.name in self.skipped
+
+    def arguments(self, node, results) -> tuple[tuple, dict]:
+        return self.by_node.get(node.name, ()), {}
+
+    def move(self, columns, source_role, node) -> None:
+        return None
+
+    def finished(self, node, values) -> None:
+        pass
+
+
+def flow_of(*calls: str) -> Flow:
+    """"right.sleep: a > b" is a node that reads a and writes b."""
+    nodes = []
+    for call in calls:
+        name, columns = call.split(":")
+        reads, writes = ([c.strip() for c in part.split(",") if c.strip()] for part in columns.split(">"))
+        role, method, *own_name = name.split(".")
+        nodes.append(Node(role=role, method=method, reads=reads, writes=writes, name=f"{role}.{own_name[0]}" if own_name else ""))
+    return Flow(nodes)
+
+
+def flows(executor, folder: Path) -> None:
+    """What the scheduler does with real ranks; then a node of a flow fails."""
+    executor.call("actor", "setup").result()
+    meshes = {role: SimpleNamespace(ranks=tuple(ranks)) for role, ranks in RANKS.items()}
+    seen = {}
+
+    def timed(flow: Flow, host: FlowHost) -> tuple[float, Scheduler, dict]:
+        scheduler, start = Scheduler(executor, meshes, host), time.monotonic()
+        results = scheduler.run(flow)
+        for result in results.values():
+            if not result._call.node.background:
+                result.result()
+        return time.monotonic() - start, scheduler, results
+
+    one_second = {"left.sleep": (1.0,), "right.sleep": (1.0,)}
+    seen["overlap_run_s"], scheduler, _ = timed(flow_of("left.sleep:>", "right.sleep:>"), FlowHost(one_second))
+    seen["overlap_s"] = scheduler.timeline.overlap_s("left.sleep", "right.sleep")
+
+    flow = flow_of("left.sleep:>", "right.sleep.first:>value", "actor.sleep:value>", "right.sleep.second:value>")
+    lengths = {"left.sleep": (0.4,), "right.first": (0.1,), "right.second": (0.1,), "actor.sleep": (0.1,)}
+    _, scheduler, _ = timed(flow, FlowHost(lengths))
+    records = sorted(scheduler.timeline.records, key=lambda record: record.started)
+    seen["order"] = {rank: [record.name for record in records if rank in record.ranks] for rank in (0, 1)}
+
+    flow = flow_of("left.echo:>a", "left.note:a>", "right.sleep:a>")
+    flow = Flow(replace(node, background=node.role == "right") for node in flow.nodes)
+    seen["background_run_s"], scheduler, _ = timed(flow, FlowHost({"left.note": (1,), "right.sleep": (0.5,)}))
+    start = time.monotonic()
+    scheduler.close()
+    seen["closed_s"] = time.monotonic() - start
+
+    flow = flow_of("left.echo:>a", "right.echo:a>b", "actor.echo:b>")
+    _, _, results = timed(flow, FlowHost({}, skipped=("right.echo",)))
+    seen["skipped"] = [node.name for node in flow.nodes if node.name not in results]
+    seen["subset"] = executor.call_on([1], "actor", "echo", "only rank 1").result()
+
+    flow = flow_of("left.echo.0:>c0", *(f"{('left', 'right', 'actor')[i % 3]}.echo.{i}:c{i - 1}>c{i}" for i in range(1, 10)))
+    scheduler, per_step, by_hand = Scheduler(executor, meshes, FlowHost({})), [], []
+    for _ in range(100):
+        start = time.perf_counter()
+        scheduler.run(flow)
+        scheduler.close()
+        per_step.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for node, before in zip(flow.nodes, (None, *flow.nodes)):
+            if before is not None and not {*RANKS[node.role]} <= {*RANKS[before.role]}:
+                last.result()  # it reads what other ranks write
+            last = executor.call(node.role, "echo")
+        last.result()
+        by_hand.append(time.perf_counter() - start)
+    seen["per_step_ms"], seen["by_hand_ms"] = (statistics.median(times) * 1e3 for times in (per_step, by_hand))
+    (folder / "seen.json").write_text(json.dumps(seen))
+    executor.step = 7
+    timed(flow_of("left.echo:>a", "actor.update:a>"), FlowHost({"actor.update": (1,)}))
 
 
 def waits(executor, folder: Path) -> None:
