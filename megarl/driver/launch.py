@@ -45,8 +45,15 @@ def _report_kills(exit_codes: dict[int, int]) -> int:
     A rank that found its own job impossible to start exits with 2, as the driver does; that is kept.
     """
     for rank, code in sorted(exit_codes.items()):
-        if code == -signal.SIGKILL:
-            logger.error("[rank %d] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).", rank)
-        elif code < 0 and code != -signal.SIGTERM:
-            logger.error("[rank %d] died of %s.", rank, signal.Signals(-code).name)
+        if cause := cause_of_death(rank, code):
+            logger.error(cause)
     return 2 if 2 in exit_codes.values() else 1
+
+
+def cause_of_death(rank: int, code: int) -> str | None:
+    """What is to say of a rank's exit code: nothing if it ended by itself, or by the signal that ends the others after the first."""
+    if code == -signal.SIGKILL:
+        return f"[rank {rank}] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+    if code < 0 and code != -signal.SIGTERM:
+        return f"[rank {rank}] died of {signal.Signals(-code).name}."
+    return None

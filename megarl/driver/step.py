@@ -8,7 +8,7 @@ Numbers and ids only, no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.algorithms.kl_controller import MEASURED_KL
@@ -23,19 +23,48 @@ from megarl.packing import Sample, plan_mini_batches
 
 
 @dataclass
-class _Step:
-    """What the driver knows of the step that is running."""
+class RolloutBatch:
+    """What the driver knows of the step that is running. The tokens are on the ranks.
 
-    number: int
+    Example: sample 0's reward less a little for its length, before the advantages are computed:
+        batch.rewards[0] -= 0.01 * batch.response_lengths[0]
+    """
+
+    step: int
     rows: list[int]
+    """Of the data set, one per prompt."""
+    num_samples_per_prompt: int
     samples: list[Sample] = field(default_factory=list)
+    """By sample id: num_samples_per_prompt of the first row, then of the second, ..."""
     rewards: dict[int, float | None] = field(default_factory=dict)
-    """By sample id. None: it failed."""
+    """By sample id. None: it failed. What it holds when the advantages are computed is what counts."""
+    texts: dict[int, dict[str, object]] = field(default_factory=dict)
+    """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of all)."""
     moved: list[Future] = field(default_factory=list)
 
     @property
     def sample_ids(self) -> list[int]:
         return [s.sample_id for s in self.samples]
+
+    @property
+    def group_ids(self) -> list[int]:
+        """Which of `rows` each sample answers, in the order of sample_ids."""
+        return [s.sample_id // self.num_samples_per_prompt for s in self.samples]
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens of prompt and response, by sample id."""
+        return {s.sample_id: s.length for s in self.samples}
+
+    @property
+    def response_lengths(self) -> dict[int, int]:
+        """Tokens of the response, by sample id."""
+        return {s.sample_id: s.response_length for s in self.samples}
+
+    def __repr__(self) -> str:
+        scored = [r for r in self.rewards.values() if r is not None]
+        mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
+        return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
 
 
 class StepHost:
@@ -49,10 +78,11 @@ class StepHost:
         self.share_of = share_keys(job.meshes)
         self.shares = list(dict.fromkeys(self.share_of[role] for role in megatron_roles(job.config, job.meshes)))
         self.kl = job.config.algorithm.build_kl_controller()
-        self.step = _Step(0, [])
+        self.step = RolloutBatch(0, [], self.config.batch.num_samples_per_prompt)
 
-    def begin(self, number: int, rows: list[int]) -> None:
-        self.step = _Step(number, rows)
+    def begin(self, number: int, rows: list[int]) -> RolloutBatch:
+        self.step = RolloutBatch(number, rows, self.config.batch.num_samples_per_prompt)
+        return self.step
 
     # Asked by the scheduler.
 
@@ -61,23 +91,22 @@ class StepHost:
         step = self.step
         kind = node.role.partition("_model")[0] if node.role.startswith("reward_model") else node.role
         if (kind, node.method) == ("rollout", "generate"):
-            return ("train", step.rows, step.number), {}
+            return ("train", step.rows, step.step), {}
         if (kind, node.method) == ("reward", "score"):
             return ("train",), {}
         if node.method == "advantages":
-            groups = [s // self.config.batch.num_samples_per_prompt for s in step.sample_ids]
-            return (step.sample_ids, groups, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
+            return (step.sample_ids, step.group_ids, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
         if (kind, node.method) == ("actor", "update"):
             self.job.check_gate(results["actor.log_probs"])
             return (self.kl.coef,), {}
         if (kind, node.method) == ("rollout", "sync"):
-            send_weights(self.job.executor, self.job.meshes, step.number)
-            return (step.number,), {}
+            send_weights(self.job.executor, self.job.meshes, step.step)
+            return (step.step,), {}
         return (), {}
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
-        warming_up = self.step.number <= getattr(self.config.algorithm, "critic_warmup_iters", 0)
+        warming_up = self.step.step <= getattr(self.config.algorithm, "critic_warmup_iters", 0)
         return warming_up and (node.role, node.method) in (("actor", "update"), ("rollout", "sync"))
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
@@ -105,34 +134,47 @@ class StepHost:
             mesh = job.meshes[share]
             homes = {s.sample_id: mesh.coordinates(s.holders[0])["dp"] for s in samples if s.holders[0] in mesh.ranks}
             mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
-                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.step.number}")
+                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.step.step}")
             self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
     def _take_rewards(self, per_rank: list[list[dict]]) -> None:
         records = {r["sample_id"]: r for rank in per_rank for r in rank}
-        self.job.run.write_rollouts([r for r in records.values() if "response" in r])
+        self.step.texts = {sample: record for sample, record in records.items() if "response" in record}
+        self.job.run.write_rollouts(self.step.texts.values())
         self.step.rewards = {sample: record["reward"] for sample, record in records.items()}
 
     # At the end of the step.
 
-    def finish(self, results: Mapping[str, Future]) -> None:
-        """Read the step's results and record them, then judge them. Raises GateError if trainer and engine have drifted apart."""
+    def finish(self, results: Mapping[str, Future]) -> dict[str, float]:
+        """Record the step: what the nodes report, and what the driver knows. Returns it. Raises as `record`."""
+        return self.record([future for name, future in results.items() if name.rpartition(".")[2] in REPORTING])
+
+    def record(self, reports: Iterable[Future]) -> dict[str, float]:
+        """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and engine have drifted apart."""
         job, step = self.job, self.step
-        metrics = combine(rank for name, future in results.items() if name.split(".")[1] in REPORTING for rank in future.result())
+        metrics = combine(rank for future in reports for rank in future.result())
         metrics |= combine(rank for future in step.moved for rank in future.result())
         if MEASURED_KL in metrics:
             self.kl.update(metrics[MEASURED_KL], len(step.samples))
-        lengths = [s.response_length for s in step.samples]
-        scored = [r for r in step.rewards.values() if r is not None]
         tokens = sum(s.length for s in step.samples)
-        metrics |= {
-            "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
-            "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
-            "response/truncated": sum(s.truncated for s in step.samples) / len(step.samples),
-            **phase_times(job.executor.take_seconds()), "batch/tokens": tokens, "sync/version": step.number,
-        }  # fmt: skip
-        job.run.finish_step(step.number, metrics, tokens)
-        job.check_mismatch(metrics)
+        metrics |= _of_samples(step) | phase_times(job.executor.take_seconds()) | {"batch/tokens": tokens, "sync/version": step.step}
+        job.run.finish_step(step.step, metrics, tokens)
+        if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
+            job.check_mismatch(metrics)
+        return metrics
+
+
+def _of_samples(step: RolloutBatch) -> dict[str, float]:
+    """Metrics of a step that the driver makes itself; {} of a step that sampled nothing."""
+    lengths = [s.response_length for s in step.samples]
+    scored = [r for r in step.rewards.values() if r is not None]
+    if not lengths:
+        return {}
+    return {
+        "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
+        "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
+        "response/truncated": sum(s.truncated for s in step.samples) / len(lengths),
+    }  # fmt: skip
 
 
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
