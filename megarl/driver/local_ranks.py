@@ -1,7 +1,7 @@
 """Ranks that this process starts and ends itself, for a loop of one's own: the process that runs it is the driver.
 
     this process     holds the store, runs the loop; no torchrun, no driver beside rank 0
-      |-- rank 0     python -m megarl.train @resolved.args, in a session of its own: Ctrl-C reaches this process alone, which ends them
+      |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process alone, which ends them
       `-- rank 1 ...
 
 To the ranks this process is what torchrun's agent is to others: they find its store and their place in the same variables. They end
@@ -10,22 +10,16 @@ with it, however it ends (`end_with_parent`)."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.loader import write_args
-from megarl.config.mesh import hosting_ranks
-from megarl.config.schema import TrainConfig
 from megarl.driver.launch import cause_of_death
 from megarl.driver.torchrun import DRIVER_PID, without_rank
 from megarl.workers.process import store_prefix
@@ -35,42 +29,45 @@ if TYPE_CHECKING:
 
     from megarl.driver.store_executor import StoreExecutor
 
-logger = logging.getLogger(__name__)
 _EXIT_S, _TERM_S, _KILL_S, _CHILDREN_S = 30.0, 3.0, 10.0, 2.0
 
 
 @contextlib.contextmanager
-def local_ranks(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
+def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, call_timeout_s: float,
+                module: str = "megarl.train") -> Iterator[StoreExecutor]:  # fmt: skip
     """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an exception killed; in both cases
     all of them are gone when this returns.
 
-    A rank that dies without a word is the executor's failure, like one that raises: then the other ranks are ended at once."""
+    A rank that dies without a word is the executor's failure, like one that raises: then the other ranks are ended at once.
+
+    Args:
+        argv, module: a rank is `python -m module argv`.
+        ranks: role -> its ranks.
+        call_timeout_s: as of StoreExecutor.
+    """
     from megarl.driver.store_executor import StoreExecutor
 
-    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        arguments = Path(folder) / "resolved.args"
-        arguments.write_text(write_args(config))
-        ranks, executor = LocalRanks([f"@{arguments}"], world_size), None
-        try:
-            executor = StoreExecutor(hosting_ranks(config, world_size), world_size, config.placement.call_timeout_s, ranks.connect(), ranks.connect())
-            ranks.tell_deaths(executor.fail)
-            yield executor
-            executor.shutdown()
-            ranks.end(_EXIT_S)
-        except BaseException:
-            if executor is not None:
-                executor.abort(1)
-            ranks.end(0.0)
-            raise
+    processes, executor = LocalRanks(argv, world_size, module), None
+    try:
+        executor = StoreExecutor(ranks, world_size, call_timeout_s, processes.connect(), processes.connect())
+        processes.tell_deaths(executor.fail)
+        yield executor
+        executor.shutdown()
+        processes.end(_EXIT_S)
+    except BaseException:
+        if executor is not None:
+            executor.abort(1)
+        processes.end(0.0)
+        raise
 
 
 class LocalRanks:
-    """Processes `python -m megarl.train argv`, one per rank, and the store that they meet at.
+    """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
     may be short-lived."""
 
-    def __init__(self, argv: list[str], world_size: int, module: str = "megarl.train"):
+    def __init__(self, argv: list[str], world_size: int, module: str):
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -15,11 +15,15 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
+from megarl.config.loader import write_args
+from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor
 from megarl.driver.job import Job, open_job
@@ -105,15 +109,22 @@ def _open(config: TrainConfig, progress: bool) -> Iterator[Job]:
             yield job
 
 
-def _executor(config: TrainConfig, world_size: int) -> contextlib.AbstractContextManager[Executor]:
+@contextlib.contextmanager
+def _executor(config: TrainConfig, world_size: int) -> Iterator[Executor]:
     if config.placement.executor == "inline":
         quiet_libraries()
         from megarl.driver.inline import inline_ranks
 
-        return inline_ranks(config)
+        with inline_ranks(config) as executor:
+            yield executor
+        return
     from megarl.driver.local_ranks import local_ranks
 
-    return local_ranks(config, world_size)
+    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
+        arguments = Path(folder) / "job.args"
+        arguments.write_text(write_args(config))
+        with local_ranks([f"@{arguments}"], hosting_ranks(config, world_size), world_size, config.placement.call_timeout_s) as executor:
+            yield executor
 
 
 class _Nowhere(io.TextIOBase):
