@@ -3,13 +3,21 @@ imported only by what trains or evaluates."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megarl
 from megarl.config.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from megarl.config.hf_config import ModelShape
+    from megarl.config.mesh import MeshSpec
+    from megarl.config.schema import TrainConfig
 
 USAGE = """\
 usage: megarl <command> [@file.args ...] [--flag value ...]
@@ -18,6 +26,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   eval       Evaluate a model on --eval-data.
   convert    Convert models: `megarl convert --help`.
   check      Report everything that is wrong with a configuration, without touching a device.
+  graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag
@@ -108,24 +117,48 @@ def check(argv: list[str]) -> int:
 
 def reshard_plan(argv: list[str]) -> int:
     """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only, and no run folder or data."""
-    from megarl.config.check import check_layout
-    from megarl.config.loader import load_config
-    from megarl.config.mesh import role_meshes
     from megarl.reshard.report import parse, report
 
     options, rest = parse(argv)
-    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:  # a file that comes first is overridden by all that follow
-        unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
-        unneeded.flush()
-        config = load_config([f"@{unneeded.name}", *rest], _registry(), "megarl reshard-plan")
-    world_size = options.world_size or config.placement.nproc_per_node
-    shape, meshes = check_layout(config, world_size), role_meshes(config, world_size)
+    config, shape, meshes = _load_layout(rest, "megarl reshard-plan", options.world_size)
     if "rollout" not in meshes:
         raise ConfigError(["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."])
     train = "bfloat16" if config.model.bf16 else "float32"
     rollout = train if config.rollout.dtype == "auto" else config.rollout.dtype
     sys.stdout.write(report(shape, meshes["actor"], meshes["rollout"], train, rollout, config.actor.qkv_layout, options))
     return 0
+
+
+def graph(argv: list[str]) -> int:
+    """Print the flow of one step of a configuration; with --svg draw it too. Needs the model's config.json only."""
+    parser = argparse.ArgumentParser("megarl graph", description=graph.__doc__, allow_abbrev=False)
+    parser.add_argument("--svg", metavar="FILE", help="draw the flow into this file")
+    options, rest = parser.parse_known_args(argv)
+    config, _, meshes = _load_layout(rest, "megarl graph")
+    if not config.algorithm.needs_rollout:
+        raise ConfigError(["--algorithm (sft): has no flow; a step is one update on rows of the data. Try --algorithm grpo."])
+    flow = config.algorithm.flow(meshes)
+    if options.svg is not None:
+        try:
+            Path(options.svg).write_text(flow.svg(meshes))
+        except OSError as error:
+            raise ConfigError([f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a folder that exists."]) from error
+    sys.stdout.write(flow.text(meshes))
+    return 0
+
+
+def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> tuple[TrainConfig, ModelShape, dict[str, MeshSpec]]:
+    """The configuration, the model's shape and the meshes of the roles, without what only a run needs: run folder, data, steps."""
+    from megarl.config.check import check_layout
+    from megarl.config.loader import load_config
+    from megarl.config.mesh import role_meshes
+
+    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:  # a file that comes first is overridden by all that follow
+        unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
+        unneeded.flush()
+        config = load_config([f"@{unneeded.name}", *argv], _registry(), prog)
+    world_size = world_size or config.placement.nproc_per_node
+    return config, check_layout(config, world_size), role_meshes(config, world_size)
 
 
 def _registry() -> dict[str, type]:
@@ -139,6 +172,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "convert": convert,
     "check": check,
+    "graph": graph,
     "reshard-plan": reshard_plan,
 }
 

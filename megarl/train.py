@@ -14,6 +14,8 @@ from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
+from megarl.driver.torchrun import DRIVER_PID
+from megarl.workers.process import keep_checkout_off_path, quiet_libraries
 
 InlineJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
@@ -37,7 +39,7 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
             sys.stderr.write("megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m megarl.train ..., or "
                              "megarl train ..., which does it for you\n")
             return 2
-        if rank == 0:  # torchrun's own count may not suit the job; only here, as others may come when the run has begun
+        if rank == 0 and DRIVER_PID not in os.environ:  # torchrun's own count may not suit the job; others may come when the run has begun
             check_job(config, int(os.environ["WORLD_SIZE"]), new_run)
     except ConfigError as error:
         if rank == 0:
@@ -46,23 +48,17 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
     return work(config, argv, rank, driver)
 
 
-def keep_checkout_off_path() -> None:
-    """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder triton_kernels/ for
-    OpenAI's package of that name."""
-    os.environ["PYTHONSAFEPATH"] = "1"
-    sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p or os.getcwd(), "triton_kernels", ""))
-                   or os.path.basename(p) == "site-packages"]
-
-
 def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) -> int:
-    """Start the driver on rank 0 (it checks the job while this process imports), join the world, serve."""
+    """Start the driver on rank 0, unless it is the driver that started this process (it checks the job while this process imports),
+    join the world, serve."""
     from megarl.driver.torchrun import start_driver
-
-    from megarl.workers.process import end_on_signals, keep_freed_memory, quiet_libraries
+    from megarl.workers.process import end_on_signals, end_with_parent, keep_freed_memory
 
     end_on_signals()
     keep_freed_memory()
-    driver = start_driver(argv, module=driver_module) if rank == 0 else None
+    if driver_pid := os.environ.get(DRIVER_PID):
+        end_with_parent(int(driver_pid))
+    driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
     quiet_libraries()
     from megarl.workers.mailbox import connect
     from megarl.workers.serve import serve
@@ -74,22 +70,18 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
 
 def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool = True) -> int:
     """Driver and the only rank in one process: a debugger stands where the error is."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    from megarl.workers.process import quiet_libraries
-
     quiet_libraries()
     from megarl.driver.__main__ import train_job
-    from megarl.driver.inline import InlineExecutor
+    from megarl.driver.inline import inline_ranks
     from megarl.driver.preflight import read_inputs
+
     try:
         inputs = read_inputs(config, 1, new_run)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    from megarl.workers.worker import build_roles, join_world
-
-    join_world(config.placement.call_timeout_s)
-    (job or train_job)(InlineExecutor(build_roles(config, world_size=1)), config, inputs, 1)
+    with inline_ranks(config) as executor:
+        (job or train_job)(executor, config, inputs, 1)
     return 0
 
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import sys
 
 from megarl.algorithms import REGISTRY
-from megarl.config.loader import load_config, write_args
+from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor
-from megarl.driver.job import Job
+from megarl.driver.job import open_job
 from megarl.driver.loop import train_rl, train_sft
 from megarl.driver.preflight import Inputs, read_inputs
-from megarl.driver.run import Run
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
     """Create the run folder and train."""
-    with Run(config, write_args(config)) as run:
-        job = Job(config, inputs.shape, executor, run, inputs.train, inputs.evaluation, world_size)
+    with open_job(executor, config, inputs, world_size) as job:
         (train_rl if config.algorithm.needs_rollout else train_sft)(job)
-        if rollout := job.role("rollout"):
-            rollout.shut_down().result()
 
 
 def main(argv: list[str]) -> int:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from megarl.config.schema import TrainConfig
 from megarl.driver.executor import RemoteError, RoleHandle, check_role, check_some, check_subset
 from megarl.workers.mailbox import Failure
+from megarl.workers.process import keep_checkout_off_path
+
+
+@contextlib.contextmanager
+def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
+    """The executor over the roles of a world of one rank, which is this process."""
+    keep_checkout_off_path()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    from megarl.workers.worker import build_roles, join_world
+
+    join_world(config.placement.call_timeout_s)
+    executor = InlineExecutor(build_roles(config, world_size=1))
+    yield executor
+    executor.shutdown()
 
 
 class InlineFuture:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.loader import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
@@ -14,12 +16,24 @@ from megarl.driver.evaluate import held_out_accuracy
 from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.gate import GateError, gate_finding
 from megarl.driver.metrics import phase_times
+from megarl.driver.preflight import Inputs
+from megarl.driver.progress import Progress
 from megarl.driver.run import Run
 from megarl.driver.weights import sync_weights
 from megarl.metrics import combine
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def open_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int, progress: Progress | None = None) -> Iterator[Job]:
+    """Create the run folder; close it and stop the engines after the last call. `progress`: as of `Run`."""
+    with Run(config, write_args(config), progress) as run:
+        job = Job(config, inputs.shape, executor, run, inputs.train, inputs.evaluation, world_size)
+        yield job
+        if rollout := job.role("rollout"):
+            rollout.shut_down().result()
 
 
 class Job:
@@ -46,10 +60,15 @@ class Job:
         """Bring the actor's weights into the engines as `version`."""
         return sync_weights(self.executor, self.meshes, version)
 
+    def begin_step(self, step: int) -> None:
+        """From here on calls, errors and times are this step's."""
+        self.executor.step = step
+        self.executor.take_seconds()
+        self.run.begin_step(step)
+
     def steps(self) -> Iterator[int]:
         for step in range(1, self.config.batch.train_iters + 1):
-            self.executor.step = step
-            self.run.begin_step(step)
+            self.begin_step(step)
             yield step
 
     def plan_rows(self, rows: list[int], lengths: list[tuple[int, int]]) -> list[MiniBatch]:
@@ -76,20 +95,24 @@ class Job:
         self.run.finish_step(step, metrics, sum(lengths[row][0] for row in rows))
         return metrics
 
-    def evaluate(self, step: int) -> None:
-        """Held-out accuracy by sampling at --temperature and greedily: before the first step, every --eval-interval, after the last."""
+    def evaluate_if_due(self, step: int) -> None:
+        """Before the first step, every --eval-interval, after the last."""
         interval = self.config.run.eval_interval
-        if not self.eval_rows or not interval or (step % interval and step != self.config.batch.train_iters):
-            return
+        if self.eval_rows and interval and (step % interval == 0 or step == self.config.batch.train_iters):
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data."""
+        if not self.eval_rows:
+            raise ValueError("--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.")
         scores, answers = held_out_accuracy(self.role("rollout"), self.role("reward"), self.eval_rows, step)
         for name, answer in answers.items():
             self.run.keep_answer(step, name, answer)
         self.run.record_evaluation(step, scores)
-        self.executor.take_seconds()  # evaluation is not part of the next step
+        return scores
 
     def export(self, step: int, last: bool = False) -> None:
         """Write hf/ every --save-interval steps and at the end."""
         interval = self.config.run.save_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
             self.role("actor").export_hf(str(self.run.folder / "hf")).result()
-            self.executor.take_seconds()  # nor is the export

@@ -48,10 +48,17 @@ def _report_kills(exit_codes: dict[int, int], ranks_of: Mapping[str, Sequence[in
     A rank that found its own job impossible to start exits with 2, as the driver does; that is kept.
     """
     for rank, code in sorted(exit_codes.items()):
-        roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks)
-        who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
-        if code == -signal.SIGKILL:
-            logger.error("%s was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).", who)
-        elif code < 0 and code != -signal.SIGTERM:
-            logger.error("%s died of %s.", who, signal.Signals(-code).name)
+        if cause := cause_of_death(rank, code, ranks_of):
+            logger.error(cause)
     return 2 if 2 in exit_codes.values() else 1
+
+
+def cause_of_death(rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]) -> str | None:
+    """What is to say of a rank's exit code: nothing if it ended by itself, or by the signal that ends the others after the first."""
+    roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks)
+    who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
+    if code == -signal.SIGKILL:
+        return f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+    if code < 0 and code != -signal.SIGTERM:
+        return f"{who} died of {signal.Signals(-code).name}."
+    return None

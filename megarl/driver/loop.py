@@ -2,32 +2,26 @@
 
     prompts -> rollout -> rewards -> log-probs, values -> advantages -> update -> new weights into the engine -> again
 
-What depends on what within a step is the algorithm's to say (`flow` in megarl/algorithms); the scheduler runs it."""
+What depends on what within a step is the algorithm's to say (`flow` in megarl/algorithms); the scheduler runs it. A loop of one's own
+looks like train_rl: see docs/python_api.md."""
 
 from __future__ import annotations
 
 from megarl.driver.job import Job
-from megarl.driver.scheduler import Scheduler
-from megarl.driver.step import StepHost
+from megarl.driver.training import Training
 
 
 def train_rl(job: Job) -> None:
     """PPO, GRPO and their relatives."""
-    flow = job.config.algorithm.flow(job.meshes)  # what depends on what in a step
-    host = StepHost(job)
-    scheduler = Scheduler(job.executor, job.meshes, host)
-    flow.validate(job.meshes)
-    job.set_up()
-    job.sync(version=0).result()
-    job.evaluate(step=0)
-    for step in job.steps():
-        host.begin(step, rows=job.cursor.next_rows(job.config.batch.num_prompts))
-        results = scheduler.run(flow)
-        host.finish(results)
-        job.evaluate(step)
+    training = Training(job)
+    training.set_up()
+    job.evaluate_if_due(step=0)
+    for step in training.steps():
+        batch = training.rollout()
+        training.update(batch)
+        job.evaluate_if_due(step)
         job.export(step)
-    scheduler.close()
-    scheduler.timeline.write(job.run.folder / "timeline.json")
+    training.wait()
 
 
 def train_sft(job: Job) -> None:

@@ -98,29 +98,37 @@ class Scheduler:
         self.timeline = Timeline()
         self._executor, self._meshes, self._host = executor, meshes, host
         self._plan: Plan | None = None
-        self._step: FlowStep | None = None
+        self._running: FlowStep | None = None  # a step until its path is over
+        self._step: FlowStep | None = None  # from then on, for what is left in the background
         self._results: dict[str, NodeResult] = {}
         self._in_flight: list[_Call] = []
         self._newest: dict[int, _Call] = {}  # of those in flight on each rank
         self._background = BackgroundThread()
 
-    def run(self, flow: Flow) -> dict[str, NodeResult]:
-        """One step. Returns the results of all nodes that were issued, by name; those that no other reads may still be running.
+    def run(self, flow: Flow, until: Collection[str] | None = None) -> dict[str, NodeResult]:
+        """One step, or its part until these nodes have ended; others that were ready may have been issued by then. `resume` goes on.
 
+        Returns the results of all nodes that were issued, by name; those that no other reads may still be running.
         Raises: FlowError before the first call if the flow is wrong; the first error of any rank; RuntimeError that names the node
         if a function of the driver fails, here or in the background since the last step."""
         self._end_the_step_before()
         if self._plan is None or self._plan.flow is not flow:
             self._plan = Plan(flow, self._meshes, self._host.driver_columns)
         self._results = {}
-        step = FlowStep(self._plan, {node.name for node in flow.nodes if self._host.skips(node)})
-        while True:
-            while self._issue_one(step):
-                pass
-            if step.is_over():
-                self._step = step
-                return self._results
+        self._running = FlowStep(self._plan, {node.name for node in flow.nodes if self._host.skips(node)})
+        return self.resume(until)
+
+    def resume(self, until: Collection[str] | None = None) -> dict[str, NodeResult]:
+        """Go on with a step of which `run` did a part; without this the next `run` drops the rest of it. Returns and raises like `run`."""
+        step = self._running
+        while until is None or not step.ended.issuperset(until):
+            if self._issue_one(step):
+                continue
+            if until is None and step.is_over():
+                self._step, self._running = step, None
+                break
             self._wait()
+        return self._results
 
     def close(self) -> None:
         """Wait for all that is in flight, in the background too. For the end of a job that did not fail. Raises like `run`."""

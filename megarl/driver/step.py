@@ -8,7 +8,7 @@ Numbers and ids only, no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.algorithms.kl_controller import MEASURED_KL
@@ -25,19 +25,50 @@ from megarl.rewards.combine import combine_rewards
 
 
 @dataclass
-class _Step:
-    """What the driver knows of the step that is running."""
+class RolloutBatch:
+    """What the driver knows of the step that is running. The tokens are on the ranks.
 
-    number: int
+    Example: sample 0's reward less a little for its length, before the advantages are computed:
+        batch.rewards[0] -= 0.01 * batch.response_lengths[0]
+    """
+
+    step: int
     rows: list[int]
+    """Of the data set, one per prompt."""
+    num_samples_per_prompt: int
     samples: list[Sample] = field(default_factory=list)
+    """By sample id: num_samples_per_prompt of the first row, then of the second, ..."""
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    """By sample id. None: it failed. What it holds when the advantages are computed is what counts."""
+    texts: dict[int, dict[str, object]] = field(default_factory=dict)
+    """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of all)."""
     records: dict[str, dict[int, dict]] = field(default_factory=dict)
-    """Role that scored -> sample id -> what it says of the sample."""
+    """Role that scored -> sample id -> what it said of the sample."""
     moved: list[Future] = field(default_factory=list)
 
     @property
     def sample_ids(self) -> list[int]:
         return [s.sample_id for s in self.samples]
+
+    @property
+    def group_ids(self) -> list[int]:
+        """Which of `rows` each sample answers, in the order of sample_ids."""
+        return [s.sample_id // self.num_samples_per_prompt for s in self.samples]
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens of prompt and response, by sample id."""
+        return {s.sample_id: s.length for s in self.samples}
+
+    @property
+    def response_lengths(self) -> dict[int, int]:
+        """Tokens of the response, by sample id."""
+        return {s.sample_id: s.response_length for s in self.samples}
+
+    def __repr__(self) -> str:
+        scored = [r for r in self.rewards.values() if r is not None]
+        mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
+        return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
 
 
 class StepHost:
@@ -54,10 +85,11 @@ class StepHost:
         """Role that scores -> what its score is multiplied by."""
         self.weight_of |= {model.name: model.weight for model in reward_models(job.config)}
         self.kl = job.config.algorithm.build_kl_controller()
-        self.step = _Step(0, [])
+        self.step = RolloutBatch(0, [], self.config.batch.num_samples_per_prompt)
 
-    def begin(self, number: int, rows: list[int]) -> None:
-        self.step = _Step(number, rows)
+    def begin(self, number: int, rows: list[int]) -> RolloutBatch:
+        self.step = RolloutBatch(number, rows, self.config.batch.num_samples_per_prompt)
+        return self.step
 
     # Asked by the scheduler.
 
@@ -66,37 +98,24 @@ class StepHost:
         step = self.step
         match node.name:
             case "rollout.generate":
-                return ("train", step.rows, step.number), {}
+                return ("train", step.rows, step.step), {}
             case "reward.score":
                 return ("train",), {}
             case "actor.advantages":
-                groups = [self._prompt_of(s) for s in step.sample_ids]
-                return (step.sample_ids, groups, self.rewards(), self.kl.coef), {}
+                return (step.sample_ids, step.group_ids, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
             case "actor.update":
                 self.job.check_gate(results["actor.log_probs"])
                 return (self.kl.coef,), {}
             case "rollout.sync":
-                send_weights(self.job.executor, self.job.meshes, step.number)
-                return (step.number,), {}
-        if node.role in self.weight_of:
-            return ({s: step.rows[self._prompt_of(s)] for s in step.sample_ids},), {}
+                send_weights(self.job.executor, self.job.meshes, step.step)
+                return (step.step,), {}
+        if node.method == "score":  # of a reward model
+            return ({s: step.rows[group] for s, group in zip(step.sample_ids, step.group_ids, strict=True)},), {}
         return (), {}
-
-    def _prompt_of(self, sample_id: int) -> int:
-        return sample_id // self.config.batch.num_samples_per_prompt
-
-    def rewards(self) -> list[float | None]:
-        """The reward of each sample of the step: what rule and reward models say, weighted. None: one of them failed."""
-        return combine_rewards([self._scores(role) for role in self.weight_of], list(self.weight_of.values()))
-
-    def _scores(self, role: str) -> list[float | None]:
-        """In the order of the step's samples."""
-        key = "reward" if role == "reward" else "score"
-        return [self.step.records[role][sample][key] for sample in self.step.sample_ids]
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
-        warming_up = self.step.number <= self.config.algorithm.critic_warmup_iters
+        warming_up = self.step.step <= self.config.algorithm.critic_warmup_iters
         return warming_up and (node.role, node.method) in (("actor", "update"), ("rollout", "sync"))
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
@@ -122,54 +141,73 @@ class StepHost:
         self.step.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         for share in self.shares:
             mesh = job.meshes[share]
-            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes_of(samples, replicas(mesh)), mesh.dp, batch.max_tokens_per_micro_batch,
-                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.step.number}")
+            homes = homes_of(samples, replicas(mesh))
+            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
+                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.step.step}")
             self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
-        self.step.records[role] = {record["sample_id"]: record for rank in per_rank for record in rank}
+        """Once all have scored, the rewards: what rule and reward models say, weighted; None where one of them failed."""
+        step = self.step
+        step.records[role] = {record["sample_id"]: record for rank in per_rank for record in rank}
+        if role == "reward":
+            step.texts = {sample: record for sample, record in step.records[role].items() if "response" in record}
+        if step.records.keys() >= {*self.weight_of, "reward"}:
+            combined = combine_rewards([self._scores(role) for role in self.weight_of], list(self.weight_of.values()))
+            step.rewards = dict(zip(step.sample_ids, combined, strict=True))
+            self.job.run.write_rollouts(self._rows())
+
+    def _scores(self, role: str) -> list[float | None]:
+        """In the order of the step's samples."""
+        key = "reward" if role == "reward" else "score"
+        return [self.step.records[role][sample][key] for sample in self.step.sample_ids]
+
+    def _rows(self) -> Iterator[dict[str, object]]:
+        """The logged samples with their texts and rewards, and what each reward model says of them."""
+        models = [role for role in self.weight_of if role != "reward"]
+        for sample, record in self.step.texts.items():
+            said = {role: {k: v for k, v in self.step.records[role][sample].items() if k != "sample_id"} for role in models}
+            yield record | {"reward": self.step.rewards[sample]} | ({"rule_reward": record["reward"]} | said if models else {})
 
     # At the end of the step.
 
-    def finish(self, results: Mapping[str, Future]) -> None:
-        """Read the step's results and record them, then judge them. Raises GateError if trainer and engine have drifted apart."""
+    def finish(self, results: Mapping[str, Future]) -> dict[str, float]:
+        """Record the step: what the nodes report, and what the driver knows. Returns it. Raises as `record`."""
+        return self.record([future for name, future in results.items() if name.rpartition(".")[2] in REPORTING])
+
+    def record(self, reports: Iterable[Future]) -> dict[str, float]:
+        """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and engine have drifted apart."""
         job, step = self.job, self.step
-        metrics = combine(rank for name, future in results.items() if name.split(".")[1] in REPORTING for rank in future.result())
+        metrics = combine(rank for future in reports for rank in future.result())
         metrics |= combine(rank for future in step.moved for rank in future.result())
         if MEASURED_KL in metrics:
             self.kl.update(metrics[MEASURED_KL], len(step.samples))
-        lengths = [s.response_length for s in step.samples]
-        rewards = self.rewards()
-        self._write_rollouts(rewards)
-        scored = [r for r in rewards if r is not None]
         tokens = sum(s.length for s in step.samples)
-        metrics |= {
-            "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
-            "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
-            "response/truncated": sum(s.truncated for s in step.samples) / len(step.samples),
-            **self._score_metrics(), **phase_times(job.executor.take_seconds()), "batch/tokens": tokens, "sync/version": step.number,
-        }  # fmt: skip
-        job.run.finish_step(step.number, metrics, tokens)
-        job.check_mismatch(metrics)
+        metrics |= _of_samples(step) | self._score_means() | phase_times(job.executor.take_seconds()) | {"batch/tokens": tokens, "sync/version": step.step}
+        job.run.finish_step(step.step, metrics, tokens)
+        if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
+            job.check_mismatch(metrics)
+        return metrics
 
-
-    def _score_metrics(self) -> dict[str, float]:
+    def _score_means(self) -> dict[str, float]:
         """Of each that scores, if there are several."""
-        if len(self.weight_of) == 1:
+        if len(self.weight_of) == 1 or not self.step.records:
             return {}
         scored = {role: [x for x in self._scores(role) if x is not None] for role in self.weight_of}
         return {f"reward/{role}_mean": sum(scores) / max(len(scores), 1) for role, scores in scored.items()}
 
-    def _write_rollouts(self, rewards: list[float | None]) -> None:
-        """The logged samples with their texts and rewards, and what each reward model says of them."""
-        reward_of = dict(zip(self.step.sample_ids, rewards, strict=True))
-        models = [role for role in self.weight_of if role != "reward"]
-        rows = []
-        for sample, record in self.step.records["reward"].items():
-            if "response" in record:
-                said = {role: {k: v for k, v in self.step.records[role][sample].items() if k != "sample_id"} for role in models}
-                rows.append(record | {"reward": reward_of[sample]} | ({"rule_reward": record["reward"]} | said if models else {}))
-        self.job.run.write_rollouts(rows)
+
+def _of_samples(step: RolloutBatch) -> dict[str, float]:
+    """Metrics of a step that the driver makes itself; {} of a step that sampled nothing."""
+    lengths = [s.response_length for s in step.samples]
+    scored = [r for r in step.rewards.values() if r is not None]
+    if not lengths:
+        return {}
+    return {
+        "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
+        "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
+        "response/truncated": sum(s.truncated for s in step.samples) / len(lengths),
+    }  # fmt: skip
 
 
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")

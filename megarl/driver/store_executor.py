@@ -170,14 +170,14 @@ class StoreExecutor:
             while (result := self._inbox.receive()) is not None:
                 if result.failure is not None:
                     f = result.failure
-                    self._fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
+                    self.fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
                 elif self.failure is None:
                     self._accept(result)
                     self._inbox.delete(self._read_by_all())
         except Exception as error:  # thread boundary: the main thread would wait for ever
             time.sleep(_SIGNAL_S)  # Ctrl-C also ends whoever keeps the store; then it is the signal that tells what happened
             text = f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
-            self._fail(RuntimeError(text.splitlines()[0]))
+            self.fail(RuntimeError(text.splitlines()[0]))
 
     def _accept(self, result: Result) -> None:
         """Store one value; tell the main thread if it was the call's last."""
@@ -188,7 +188,7 @@ class StoreExecutor:
                 future.values[result.rank] = pickle.loads(result.value)
             except Exception as error:  # a class that only exists on the worker, say
                 text = f"its result cannot be read by the driver: {error!r}"
-                return self._fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
+                return self.fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
             self._queues[result.rank].popleft()
             self._free_since[result.rank] = time.monotonic()
             self._answered[result.rank] = result.index
@@ -198,7 +198,8 @@ class StoreExecutor:
                 self._seconds[c.role, c.method] = self._seconds.get((c.role, c.method), 0.0) + future.seconds
                 self._changed.notify_all()
 
-    def _fail(self, error: RuntimeError) -> None:
+    def fail(self, error: RuntimeError) -> None:
+        """From now on every wait raises this, unless something has failed before."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()

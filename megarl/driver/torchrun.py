@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _UNWIND_S, _OVERTAKE_S = 3.0, 1.0
-_OF_RANK_0 = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+DRIVER_PID = "MEGARL_DRIVER_PID"
+"""In the ranks that a driver has started itself: its process."""
 
 
 def start_driver(argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.driver") -> subprocess.Popen:
@@ -39,8 +41,7 @@ def start_driver(argv: list[str], env: dict[str, str] | None = None, module: str
     lives no longer than the driver does: it exits when the driver fails, with the driver's code, wherever it is.
     """
     inherited = os.environ if env is None else env
-    child_env = {name: value for name, value in inherited.items() if not name.startswith(_OF_RANK_0)}
-    child_env |= {
+    child_env = without_rank(inherited) | {
         "PYTHONSAFEPATH": "1",
         "MEGARL_STORE": f"{inherited['MASTER_ADDR']}:{inherited['MASTER_PORT']}",
         "MEGARL_STORE_PREFIX": store_prefix(inherited),
@@ -51,6 +52,11 @@ def start_driver(argv: list[str], env: dict[str, str] | None = None, module: str
     driver = subprocess.Popen([sys.executable, "-P", "-m", module, *argv], env=child_env)
     threading.Thread(target=_watch_driver, args=(driver,), name="watch_driver", daemon=True).start()
     return driver
+
+
+def without_rank(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that make a process a rank."""
+    return {name: value for name, value in env.items() if not name.startswith(_OF_A_RANK)}
 
 
 def _watch_driver(driver: subprocess.Popen) -> None:

@@ -72,6 +72,14 @@ def quiet_libraries() -> None:
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 
 
+def keep_checkout_off_path() -> None:
+    """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder triton_kernels/ for
+    OpenAI's package of that name."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p or os.getcwd(), "triton_kernels", ""))
+                   or os.path.basename(p) == "site-packages"]
+
+
 def peak_rss_bytes() -> int:
     """Largest resident memory of this process so far. Pages shared between processes count in each of them.
 

@@ -22,7 +22,11 @@ from megarl.workers.reward_model import RewardModelRole
 
 
 def join_world(timeout_s: float) -> None:
-    """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there is a GPU."""
+    """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there is a GPU.
+
+    Does nothing in a process that has joined: one after the other, several jobs may run in a process of their only rank."""
+    if dist.is_initialized():
+        return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # before vLLM replaces this function by a no-op
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

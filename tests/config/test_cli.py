@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 import types
+from xml.etree import ElementTree
 
 import pytest
 
 import megarl
 from megarl import cli
+from tests.config.conftest import QWEN3
 
 WITH_MODULES = """
 import json, sys
@@ -42,9 +44,9 @@ def test_version_and_usage():
     assert unknown.returncode == 2 and "megarl trian: no such command. Did you mean train?" in unknown.stderr and unknown.stdout == ""
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["check"]])
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["check"], ["graph"]])
 def test_nothing_heavy_is_imported(argv, job):
-    result = run(*argv, *([job] if argv == ["check"] else []), script=WITH_MODULES)
+    result = run(*argv, *([job] if argv[0] in ("check", "graph") else []), script=WITH_MODULES)
     assert result.returncode == 0, result.stderr
     assert not HEAVY & set(json.loads(result.stderr.splitlines()[-1]))
 
@@ -106,6 +108,29 @@ def test_evaluation_needs_held_out_rows_and_minds_no_run(job, tmp_path, capsys):
         "  - --eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.",
         "  - --algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo.",
     ]
+
+
+def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, write_model, capsys):
+    model = write_model(QWEN3)
+    (model / "model.safetensors").unlink()
+    job = ["--algorithm", "ppo", "--model", str(model), "--nproc-per-node", "3", "--actor-ranks", "0-1", "--critic-ranks", "2", "--rollout-ranks", "0-1"]
+    assert cli.main(["graph", *job, "--svg", str(tmp_path / "step.svg")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines[1:-1]] == [
+        ["rollout.generate", "0-1"], ["reward.score", "0-1"], ["actor.log_probs", "0-1"], ["critic.values", "2"], ["actor.advantages", "0-1"],
+        ["critic.update", "2"], ["actor.update", "0-1"], ["rollout.sync", "0-1"]]  # fmt: skip
+    assert lines[-1].startswith("longest chain: rollout.generate -> ")
+    texts = {element.text for element in ElementTree.parse(tmp_path / "step.svg").iter() if element.text}
+    assert {"critic.values", "ranks 0-1", "ranks 2"} <= texts
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step.svg"]
+
+
+def test_graph_refuses(tmp_path, job, capsys):
+    for flags, told in ((["--algorithm", "sft"], "--algorithm (sft): has no flow; "), (["--actor-ranks", "0-2"], "--actor-ranks (0-2): must be below"),
+                        (["--svg", str(tmp_path / "no" / "a.svg")], f"--svg ({tmp_path}/no/a.svg): cannot be written: No such file")):  # fmt: skip
+        assert cli.main(["graph", job, *flags]) == 2
+        result = capsys.readouterr()
+        assert result.out == "" and told in result.err
 
 
 def test_ctrl_c(tmp_path):

@@ -351,3 +351,36 @@ def test_the_scheduler_costs_little():
         times.append(time.process_time() - start)
     assert statistics.median(times) < 2e-3, f"{statistics.median(times) * 1e3:.2f} ms"
     print(f"{statistics.median(times) * 1e3:.2f} ms")
+
+
+# In parts, as a loop of one's own runs a step: until the rewards are there, then the rest.
+
+
+def parts():
+    nodes = [node("a.generate", writes=["tokens"]), node("a.score", ["tokens"], ["rewards"]), node("b.values", ["tokens"], ["values"]),
+             node("a.advantages", ["rewards", "values"], ["advantages"]), node("a.update", ["advantages"], [])]  # fmt: skip
+    machine = Machine({"a": Mesh((0,)), "b": Mesh((1,))}, {"a.score": 1.0, "b.values": 2.0})
+    host = Host(machine, driver_columns=("rewards",))
+    return Scheduler(machine, machine.meshes, host), host, machine, Flow(nodes)
+
+
+def test_a_part_of_a_step_ends_when_its_nodes_have_and_lets_others_run_meanwhile():
+    scheduler, host, machine, flow = parts()
+    results = scheduler.run(flow, until={"a.generate", "a.score"})
+    assert host.over == ["a.generate", "a.score"] and "a.advantages" not in results
+    assert machine["b.values"].start < machine["a.score"].end  # not held up until the loop resumes
+    now = machine.now
+    results = scheduler.resume()
+    assert results.keys() == {n.name for n in flow.nodes} and [call.name for call in machine.calls].count("b.values") == 1
+    whole, *_ = schedule(flow.nodes, {"a": [0], "b": [1]}, {"a.score": 1.0, "b.values": 2.0}, driver_columns=("rewards",))
+    assert machine["a.update"].end == whole["a.update"].end and machine["a.advantages"].start >= now  # parts cost nothing
+
+
+def test_the_rest_of_a_step_that_is_not_resumed_is_dropped():
+    scheduler, host, machine, flow = parts()
+    scheduler.run(flow, until={"a.score"})
+    scheduler.run(flow, until={"a.score"})
+    scheduler.resume()
+    scheduler.close()
+    names = [call.name for call in machine.calls]
+    assert (names.count("a.score"), names.count("a.advantages"), names.count("a.update")) == (2, 1, 1)

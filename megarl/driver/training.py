@@ -1,0 +1,155 @@
+"""Reinforcement learning as a loop says it: roll out, update, evaluate. The built-in loop and users' own are written with this.
+
+    for step in training.steps():
+        batch = training.rollout()        prompts -> responses -> rewards
+        training.update(batch)            -> log-probs, values -> advantages -> updates -> new weights into the engines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from megarl.driver.executor import Executor, Future, RoleHandle
+from megarl.driver.job import Job
+from megarl.driver.scheduler import NodeResult, Scheduler
+from megarl.driver.step import TOKEN_COLUMNS, RolloutBatch, StepHost
+from megarl.flow import Flow, Node
+from megarl.flow.methods import base
+
+_JUDGED = ("lengths", "rewards", "scores")
+"""Columns that a batch has when it is handed out."""
+
+
+class Training:
+    """Steps of one job. `step` is the number of the one that runs, 0 before the first; `results` are the futures of its nodes by name."""
+
+    def __init__(self, job: Job):
+        self.job, self.config = job, job.config
+        self.flow: Flow = job.config.algorithm.flow(job.meshes)
+        """What depends on what in a step, as the algorithm says."""
+        self.roles = Roles(job.executor)
+        self.step = 0
+        self.results: dict[str, NodeResult] = {}
+        self._host = StepHost(job)
+        self._scheduler = Scheduler(job.executor, job.meshes, self._host)
+        self._in_step = False
+        self.flow.validate(job.meshes)
+
+    def set_up(self) -> None:
+        """Build every role and bring the actor's weights into the engines."""
+        self.job.set_up()
+        self.job.sync(version=0).result()
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left of --train-iters. Whatever is called in one, is that step's in errors and records."""
+        while self.step < self.config.batch.train_iters:
+            self._begin_step()
+            yield self.step
+
+    def rollout(self, flow: Flow | None = None, rows: Sequence[int] | None = None) -> RolloutBatch:
+        """Sample responses and score them: the step's flow until the rewards are here. What else is ready is computed meanwhile.
+
+        Begins a step unless one has begun (see `steps`). Called again before `update` it discards what the step has sampled.
+
+        Args:
+            flow: of the whole step, if not the algorithm's.
+            rows: of the training data; default: the next --num-prompts.
+        Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank fails.
+        """
+        if not self._in_step:
+            self._begin_step()
+        flow = self.flow if flow is None else flow
+        flow.validate(self.job.meshes)
+        batch = self._host.begin(self.step, self._next_rows() if rows is None else self._checked(list(rows)))
+        judged = {node.name for node in flow.nodes if not node.background and {*map(base, node.writes)} & {*_JUDGED}}
+        self.results = self._scheduler.run(flow, until=judged)
+        return batch
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """The rest of the step: log-probs, values, advantages, updates, new weights into the engines; what the flow says.
+
+        Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
+        Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last rollout's; RemoteError."""
+        self._check_current(batch)
+        self.results = self._scheduler.resume()
+        self._in_step = False
+        return self._host.finish(self.results)
+
+    def run(self, flow: Flow) -> dict[str, float]:
+        """A whole step by a flow of one's own. Returns and raises like `update`."""
+        return self.update(self.rollout(flow))
+
+    def finish(self, batch: RolloutBatch, *reports: Future) -> dict[str, float]:
+        """Instead of `update`, where the loop calls the roles itself: record the step with what these calls returned. Returns its metrics.
+
+        Raises: GateError if log-probs are among them and disagree with the engine's; ValueError as `update`."""
+        self._check_current(batch)
+        self._in_step = False
+        return self._host.record(reports)
+
+    def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
+        """Bring token columns from the ranks of one role to those of another. None: they are there, as both work on the same share."""
+        if unknown := sorted({*columns} - {*TOKEN_COLUMNS}):
+            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(TOKEN_COLUMNS)}.")
+        return self._host.move(columns, source, Node(role=destination, method="exchange", reads=(), writes=()))
+
+    def check_gate(self, log_probs: Future) -> None:
+        """Before an update by hand: wait for `roles.actor.log_probs()`; raise GateError if trainer and engine disagree."""
+        self.job.check_gate(log_probs)
+
+    def sync(self) -> Future:
+        """Bring the actor's weights into the engines."""
+        return self.job.sync(self.step)
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy on --eval-data, sampled and greedy; recorded."""
+        return self.job.evaluate(self.step)
+
+    @property
+    def kl_coef(self) -> float:
+        """What the KL controller says."""
+        return self._host.kl.coef
+
+    def wait(self) -> None:
+        """For all that is in flight, in the background too. Writes timeline.json."""
+        self._scheduler.close()
+        self._scheduler.timeline.write(self.job.run.folder / "timeline.json")
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self._in_step = True
+        self.job.begin_step(self.step)
+
+    def _next_rows(self) -> list[int]:
+        return self.job.cursor.next_rows(self.config.batch.num_prompts)
+
+    def _checked(self, rows: list[int]) -> list[int]:
+        total, batch = self.job.cursor.num_rows, self.config.batch
+        if outside := [row for row in rows if not 0 <= row < total]:
+            raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
+        if not rows or len(rows) * batch.num_samples_per_prompt % batch.global_batch_size:
+            raise ValueError(f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) must be a multiple of "
+                             f"global_batch_size ({batch.global_batch_size}). Try {batch.num_prompts} rows.")  # fmt: skip
+        return rows
+
+    def _check_current(self, batch: RolloutBatch) -> None:
+        if batch is not self._host.step or not self._in_step:
+            raise ValueError(f"batch ({batch}) must be what the last rollout() returned, once: the ranks hold the tokens of that one alone.")
+
+
+class Roles:
+    """The job's roles as objects whose methods run on their ranks and return futures: `roles.actor.export_hf("out").result()`."""
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> RoleHandle:
+        if name.startswith("_") or name not in self._executor.ranks:
+            raise AttributeError(f"role ({name}): this job has {', '.join(self._executor.ranks)}.")
+        return self._executor.role(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._executor.ranks)
+
+    def __dir__(self) -> Iterable[str]:
+        return list(self)

@@ -1,0 +1,121 @@
+"""A loop of one's own, without models: `python -m local_job SCENARIO FOLDER`. The same file is the ranks, which hold one role, actor."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def rank_main(scenario: str, folder: str) -> int:
+    import torch.distributed as dist
+
+    from megarl.driver.torchrun import DRIVER_PID
+    from megarl.workers.mailbox import connect, world_store
+    from megarl.workers.process import end_on_signals, end_with_parent
+    from megarl.workers.serve import serve
+
+    end_on_signals()
+    end_with_parent(int(os.environ[DRIVER_PID]))
+    rank = int(os.environ["RANK"])
+    if scenario == "cannot_start" and rank == 1:
+        return 3
+    dist.init_process_group("gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    return serve({"actor": Role(rank)}, rank, connect(timeout_s=30))
+
+
+class Role:
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def whoami(self):
+        return [self.rank, os.getpid(), os.getsid(0)]
+
+    def mean(self, value: float):
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([value * (self.rank + 1)])
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    def sleep(self, seconds: float):
+        time.sleep(seconds)
+
+    def update(self, bad_rank: int):
+        if self.rank == bad_rank:
+            raise ValueError("learning rate (-1) must be positive")
+        return self.mean(1.0)
+
+    def die(self, bad_rank: int):
+        """While the other rank waits for it in a collective."""
+        if self.rank == bad_rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.mean(1.0)
+
+
+def ranks_of(scenario: str, folder: str):
+    from megarl.driver.local_ranks import local_ranks
+
+    return local_ranks([scenario, folder], {"actor": [0, 1]}, 2, 60.0, module="local_job")
+
+
+def everything(folder: str) -> None:
+    """One job after another in one process. seen.json: scenario -> what the loop saw, seconds that the end took, ranks still there."""
+    seen = {}
+    for scenario in ("talks", "fails", "raises", "rank_killed", "cannot_start"):
+        pids, told, ended = [], "nothing", 0.0
+        try:
+            with ranks_of(scenario, folder) as executor:
+                actor = executor.role("actor")
+                executor.step = 7
+                try:
+                    if scenario != "cannot_start":
+                        pids = [pid for _, pid, _ in actor.whoami().result()]
+                    told = SCENARIOS[scenario](actor)
+                finally:
+                    ended = time.monotonic()
+        except Exception as error:
+            told = [type(error).__name__, str(error)]
+        seen[scenario] = {"told": told, "end_s": time.monotonic() - ended, "left": [pid for pid in pids if Path(f"/proc/{pid}").exists()]}
+    (Path(folder) / "seen.json").write_text(json.dumps(seen))
+
+
+def talks(actor) -> list:
+    return [actor.mean(1.0).result(), sorted(rank for rank, pid, session in actor.whoami().result() if session == pid)]
+
+
+def fails(actor) -> None:
+    actor.update(bad_rank=1).result()
+
+
+def raises(actor) -> None:
+    actor.sleep(60.0)
+    raise KeyError("the loop's own mistake")
+
+
+def rank_killed(actor) -> None:
+    actor.die(bad_rank=1).result()
+
+
+def cannot_start(actor) -> None:
+    actor.mean(1.0).result()
+
+
+SCENARIOS = {f.__name__: f for f in (talks, fails, raises, rank_killed, cannot_start)}
+
+
+def waits(folder: str) -> None:
+    """In a call that takes long, until someone outside ends it."""
+    with ranks_of("waits", folder) as executor:
+        executor.call("actor", "whoami").result()
+        (Path(folder) / "ready").touch()
+        executor.call("actor", "sleep", 60.0).result()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        sys.exit(rank_main(*sys.argv[1:]))
+    {"everything": everything, "waits": waits}[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,59 @@
+"""Ranks that the user's own process starts: real processes and collectives, no models. `pytest tests/driver/test_local_ranks.py`
+
+However the loop ends, all ranks end within seconds; and the loop sees why."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.driver.test_torchrun import END_WITHIN_S, Job
+
+COMMAND = [sys.executable, "-P", "-m", "local_job"]
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.end()
+
+
+@pytest.mark.timeout(200)
+def test_one_job_after_another_in_one_process(job):
+    process = job.start([*COMMAND, "everything", str(job.folder)])
+    assert process.wait(180) == 0, job.stderr()
+    seen = job.seen()
+    assert seen["talks"]["told"] == [[1.5, 1.5], [0, 1]]  # and each rank is in a session of its own
+    kind, text = seen["fails"]["told"]
+    assert kind == "RemoteError"
+    assert text.startswith("[actor rank 1] update failed at step 7: ValueError: learning rate (-1) must be positive\nTraceback")
+    assert seen["raises"]["told"] == ["KeyError", '"the loop\'s own mistake"']
+    assert seen["rank_killed"]["told"] == [
+        "RuntimeError", "[rank 1] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."]  # fmt: skip
+    assert seen["cannot_start"]["told"] == ["RuntimeError", "[rank 1] ended with exit code 3; stderr may say why."]
+    assert all(job["left"] == [] and job["end_s"] < END_WITHIN_S for job in seen.values()), seen
+    assert job.stderr() == ""
+    job.wait_until_gone(5)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_outlives_it(job):
+    process = job.start([*COMMAND, "waits", str(job.folder)])
+    job.wait_for("ready")
+    start = time.time()
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    assert process.wait(END_WITHIN_S) == -signal.SIGINT  # Python's own answer to an uncaught KeyboardInterrupt
+    assert job.wait_until_gone(END_WITHIN_S) - start < END_WITHIN_S
+    assert job.stderr().rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.timeout(120)
+def test_no_rank_outlives_a_loop_that_is_killed(job):
+    process = job.start([*COMMAND, "waits", str(job.folder)])
+    job.wait_for("ready")
+    process.kill()
+    process.wait(5)
+    job.wait_until_gone(END_WITHIN_S)
