@@ -55,7 +55,7 @@ def _report_kills(exit_codes: dict[int, int], ranks_of: Mapping[str, Sequence[in
 
 def cause_of_death(rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]) -> str | None:
     """What is to say of a rank's exit code: nothing if it ended by itself, or by the signal that ends the others after the first."""
-    roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks)
+    roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks and role != "data")
     who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
     if code == -signal.SIGKILL:
         return f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."

@@ -47,7 +47,7 @@ def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, c
     """
     from megarl.driver.store_executor import StoreExecutor
 
-    processes, executor = LocalRanks(argv, world_size, module, {role: of_role for role, of_role in ranks.items() if role != "data"}), None
+    processes, executor = LocalRanks(argv, world_size, module, ranks), None
     try:
         executor = StoreExecutor(ranks, world_size, call_timeout_s, processes.connect(), processes.connect())
         processes.tell_deaths(executor.fail)
@@ -65,7 +65,7 @@ class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
-    may be short-lived."""
+    may be short-lived. `ranks_of`: role -> its ranks, to say who was on a rank that died."""
 
     def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]]):
         import torch.distributed as dist
@@ -77,7 +77,8 @@ class LocalRanks:
             "GROUP_RANK": "0", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
         }  # fmt: skip
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        self._ending, self._lock, self._ranks_of = False, threading.Lock(), ranks_of
+        self._ranks_of = ranks_of
+        self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RuntimeError] = []
         self._tell: Callable[[RuntimeError], None] = self._deaths.append
         self._processes: dict[int, subprocess.Popen] = {}
@@ -128,8 +129,7 @@ class LocalRanks:
         code = process.wait()
         if code != 0 and not self._ending:
             with self._lock:
-                told = cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."
-                self._tell(RuntimeError(told))
+                self._tell(RuntimeError(cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."))
             self._signal(signal.SIGTERM)  # the others would wait for it
 
     def _signal(self, signum: signal.Signals | None) -> None:

@@ -59,7 +59,7 @@ def test_wrong_keywords_are_told_as_flags():
 @pytest.mark.parametrize("trainer, algorithm, told", [
     ("PPOTrainer", "grpo", r"--algorithm \(grpo\): PPOTrainer wants ppo."), ("GRPOTrainer", "ppo", r"--algorithm \(ppo\): GRPOTrainer wants grpo."),
     ("Trainer", "sft", r"--algorithm \(sft\): nothing is sampled. Use `megarl train`."),
-    ("Trainer", "ppo", r"(?s)configuration errors:.*--model \\(m\\): must be"),
+    ("Trainer", "ppo", r"(?s)configuration errors:.*--model \(m\): must be"),
 ])  # fmt: skip
 def test_what_cannot_start_is_refused_at_once(trainer, algorithm, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
