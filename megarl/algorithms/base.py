@@ -149,6 +149,10 @@ class Algorithm:
                 .join(reward.score, *(model.score for model in models), actor.log_probs, reference.log_probs, critic.values)
                 .advantages(self).update(critic).update(actor))  # fmt: skip
 
+    def step_findings(self, num_samples: int) -> Iterable[str]:
+        """What does not go with a step of so many samples, a line each."""
+        return ()
+
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
         """A new run's. Whoever owns it passes its `coef` on as `kl_coef`, and updates it with the metric MEASURED_KL after each step."""
         return FixedKLController(0.0)

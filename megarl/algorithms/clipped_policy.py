@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs
-from megarl.algorithms.kl_controller import MEASURED_KL, AdaptiveKLController, FixedKLController
+from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
 from megarl.config.errors import require
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class ClippedPolicy(Algorithm):
     @property
     def advantage_reads(self) -> tuple[str, ...]:
         return ("rewards", "old_log_probs", "ref_log_probs") if self.needs_reference else ("rewards",)
+
+    def step_findings(self, num_samples: int) -> Iterable[str]:
+        if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
+            yield (f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step ({num_samples}), or the KL's factor "
+                   f"may fall to 0 at once. Try {10 * num_samples}.")  # fmt: skip
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
         if self.kl_controller == "adaptive":

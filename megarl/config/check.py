@@ -59,7 +59,8 @@ class _Job:
             return {}
 
 
-def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True, critic_shape: ModelShape | None = None) -> list[str]:
+def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True,
+          critic_shape: ModelShape | None = None) -> list[str]:
     """All rules that the job breaks; [] if none.
 
     Args:
@@ -69,9 +70,10 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _batch, _optimizer, _offload, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
+    rules = [_placement, _megatron, _batch, _optimizer, _offload, _critic]
+    rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
-        rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
+        rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
     return [*findings, *reward_findings(config), *path_findings(config, new_run)]
 
@@ -130,6 +132,10 @@ def _placement(job: _Job) -> Iterator[str]:
 
 def _megatron(job: _Job) -> Iterator[str]:
     yield from dict.fromkeys(finding for role in job.megatron_roles() for finding in parallel_findings(role))
+
+
+def _algorithm(job: _Job) -> Iterator[str]:
+    yield from job.config.algorithm.step_findings(job.config.batch.num_prompts * job.config.batch.num_samples_per_prompt)
 
 
 def _critic(job: _Job) -> Iterator[str]:

@@ -24,7 +24,8 @@ def _dataclass_in(hint: object) -> type | None:
     return next((cls for cls in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(cls)), None)
 
 
-SECTIONS: dict[str, type] = {name: cls for name, hint in typing.get_type_hints(TrainConfig).items() if (cls := _dataclass_in(hint)) is not None}
+SECTIONS: dict[str, type] = {
+    name: cls for name, hint in typing.get_type_hints(TrainConfig).items() if (cls := _dataclass_in(hint)) is not None}
 OF_ROLES: dict[type, dict[str, str]] = {
     ParallelConfig: {"actor": "actor", "reference": "reference", "critic": "critic", "reward": "reward"},
     OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},

@@ -72,11 +72,11 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
     try:
         pools = parse_pools(config.placement.pools)
     except ValueError as error:
-        pools = {}
+        pools = None
         findings.append(f"--{error}")
 
     def ranks_of(role: str, text: str | None) -> tuple[int, ...] | None:
-        if text is None:
+        if text is None or pools is None:
             return tuple(range(world_size))
         try:
             return parse_ranks(pools.get(text, text), world_size)
@@ -89,6 +89,8 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
     placed = {role: ranks_of(role.partition("_model")[0], text) for role, text in _texts(config)}
     if "reference" in placed and config.placement.reference_ranks is None:
         placed["reference"] = placed["actor"]
+    if pools is None:
+        placed = dict.fromkeys(placed)
     return placed, [*findings, *_uneven_reward_ranks(config.placement, len(config.reward_models.reward_model))]
 
 

@@ -32,8 +32,9 @@ def open_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size
     with Run(config, write_args(config), progress) as run:
         job = Job(config, inputs.shape, executor, run, inputs.train, inputs.evaluation, world_size)
         yield job
-        if rollout := job.role("rollout"):
-            rollout.shut_down().result()
+        for role in job.meshes:
+            if role == "rollout" or role.startswith("reward_model"):
+                job.role(role).shut_down().result()
 
 
 class Job:
@@ -112,7 +113,9 @@ class Job:
         return scores
 
     def export(self, step: int, last: bool = False) -> None:
-        """Write hf/ every --save-interval steps and at the end."""
+        """Write hf/, and with a critic hf_critic/, every --save-interval steps and at the end."""
         interval = self.config.run.save_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
-            self.role("actor").export_hf(str(self.run.folder / "hf")).result()
+            for role, folder in {"actor": "hf", "critic": "hf_critic"}.items():
+                if role in self.meshes:
+                    self.role(role).export_hf(str(self.run.folder / folder)).result()

@@ -6,7 +6,7 @@
     rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
     timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
     rollouts/eval.jsonl          one held-out answer per evaluation
-    hf/                          exported weights (written by the actor)
+    hf/, hf_critic/              exported weights (written by actor and critic)
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     judge          a vLLM engine of tp ranks in processes of its own, which the first of those ranks asks
 
 Models read the actor's token ids where they can. Every judge, and a classifier whose tokenizer lacks words of the actor's, has them at
-other ids or has another chat template, or that has fewer embeddings, gets text instead: the dataset's messages, and the response decoded with the
-actor's tokenizer, without special tokens."""
+other ids or has another chat template, or that has fewer embeddings, gets text instead: the dataset's messages, and the response decoded
+with the actor's tokenizer, without special tokens."""
 
 from __future__ import annotations
 

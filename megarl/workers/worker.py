@@ -53,7 +53,8 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     if "reference" in here:
         roles["reference"] = ReferenceRole("reference", config, shape, meshes, plane, optimizer=None)
     if "critic" in here:
-        roles["critic"] = CriticRole("critic", config, ModelShape.load(config.model.critic_model or config.model.model, value_head=True), meshes, plane)
+        critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
+        roles["critic"] = CriticRole("critic", config, critic_shape, meshes, plane)
     for model in reward_models(config):
         if model.name in here:
             roles[model.name] = RewardModelRole(config, model.name, meshes[model.name], plane, share_keys(meshes)[model.name])
