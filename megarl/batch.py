@@ -91,8 +91,8 @@ class Batch:
         Raises: ValueError for a name that is no token column, another shape or another dtype."""
         check_column_names([name])
         if column.shape != self.tokens.shape or column.dtype != torch.float32:
-            raise ValueError(f"column {name} ({list(column.shape)} {column.dtype}) must be one torch.float32 per token, {list(self.tokens.shape)}. "
-                             "Batch.scatter makes it from values of the response tokens.")
+            raise ValueError(f"column {name} ({list(column.shape)} {column.dtype}) must be one torch.float32 per token, "
+                             f"{list(self.tokens.shape)}. Batch.scatter makes it from values of the response tokens.")
         setattr(self, name, column.detach().cpu())
 
     def select(self, rows: list[int]) -> Batch:

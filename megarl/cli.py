@@ -66,9 +66,11 @@ def train(argv: list[str]) -> int:
         from megarl.train import run_inline
 
         return run_inline(config)
+    from megarl.config.placement import role_ranks
     from megarl.driver.launch import launch
 
-    return launch(config.placement.nproc_per_node, argv, "megarl.train")
+    world_size = config.placement.nproc_per_node
+    return launch(world_size, argv, "megarl.train", role_ranks(config, world_size))
 
 
 def evaluate(argv: list[str]) -> int:
@@ -82,9 +84,11 @@ def evaluate(argv: list[str]) -> int:
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)
+    from megarl.config.placement import role_ranks
     from megarl.driver.launch import launch
 
-    return launch(config.placement.nproc_per_node, argv, "megarl.evaluate")
+    world_size = config.placement.nproc_per_node
+    return launch(world_size, argv, "megarl.evaluate", role_ranks(config, world_size))
 
 
 def convert(argv: list[str]) -> int:

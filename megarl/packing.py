@@ -199,22 +199,3 @@ def plan_route(rank: int, holders: Mapping[int, tuple[int, ...]], destinations: 
             source = held_by[(turn + without.index(rank)) % len(held_by)]
             route.incoming.setdefault(source, []).append(sample)
     return route
-
-
-@dataclass(frozen=True)
-class Move:
-    """Copy one sample's columns from rank `source` to rank `destination`."""
-
-    sample_id: int
-    source: int
-    destination: int
-
-
-def plan_exchange(samples: list[Sample], destinations: dict[int, tuple[int, ...]]) -> list[Move]:
-    """Moves that bring every sample to all ranks of `destinations[sample_id]` that do not hold it; holders take turns."""
-    moves = []
-    for sample in samples:
-        for rank in destinations[sample.sample_id]:
-            if rank not in sample.holders:
-                moves.append(Move(sample.sample_id, sample.holders[rank % len(sample.holders)], rank))
-    return moves

@@ -23,8 +23,9 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != CHECKOUT]
 
 # Triton decides at its import whether it compiles or interprets. Without a GPU there is nothing to compile for in this process, so it
-# is imported here to interpret, before anything else imports it. Children decide for themselves.
-if os.environ.get("MEGARL_KERNELS") == "interpret" or not Path("/proc/driver/nvidia/version").exists():
+# is imported here to interpret, before anything else imports it. Children decide for themselves. Sandboxes may show only the device.
+HAS_GPU = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
+if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:

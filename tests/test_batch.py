@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megarl.batch import Batch, MicroBatch
+from megarl.batch import TOKEN_COLUMNS, Batch, MicroBatch
 
 
 def make(rng: random.Random, ids: list[int]) -> tuple[Batch, dict[int, tuple[list[int], list[int], list[float]]]]:
@@ -64,3 +64,41 @@ def test_alignment_of_the_docstring_example():
     torch.testing.assert_close(micro.column("rollout_log_probs"), torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5]))
     assert micro.response_length_of_token.tolist() == [2, 2, 3, 3, 3]
     assert batch.spread(torch.tensor([2.0, -1.0])).tolist() == [0, 0, 2, 2, 0, -1, -1, -1]
+
+
+def test_every_column_that_is_there_is_carried_and_the_others_stay_away():
+    batch, _ = make(random.Random(1), [4, 7, 1])
+    number_of_token = torch.arange(len(batch.tokens))
+    batch.tokens = number_of_token
+    for i, name in enumerate(TOKEN_COLUMNS[1:]):
+        assert set(batch.columns) == {"rollout_log_probs", *TOKEN_COLUMNS[1 : 1 + i]}
+        batch.set_column(name, number_of_token + 0.5**i)
+        both = Batch.cat([batch.select_samples([1, 4]), batch.select_samples([7])])
+        assert both.columns.keys() == batch.columns.keys()
+        for j, carried in enumerate(TOKEN_COLUMNS[1 : 2 + i]):
+            assert both.columns[carried].tolist() == (both.tokens + 0.5**j).tolist()
+
+
+def test_a_stored_column_has_no_gradient():
+    batch, _ = make(random.Random(1), [4])
+    batch.set_column("values", torch.ones(len(batch.tokens), requires_grad=True))
+    assert not batch.values.requires_grad
+
+
+@pytest.mark.parametrize("name, column, text", [
+    ("value", torch.zeros(5), r"column \('value'\) must be one of rollout_log_probs, .*returns"),
+    ("values", torch.zeros(4), r"column values \(\[4\] torch.float32\) must be one torch.float32 per token, \[5\]"),
+    ("values", torch.zeros(5, dtype=torch.float64), r"column values \(\[5\] torch.float64\)"),
+])  # fmt: skip
+def test_what_is_no_column_is_refused(name, column, text):
+    batch = Batch.from_samples([0], [[5, 6]], [[7, 1, 2]])
+    with pytest.raises(ValueError, match=text):
+        batch.set_column(name, column)
+
+
+def test_columns_of_some_batches_only_are_refused():
+    a, b = (Batch.from_samples([i], [[5]], [[7]]) for i in range(2))
+    b.set_column("values", torch.zeros(2))
+    for batches in ([a, b], [b, a]):
+        with pytest.raises(ValueError, match="column values is in some of the 2 batches only"):
+            Batch.cat(batches)

@@ -32,6 +32,8 @@ LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
 NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards"}
 """What the console script and the driver read before any device is touched."""
+WITH_TORCH = {"megarl.rewards.classifier"}
+"""What nothing but the rank of its model imports."""
 
 
 def sources() -> dict[str, str]:
@@ -62,8 +64,10 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{module} imports {name}: our kernels are megarl.kernels")
         elif top in LIBRARIES and room not in LIBRARIES[top]:
             found.append(f"{module} imports {name}: only {' and '.join(LIBRARIES[top])} may")
-        elif top == "torch" and room in NO_TORCH:
+        elif top == "torch" and room in NO_TORCH and module not in WITH_TORCH:
             found.append(f"{module} imports {name}: the driver reads it without torch")
+        elif any(f"{name}.".startswith(f"{lazy}.") for lazy in WITH_TORCH) and room != "workers":
+            found.append(f"{module} imports {name}, which imports torch: only a worker may")
     found += [f"{module} uses parallel_state.{node.attr}: a role has its own groups" for node in ast.walk(ast.parse(source))
               if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("parallel_state", "mpu")
               and node.attr.startswith(("get_", "initialize_model"))]  # fmt: skip
@@ -92,6 +96,9 @@ def test_imports_go_down_only():
     ("megarl.config.schema", "import torch.distributed as dist"),
     ("megarl.flow.graph", "import torch"),
     ("megarl.flow.validate", "from megarl.config.errors import ConfigError"),
+    ("megarl.driver.job", "from megarl.rewards.classifier import Classifier"),
+    ("megarl.driver.job", "from megarl.rewards import classifier"),
+    ("megarl.rewards.combine", "import torch"),
     ("megarl.algorithms.grpo", "from triton_kernels.kl import kl_estimate"),
     ("megarl.megatron.policy", "rank = parallel_state.get_data_parallel_rank()"),
 ])  # fmt: skip

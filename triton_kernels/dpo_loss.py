@@ -36,16 +36,9 @@ class DPOStats(NamedTuple):
 
 
 def dpo_loss_ref(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    weights: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    kind: DPOKind = "sigmoid",
-) -> Tensor:
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor, weights: Tensor,
+    *, beta: float, label_smoothing: float = 0.0, kind: DPOKind = "sigmoid",
+) -> Tensor:  # fmt: skip
     """The specification: one pair after another, in fp64 and differentiated by autograd."""
     total, ends = torch.zeros((), dtype=torch.float64), cu_seqlens.tolist()
     log_ratio = [(log_probs[a:b].double() - ref_log_probs[a:b].double())[mask[a:b]].sum() for a, b in zip(ends, ends[1:])]
@@ -61,16 +54,9 @@ def dpo_loss_ref(
 
 
 def dpo_loss(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    weights: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    kind: DPOKind = "sigmoid",
-) -> tuple[Tensor, DPOStats]:
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor, weights: Tensor,
+    *, beta: float, label_smoothing: float = 0.0, kind: DPOKind = "sigmoid",
+) -> tuple[Tensor, DPOStats]:  # fmt: skip
     """Sum of the weighted losses of P pairs. Differentiable in `log_probs` only.
 
     Args:
@@ -112,13 +98,13 @@ def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoo
 
 class _DPOLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind):
+    def forward(ctx, log_probs, *constants):
         if backend(log_probs) == "triton":
             from megarl.kernels import dpo_loss_triton
             compute = dpo_loss_triton.dpo_loss
         else:
             compute = _compute_torch
-        loss, gradient, *stats = compute(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind)
+        loss, gradient, *stats = compute(log_probs, *constants)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(*stats)
         return loss, *stats

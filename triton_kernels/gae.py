@@ -38,15 +38,9 @@ class GAE(NamedTuple):
 
 
 def gae_ref(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    bootstrap_values: Tensor | None = None,
-) -> GAE:
+    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor,
+    *, gamma: float, gae_lambda: float, bootstrap_values: Tensor | None = None,
+) -> GAE:  # fmt: skip
     """The specification: one token after another, fp64."""
     rewards, values, is_action, ends = rewards.double(), values.double(), mask.tolist(), cu_seqlens.tolist()
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
@@ -71,15 +65,9 @@ def whiten_ref(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    bootstrap_values: Tensor | None = None,
-) -> GAE:
+    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor,
+    *, gamma: float, gae_lambda: float, bootstrap_values: Tensor | None = None,
+) -> GAE:  # fmt: skip
     """Advantages and returns of B packed sequences, T tokens in all. Constants: nothing is differentiated.
 
     Args:

@@ -48,10 +48,10 @@ def check_head(
         raise ValueError(f"vocab_size ({vocab_size}) must be in [1, {num_columns}]: the rows of weight on all tensor-parallel ranks")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on")
-    if targets.device.type == "cpu":
-        outside = (targets < 0) | (targets >= vocab_size)
-        if bool(outside.any()):
-            bad = targets[outside][0].item()
+    if targets.device.type == "cpu" and len(targets):
+        smallest, largest = (x.item() for x in targets.aminmax())
+        if smallest < 0 or largest >= vocab_size:
+            bad = smallest if smallest < 0 else largest
             raise ValueError(f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})")
 
 
@@ -77,7 +77,7 @@ class LinearHead:
         self.vocab_size = vocab_size
         self.hidden, self.weight, self.temperature = hidden.detach(), weight.detach(), float(temperature)
         self.group = group if num_ranks > 1 and len(hidden) else None
-        self.in_vocabulary = (targets >= 0) & (targets < vocab_size)
+        self._targets = targets
         self.local_targets = targets - rank * len(weight)
         self.num_real = min(max(vocab_size - rank * len(weight), 0), len(weight))
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -117,7 +117,12 @@ class LinearHead:
             logits, self.local_targets[rows], num_real=self.num_real, group=self.group, temperature=self.temperature,
             with_entropy=with_entropy, log_q=None if runs_triton(logits) else logits,
         )  # fmt: skip
-        return torch.where(self.in_vocabulary[rows], log_probs, math.nan), entropy, softmax
+        return self.nan_outside(log_probs, rows), entropy, softmax
+
+    def nan_outside(self, log_probs: Tensor, rows: slice) -> Tensor:
+        """NaN for targets that are no token of the vocabulary. On a CPU there are none: `check_head` has looked."""
+        targets = self._targets[rows]
+        return log_probs if targets.device.type == "cpu" else torch.where((targets >= 0) & (targets < self.vocab_size), log_probs, math.nan)
 
     def backward(
         self,

@@ -151,7 +151,7 @@ def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]
     )
     if head.group is not None:
         log_probs, entropy, _ = merge_ranks(log_probs, entropy, m + log_s, is_local, with_entropy, head.group)
-    return torch.where(head.in_vocabulary, log_probs, math.nan), entropy if with_entropy else None
+    return head.nan_outside(log_probs, slice(None)), entropy if with_entropy else None
 
 
 def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:

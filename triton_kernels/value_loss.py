@@ -70,12 +70,13 @@ def value_loss(
 
 class _ValueLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, old_values, returns, weights, clip_eps):
+    def forward(ctx, values, *constants):
         if backend(values) == "triton":
             from megarl.kernels import value_loss_triton
-            loss, gradient, *stats = value_loss_triton.value_loss(values, old_values, returns, weights, clip_eps)
+            compute = value_loss_triton.value_loss
         else:
-            loss, gradient, *stats = _compute_torch(values, old_values, returns, weights, clip_eps)
+            compute = _compute_torch
+        loss, gradient, *stats = compute(values, *constants)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(*stats)
         return loss, *stats

@@ -115,6 +115,8 @@ class Algorithm:
     """Responses are sampled and scored. False: they come from the data set."""
     needs_critic: ClassVar[bool] = False
     """A critic gives `values` and learns from `value_loss`."""
+    critic_warmup_iters: ClassVar[int] = 0
+    """So many first steps update the critic alone."""
     token_level: ClassVar[bool] = True
     """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a micro-batch's tokens, and saves a
     quarter of the output layer's work. False: it sees whole sequences, all tokens of a micro-batch at once."""

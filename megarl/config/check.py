@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
+from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
+from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
 from megarl.config.schema import TrainConfig
 
 __all__ = ["check", "check_job", "raise_findings"]
@@ -41,11 +44,19 @@ class _Job:
     def megatron_roles(self) -> Iterator[MegatronRole]:
         present = [role for role in ROLES if getattr(self.config, role) is not None]
         shared = agreed_fields(self.config, present)
+        of_model = self.reward_shapes()
         for role, ranks in self.ranks.items():
             section = role.partition("_model")[0]
-            if section in present:  # TODO reward model shapes
-                shape = {"critic": self.critic_shape, "reward": None}.get(section, self.shape)
+            if section in present and (section != "reward" or role in of_model):
+                shape = {"critic": self.critic_shape, "reward": of_model.get(role)}.get(section, self.shape)
                 yield MegatronRole(section, parallel_of(self.config, role), ranks, shape, shared)
+
+    def reward_shapes(self) -> dict[str, ModelShape]:
+        """Of the reward models that Megatron runs; none if something is wrong with any, which `reward_findings` says."""
+        try:
+            return {model.name: value_model_shape(model.path) for model in reward_models(self.config) if model.backend == "megatron"}
+        except ValueError:
+            return {}
 
 
 def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True, critic_shape: ModelShape | None = None) -> list[str]:
@@ -55,13 +66,14 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         shape: of config.model.model. None leaves the rules about it out, for when config.json itself is wrong.
         world_size: ranks of the job.
         new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
-        critic_shape: of config.model.critic_model, if that is given. Default: `shape`.
+        critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _batch, _optimizer, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
+    rules = [_placement, _megatron, _batch, _optimizer, _offload, _critic, *([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, *([_rollout_shape] if shape else [])]
-    return findings + [finding for rule in rules for finding in rule(job)] + list(path_findings(config, new_run))
+    findings += [finding for rule in rules for finding in rule(job)]
+    return [*findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
@@ -85,16 +97,16 @@ def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> Mod
     """Raises: ConfigError with all findings of `check`, together with what is wrong in the models' config.json. Returns the actor's shape."""
     shape, findings = _load_shape(config.model.model)
     critic_shape, of_critic = None, []
-    if config.critic is not None and config.model.critic_model is not None:
-        critic_shape, of_critic = _load_shape(config.model.critic_model)
-        of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic]
+    if config.critic is not None:
+        critic_shape, of_critic = _load_shape(config.model.critic_model or config.model.model, value_head=True)
+        of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic] if config.model.critic_model else []
     raise_findings(findings + of_critic + check(config, shape, world_size, new_run, critic_shape))
     return shape
 
 
-def _load_shape(folder: str) -> tuple[ModelShape | None, list[str]]:
+def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | None, list[str]]:
     try:
-        return ModelShape.load(folder), []
+        return ModelShape.load(folder, value_head=value_head), []
     except ConfigError as error:
         return None, list(error.findings)
 
@@ -153,8 +165,16 @@ def _optimizer(job: _Job) -> Iterator[str]:
             yield (f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
                    f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}.")  # fmt: skip
     run = job.config.run
+    if run.eval_interval and job.uses_rollout and not uses_rule_reward(job.config):
+        yield (f"--eval-interval ({run.eval_interval}): held-out answers are scored by a rule, and with --reward-model there is none. Add "
+               "--reward auto, which then counts in training too, or leave it out.")  # fmt: skip
     if run.eval_interval and not job.config.data.eval_data:
         yield f"--eval-interval ({run.eval_interval}): needs --eval-data. Leave it out, or name held-out files."
+
+
+def _offload(job: _Job) -> Iterator[str]:
+    engine = engine_mode(job.config, job.world_size) if job.uses_rollout and all(job.ranks.values()) else None
+    yield from dict.fromkeys(offload_findings(job.config, list(job.megatron_roles()), engine))
 
 
 def _evaluation(job: _Job) -> Iterator[str]:

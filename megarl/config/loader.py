@@ -73,9 +73,9 @@ class _Loader:
 
     def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
         """None for the sections of roles that the job has not; a flag of such a role is an error."""
-        if sections.get("algorithm") is None or sections.get("reward_model") is None:
+        if sections.get("algorithm") is None or sections.get("reward_models") is None:
             return  # what is wrong with them is reported
-        for role, reason in absent_roles(sections["algorithm"], sections["reward_model"].reward_model).items():
+        for role, reason in absent_roles(sections["algorithm"], sections["reward_models"].reward_model).items():
             own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
             sections |= dict.fromkeys(own)
             for name, occurrence in self.given.items():

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.placement import role_ranks
+from megarl.config.reward_models import reward_models
 from megarl.config.schema import ParallelConfig, TrainConfig
 
 
@@ -104,10 +105,15 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
     """Every role of the job and where it lives, in the order in which they are set up. Rules score samples where they were made."""
+    backend_of = {model.name: model.backend for model in reward_models(config)}
     meshes: dict[str, MeshSpec] = {}
     for role, ranks in role_ranks(config, world_size).items():
         if role == "rollout":
             meshes["rollout"] = meshes["reward"] = MeshSpec(ranks, config.rollout.tensor_parallel_size)
+        elif backend_of.get(role) == "transformers":
+            meshes[role] = MeshSpec(ranks)  # the whole model on each
+        elif backend_of.get(role) == "judge":
+            meshes[role] = MeshSpec(ranks, config.reward.tensor_model_parallel_size)
         else:
             meshes[role] = megatron_mesh(ranks, parallel_of(config, role))
     return meshes
@@ -119,8 +125,8 @@ def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
     return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
 
 
-def megatron_roles(config: TrainConfig, meshes: Mapping[str, MeshSpec]) -> list[str]:
-    """Those whose model Megatron runs."""
+def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
+    """Those that work on shares of a step; the engines and their rules have what they sampled."""
     return [role for role in meshes if role not in ("rollout", "reward")]
 
 

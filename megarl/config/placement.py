@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megarl.config.reward_models import role_name
 from megarl.config.schema import PlacementConfig, TrainConfig
 
 
@@ -63,11 +64,6 @@ class DeviceMap:
         return flags
 
 
-def reward_model_names(count: int) -> list[str]:
-    """Roles of the reward models: reward_model, reward_model_2, ..."""
-    return [f"reward_model_{i + 1}" if i else "reward_model" for i in range(count)]
-
-
 def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
     """Role -> its ranks, in the order in which roles are set up, None where its flag is wrong; and what is wrong.
 
@@ -93,7 +89,7 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
     placed = {role: ranks_of(role.partition("_model")[0], text) for role, text in _texts(config)}
     if "reference" in placed and config.placement.reference_ranks is None:
         placed["reference"] = placed["actor"]
-    return placed, [*findings, *_uneven_reward_ranks(config.placement, len(config.reward_model.reward_model))]
+    return placed, [*findings, *_uneven_reward_ranks(config.placement, len(config.reward_models.reward_model))]
 
 
 def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
@@ -105,7 +101,7 @@ def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
     if algorithm.needs_critic:
         yield "critic", placement.critic_ranks
     if algorithm.needs_rollout:
-        names = reward_model_names(len(config.reward_model.reward_model))
+        names = [role_name(index) for index in range(len(config.reward_models.reward_model))]
         per_model = placement.reward_ranks if len(placement.reward_ranks) > 1 else (*placement.reward_ranks, None)[:1] * len(names)
         yield from zip(names, per_model)
         yield "rollout", placement.rollout_ranks

@@ -12,6 +12,8 @@ from typing import Literal
 from megarl.config.errors import require
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+OFFLOAD_PARTS = ("parameters", "gradients", "optimizer")
+"""In the order in which an update uses them."""
 TRANSPORTS = ("auto", "direct", "shared-memory", "cuda-ipc", "messages")
 
 
@@ -61,6 +63,9 @@ class ParallelConfig:
     """With full recompute: layers per recomputed block."""
     recompute_modules: tuple[str, ...] | None = None
     """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
+    offload: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ()
+    """What is in host memory while the device works for others: the parameters, the gradients (they are freed), the optimizer state with
+    its fp32 master weights. A frozen model has parameters only."""
 
     def __post_init__(self) -> None:
         require(
@@ -175,6 +180,11 @@ class OptimizerConfig:
     """Shard Adam's states and the master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
+    optimizer_cpu_offload: bool = False
+    """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
+    and --use-distributed-optimizer. To have them there between updates only: --offload optimizer."""
+    optimizer_offload_fraction: float = 1.0
+    """With --optimizer-cpu-offload: share of the parameters whose states are in host memory."""
 
     def __post_init__(self) -> None:
         require(
@@ -188,7 +198,9 @@ class OptimizerConfig:
                 "adam_beta1": 0,
                 "adam_beta2": 0,
                 "clip_grad": 0,
+                "optimizer_offload_fraction": 0,
             },
+            at_most={"optimizer_offload_fraction": 1},
             above={"adam_eps": 0},
             below={"adam_beta1": 1, "adam_beta2": 1},
         )
@@ -303,8 +315,9 @@ class DataConfig:
     """Column of the prompt: a list of {role, content} messages, or a string."""
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=, ground_truth=, extra_info=) -> float."""
-    reward: Literal["auto", "gsm8k", "math"] = "auto"
-    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family)."""
+    reward: Literal["auto", "gsm8k", "math"] | None = None
+    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family).
+    Default: auto, but none with --reward-model."""
 
     def __post_init__(self) -> None:
         require(
@@ -314,14 +327,6 @@ class DataConfig:
                 (self.prompt_key != "", "prompt_key", "must name a column."),
             ],
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardModelConfig:
-    """reward models"""
-
-    reward_model: tuple[str, ...] = ()
-    """placeholder"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,6 +361,44 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """reward models"""
+
+    reward_model: tuple[str, ...] = ()
+    """Folders of reward models: sequence classifiers with one label, or language models that judge. Their scores
+    are summed, and the rule reward is added if --reward or --reward-function is given too. Default: none."""
+    reward_model_weights: tuple[float, ...] | None = None
+    """What each model's score is multiplied by, one number per model. Default: 1 each. A rule reward counts 1."""
+    reward_model_backend: tuple[Literal["auto", "megatron", "transformers", "judge"], ...] = ("auto",)
+    """What runs the models, one word for all or one per model. megatron: a classifier of a family that megarl trains, split as a role is.
+    transformers: any classifier, whole on each rank. judge: a language model in vLLM that is asked for a score. auto: by config.json."""
+    judge_template: str | None = None
+    """Text file of what a judge is asked, with {prompt}, {response} and {ground_truth}. Default: the template that ships with megarl."""
+    judge_score_pattern: str = r"(?i)\bscore\b[\s*:=]*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the number, that finds the score in a judge's answer; the last match counts."""
+    judge_score_range: tuple[float, ...] = (0.0, 10.0)
+    """Lowest and highest score a judge can give; scaled to 0..1. A number outside, like an answer without one, is a failed reward."""
+    judge_max_tokens: int = 512
+    """Tokens of a judge's answer, at most."""
+    judge_temperature: float = 0.0
+    """Sampling temperature of judges; 0 is greedy."""
+    judge_max_model_len: int | None = None
+    """Tokens of question and answer together, at most; a longer question is a failed reward. Default: --judge-max-tokens, the template's
+    characters and twice --max-prompt-length and --max-response-length, or what the judge can take if that is less."""
+    judge_gpu_memory_utilization: float = 0.3
+    """Share of GPU memory for weights and KV cache of a judge. Not used on CPU."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            at_least={"judge_max_tokens": 1, "judge_temperature": 0, "judge_max_model_len": 2},
+            above={"judge_gpu_memory_utilization": 0},
+            at_most={"judge_gpu_memory_utilization": 1},
+            rules=[("" not in (self.reward_model or ()), "reward_model", "must name folders.")],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Everything one job needs. `algorithm` is the dataclass of the chosen algorithm (megarl/algorithms)."""
 
@@ -376,7 +419,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     data: DataConfig
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_models: RewardModelConfig = field(default_factory=RewardModelConfig)
     run: RunConfig
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""

@@ -18,18 +18,18 @@ class HFTokenizer:
 
         self.name = path
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self.hugging_face = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:  # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
             raise ValueError(f"{flag} ({path}): transformers cannot load this tokenizer: {type(error).__name__}: {error}") from error
         if not self._ids(["1+1"])[0]:
             raise ValueError(f"{flag} ({path}): the tokenizer has no vocabulary. Is tokenizer.json (or vocab.json, tokenizer.model) there?")
-        if self._tokenizer.eos_token_id is None:
+        if self.hugging_face.eos_token_id is None:
             raise ValueError(f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.')
-        self.eos_token_id: int = self._tokenizer.eos_token_id
-        pad = self._tokenizer.pad_token_id
+        self.eos_token_id: int = self.hugging_face.eos_token_id
+        pad = self.hugging_face.pad_token_id
         self.pad_token_id: int = self.eos_token_id if pad is None else pad
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        bos, around_nothing = self._tokenizer.bos_token_id, self._tokenizer("")["input_ids"]
+        self.vocab_size = max(self.hugging_face.get_vocab().values()) + 1
+        bos, around_nothing = self.hugging_face.bos_token_id, self.hugging_face("")["input_ids"]
         self._bos: list[int] = around_nothing[:1] if bos is not None and around_nothing[:1] == [bos] else []
 
     def encode_prompt(self, prompt: Messages) -> list[int]:
@@ -54,20 +54,20 @@ class HFTokenizer:
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         # Without clean-up: it would turn the " ." a model wrote into ".", and the reward would judge another text.
-        return self._tokenizer.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.hugging_face.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return self.hugging_face(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def _render(self, messages: Messages) -> str:
         import jinja2
 
-        if self._tokenizer.chat_template is None:
+        if self.hugging_face.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self.name} has no chat template, but the prompts are lists of messages. "
                 "Put a chat_template.jinja into that folder, or make the prompt column a string."
             )
         try:
-            return self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            return self.hugging_face.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template in {self.name} refuses the prompt {list(messages)!r}: {error}") from error

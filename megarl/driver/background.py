@@ -20,12 +20,12 @@ class DriverCall:
 
     def run(self) -> DriverCall:
         function, args, kwargs = self._work
-        start = time.monotonic()
+        start = time.time()
         try:
             self._value = function(*args, **kwargs)
         except Exception as error:  # thread boundary: told where somebody listens
             self.error = error
-        self.ended = time.monotonic()
+        self.ended = time.time()
         self.seconds = self.ended - start
         self._work = None  # its arguments may be large
         self._over.set()

@@ -39,7 +39,7 @@ class Future(Protocol):
     seconds: float
     """That the call took on the rank where it took longest, not counting calls before it. 0 until done."""
     ended: float
-    """When its last value reached the driver, by the driver's `time.monotonic()`. 0 until done."""
+    """`time.time()` of the last rank when it was through. 0 until done."""
 
     def result(self) -> list:
         """Values per rank, in the order of the role's ranks. Blocks. Raises the first error of the job, whichever call it came from."""

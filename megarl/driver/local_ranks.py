@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megarl.driver.launch import cause_of_death
@@ -47,7 +47,7 @@ def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, c
     """
     from megarl.driver.store_executor import StoreExecutor
 
-    processes, executor = LocalRanks(argv, world_size, module), None
+    processes, executor = LocalRanks(argv, world_size, module, ranks), None
     try:
         executor = StoreExecutor(ranks, world_size, call_timeout_s, processes.connect(), processes.connect())
         processes.tell_deaths(executor.fail)
@@ -65,9 +65,9 @@ class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
-    may be short-lived."""
+    may be short-lived. `ranks_of`: role -> its ranks, to say who was on a rank that died."""
 
-    def __init__(self, argv: list[str], world_size: int, module: str):
+    def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]]):
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,6 +77,7 @@ class LocalRanks:
             "GROUP_RANK": "0", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
         }  # fmt: skip
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        self._ranks_of = ranks_of
         self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RuntimeError] = []
         self._tell: Callable[[RuntimeError], None] = self._deaths.append
@@ -128,7 +129,7 @@ class LocalRanks:
         code = process.wait()
         if code != 0 and not self._ending:
             with self._lock:
-                self._tell(RuntimeError(cause_of_death(rank, code) or f"[rank {rank}] ended with exit code {code}; stderr may say why."))
+                self._tell(RuntimeError(cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."))
             self._signal(signal.SIGTERM)  # the others would wait for it
 
     def _signal(self, signum: signal.Signals | None) -> None:

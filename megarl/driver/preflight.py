@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config.check import check_job
 from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -28,7 +29,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> I
 
     new_run: --save must not hold a run yet (training), or is not written to (evaluation)."""
     shape = check_job(config, world_size, new_run)
-    needs = "response" if not config.algorithm.needs_rollout else None if config.data.reward_function else "ground_truth"
+    needs = "response" if not config.algorithm.needs_rollout else "ground_truth" if needs_ground_truth(config) else None
     train = PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
     evaluation = None
     if config.data.eval_data:
@@ -38,7 +39,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> I
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
-    if config.algorithm.needs_rollout:
+    if config.algorithm.needs_rollout and uses_rule_reward(config):
         function = load_reward(config.data.reward, config.data.reward_function)
         for dataset, flag in datasets:
             probe_reward(function, dataset, flag)

@@ -4,6 +4,7 @@
     metrics.jsonl                one JSON object per step, written as the step ends
     tensorboard/                 the same as event files
     rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
+    timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
     rollouts/eval.jsonl          one held-out answer per evaluation
     hf/                          exported weights (written by the actor)
 """

@@ -173,7 +173,7 @@ class Scheduler:
         return False
 
     def _issue(self, candidate: Candidate, step: FlowStep) -> None:
-        node, issued, ranks = candidate.node, time.monotonic(), candidate.ranks
+        node, issued, ranks = candidate.node, time.time(), candidate.ranks
         if candidate.source is not None:
             future = self._host.move(candidate.columns, candidate.source.role, node)
             step.moved[candidate.source.name, step.plan.share[node.role]] = future is not None

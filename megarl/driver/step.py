@@ -12,14 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.algorithms.kl_controller import MEASURED_KL
-from megarl.config.mesh import megatron_roles, share_keys
+from megarl.config.mesh import replicas, share_keys, training_data_roles
+from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.driver.executor import Future
 from megarl.driver.job import Job
 from megarl.driver.metrics import phase_times
 from megarl.driver.weights import send_weights
 from megarl.flow import Node
 from megarl.metrics import combine
-from megarl.packing import Sample, plan_mini_batches
+from megarl.packing import Sample, homes_of, plan_mini_batches
+from megarl.rewards.combine import combine_rewards
 
 
 @dataclass
@@ -36,10 +38,10 @@ class RolloutBatch:
     num_samples_per_prompt: int
     samples: list[Sample] = field(default_factory=list)
     """By sample id: num_samples_per_prompt of the first row, then of the second, ..."""
+    records: dict[str, dict[int, dict]] = field(default_factory=dict)
+    """Role that scored -> sample id -> what it says of the sample."""
     rewards: dict[int, float | None] = field(default_factory=dict)
-    """By sample id. None: it failed. What it holds when the advantages are computed is what counts."""
-    texts: dict[int, dict[str, object]] = field(default_factory=dict)
-    """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of all)."""
+    """By sample id: what those who score say, weighted; None: one of them failed. What it holds when the advantages are computed counts."""
     moved: list[Future] = field(default_factory=list)
 
     @property
@@ -50,6 +52,11 @@ class RolloutBatch:
     def group_ids(self) -> list[int]:
         """Which of `rows` each sample answers, in the order of sample_ids."""
         return [s.sample_id // self.num_samples_per_prompt for s in self.samples]
+
+    @property
+    def texts(self) -> dict[int, dict[str, object]]:
+        """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of all)."""
+        return {sample: record for sample, record in self.records.get("reward", {}).items() if "response" in record}
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -64,7 +71,7 @@ class RolloutBatch:
     def __repr__(self) -> str:
         scored = [r for r in self.rewards.values() if r is not None]
         mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
-        return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
+        return f"RolloutBatch(step {self.current}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
 
 
 class StepHost:
@@ -76,37 +83,42 @@ class StepHost:
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
         self.share_of = share_keys(job.meshes)
-        self.shares = list(dict.fromkeys(self.share_of[role] for role in megatron_roles(job.config, job.meshes)))
+        self.shares = list(dict.fromkeys(self.share_of[role] for role in training_data_roles(job.meshes)))
+        self.weight_of = {"reward": 1.0} if uses_rule_reward(job.config) else {}
+        """Role that scores -> what its score is multiplied by."""
+        self.weight_of |= {model.name: model.weight for model in reward_models(job.config)}
         self.kl = job.config.algorithm.build_kl_controller()
-        self.step = RolloutBatch(0, [], self.config.batch.num_samples_per_prompt)
+        self.current = RolloutBatch(0, [], self.config.batch.num_samples_per_prompt)
 
     def begin(self, number: int, rows: list[int]) -> RolloutBatch:
-        self.step = RolloutBatch(number, rows, self.config.batch.num_samples_per_prompt)
-        return self.step
+        self.current = RolloutBatch(number, rows, self.config.batch.num_samples_per_prompt)
+        return self.current
 
     # Asked by the scheduler.
 
     def arguments(self, node: Node, results: Mapping[str, Future]) -> tuple[tuple, dict]:
         """Of the node's call; everything that it reads from the driver is there."""
-        step = self.step
-        kind = node.role.partition("_model")[0] if node.role.startswith("reward_model") else node.role
-        if (kind, node.method) == ("rollout", "generate"):
-            return ("train", step.rows, step.step), {}
-        if (kind, node.method) == ("reward", "score"):
-            return ("train",), {}
-        if node.method == "advantages":
-            return (step.sample_ids, step.group_ids, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
-        if (kind, node.method) == ("actor", "update"):
-            self.job.check_gate(results["actor.log_probs"])
-            return (self.kl.coef,), {}
-        if (kind, node.method) == ("rollout", "sync"):
-            send_weights(self.job.executor, self.job.meshes, step.step)
-            return (step.step,), {}
+        step = self.current
+        match node.name:
+            case "rollout.generate":
+                return ("train", step.rows, step.step), {}
+            case "reward.score":
+                return ("train",), {}
+            case "actor.advantages":
+                return (step.sample_ids, step.group_ids, [step.rewards[s] for s in step.sample_ids], self.kl.coef), {}
+            case "actor.update":
+                self.job.check_gate(results["actor.log_probs"])
+                return (self.kl.coef,), {}
+            case "rollout.sync":
+                send_weights(self.job.executor, self.job.meshes, step.step)
+                return (step.step,), {}
+        if node.role in self.weight_of:
+            return (dict(zip(step.sample_ids, [step.rows[group] for group in step.group_ids], strict=True)),), {}
         return (), {}
 
     def skips(self, node: Node) -> bool:
         """While the critic warms up the actor stays as it is."""
-        warming_up = self.step.step <= getattr(self.config.algorithm, "critic_warmup_iters", 0)
+        warming_up = self.current.step <= self.config.algorithm.critic_warmup_iters
         return warming_up and (node.role, node.method) in (("actor", "update"), ("rollout", "sync"))
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
@@ -116,32 +128,38 @@ class StepHost:
         if giver == taker or not columns or taker not in self.shares:
             return None
         ranks = sorted({*self.job.meshes[giver].ranks, *self.job.meshes[taker].ranks})
-        self.step.moved.append(self.job.executor.call_on(ranks, "data", "exchange", columns, giver, taker))
-        return self.step.moved[-1]
+        self.current.moved.append(self.job.executor.call_on(ranks, "data", "exchange", columns, giver, taker))
+        return self.current.moved[-1]
 
     def finished(self, node: Node, values: list) -> None:
         """Take the answers that are the driver's to keep."""
         if (node.role, node.method) == ("rollout", "generate"):
             self._plan(values)
-        elif "rewards" in node.writes:
-            self._take_rewards(values)
+        elif node.method == "score":
+            self._take_scores(node.role, values)
 
     def _plan(self, per_rank: list[list[Sample]]) -> None:
         """Mini-batches and micro-batches of every mesh, and the samples on their way there."""
         job, batch = self.job, self.config.batch
-        self.step.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
+        self.current.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         for share in self.shares:
             mesh = job.meshes[share]
-            homes = {s.sample_id: mesh.coordinates(s.holders[0])["dp"] for s in samples if s.holders[0] in mesh.ranks}
-            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
-                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.step.step}")
-            self.step.moved.append(job.role("data").distribute(share, samples, mini_batches))
+            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes_of(samples, replicas(mesh)), mesh.dp, batch.max_tokens_per_micro_batch,
+                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.current.step}")
+            self.current.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
-    def _take_rewards(self, per_rank: list[list[dict]]) -> None:
-        records = {r["sample_id"]: r for rank in per_rank for r in rank}
-        self.step.texts = {sample: record for sample, record in records.items() if "response" in record}
-        self.job.run.write_rollouts(self.step.texts.values())
-        self.step.rewards = {sample: record["reward"] for sample, record in records.items()}
+    def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
+        """The rewards are whole when all have scored."""
+        step = self.current
+        step.records[role] = {record["sample_id"]: record for rank in per_rank for record in rank}
+        weights = {role: weight for role, weight in self.weight_of.items() if role in step.records}
+        rewards = combine_rewards([self._scores(role) for role in weights], list(weights.values())) if weights else []
+        step.rewards = dict(zip(step.sample_ids, rewards))
+
+    def _scores(self, role: str) -> list[float | None]:
+        """In the order of the step's samples."""
+        key = "reward" if role == "reward" else "score"
+        return [self.current.records[role][sample][key] for sample in self.current.sample_ids]
 
     # At the end of the step.
 
@@ -151,30 +169,47 @@ class StepHost:
 
     def record(self, reports: Iterable[Future]) -> dict[str, float]:
         """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and engine have drifted apart."""
-        job, step = self.job, self.step
+        job, step = self.job, self.current
         metrics = combine(rank for future in reports for rank in future.result())
         metrics |= combine(rank for future in step.moved for rank in future.result())
         if MEASURED_KL in metrics:
             self.kl.update(metrics[MEASURED_KL], len(step.samples))
         tokens = sum(s.length for s in step.samples)
-        metrics |= _of_samples(step) | phase_times(job.executor.take_seconds()) | {"batch/tokens": tokens, "sync/version": step.step}
+        metrics |= self._metrics_of_samples() | phase_times(job.executor.take_seconds()) | {"batch/tokens": tokens, "sync/version": step.step}
+        self._write_rollouts()
         job.run.finish_step(step.step, metrics, tokens)
         if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
             job.check_mismatch(metrics)
         return metrics
 
+    def _metrics_of_samples(self) -> dict[str, float]:
+        """{} of a step that sampled nothing."""
+        lengths = [s.response_length for s in self.current.samples]
+        scored = [r for r in self.current.rewards.values() if r is not None]
+        if not lengths:
+            return {}
+        return {
+            "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
+            "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
+            "response/truncated": sum(s.truncated for s in self.current.samples) / len(lengths), **self._score_metrics(),
+        }  # fmt: skip
 
-def _of_samples(step: RolloutBatch) -> dict[str, float]:
-    """Metrics of a step that the driver makes itself; {} of a step that sampled nothing."""
-    lengths = [s.response_length for s in step.samples]
-    scored = [r for r in step.rewards.values() if r is not None]
-    if not lengths:
-        return {}
-    return {
-        "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
-        "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
-        "response/truncated": sum(s.truncated for s in step.samples) / len(lengths),
-    }  # fmt: skip
+    def _score_metrics(self) -> dict[str, float]:
+        """Of each that scores, if there are several."""
+        roles = [role for role in self.weight_of if role in self.current.records]
+        scored = {role: [x for x in self._scores(role) if x is not None] for role in roles if len(roles) > 1}
+        return {f"reward/{role}_mean": sum(scores) / max(len(scores), 1) for role, scores in scored.items()}
+
+    def _write_rollouts(self) -> None:
+        """The logged samples with their texts and rewards; what rule and each reward model say of them, where that is not the reward."""
+        step, rows = self.current, []
+        models = [role for role in self.weight_of if role != "reward" and role in step.records]
+        for sample, record in step.texts.items():
+            reward = step.rewards.get(sample)
+            said = {role: {k: v for k, v in step.records[role][sample].items() if k != "sample_id"} for role in models}
+            rule = {"rule_reward": record["reward"]} if models or reward != record["reward"] else {}
+            rows.append(record | {"reward": reward} | rule | said)
+        self.job.run.write_rollouts(rows)
 
 
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")

@@ -190,11 +190,10 @@ class StoreExecutor:
                 text = f"its result cannot be read by the driver: {error!r}"
                 return self.fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
             self._queues[result.rank].popleft()
-            self._free_since[result.rank] = now = time.monotonic()
+            self._free_since[result.rank] = time.monotonic()
             self._answered[result.rank] = result.index
-            future.seconds = max(future.seconds, result.seconds)
+            future.seconds, future.ended = max(future.seconds, result.seconds), max(future.ended, result.ended)
             if not future.missing():
-                future.ended = now
                 del self._futures[result.index]
                 self._seconds[c.role, c.method] = self._seconds.get((c.role, c.method), 0.0) + future.seconds
                 self._changed.notify_all()

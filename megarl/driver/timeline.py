@@ -12,7 +12,7 @@ _MAX_RECORDS = 50_000  # about 10 MB; of a longer run the newest are kept
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call, or the exchange that brings columns to one. Times are the driver's `time.monotonic()`, in seconds."""
+    """One call, or the exchange that brings columns to one. Times are `time.time()`, those of a call by its ranks' clocks."""
 
     name: str
     ranks: tuple[int, ...]

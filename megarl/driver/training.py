@@ -111,8 +111,9 @@ class Training:
         return self._host.kl.coef
 
     def wait(self) -> None:
-        """For all that is in flight, in the background too."""
+        """For all that is in flight, in the background too: for the end of a job. Then timeline.json says when each call ran, and where."""
         self._scheduler.close()
+        self._scheduler.timeline.write(self.job.run.folder / "timeline.json")
 
     def _begin_step(self) -> None:
         self.step += 1
@@ -132,7 +133,7 @@ class Training:
         return rows
 
     def _check_current(self, batch: RolloutBatch) -> None:
-        if batch is not self._host.step or not self._in_step:
+        if batch is not self._host.current or not self._in_step:
             raise ValueError(f"batch ({batch}) must be what the last rollout() returned, once: the ranks hold the tokens of that one alone.")
 
 

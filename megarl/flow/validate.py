@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megarl.flow.methods import METHODS, is_state, kind_and_suffix
@@ -87,7 +88,7 @@ def _cycles(flow: Flow) -> Iterable[str]:
             chain.append(name)
         cycle = [*chain[chain.index(name) :], name][::-1]
         steps = [f"{after} reads {', '.join(waiting[after][before]) or 'state that it must not overtake'} of {before}"
-                 for before, after in zip(cycle, cycle[1:])]  # fmt: skip
+                 for before, after in pairwise(cycle)]  # fmt: skip
         yield f"nodes {', '.join(cycle[:-1])} wait for each other: {'; '.join(steps)}. One of them must read a column of an earlier node."
         waiting = _without(waiting, cycle)
 

@@ -198,7 +198,8 @@ def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups:
     return _build(ValueHeadModel, config, shape, groups, qkv_layout)
 
 
-def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str, **options) -> Model:
+def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
+           **options: object) -> Model:
     with cpu_megatron():
         spec = _layer_spec(config, qkv_layout)
         if not uses_transformer_engine():

@@ -20,15 +20,26 @@ with cpu_megatron():
 
 
 def build_optimizer(config: OptimizerConfig, ddp: DistributedDataParallel, groups: ProcessGroupCollection, bf16: bool) -> MegatronOptimizer:
-    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm."""
-    megatron = MegatronOptimizerConfig(
-        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2, adam_eps=config.adam_eps, clip_grad=config.clip_grad, bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=config.use_distributed_optimizer)
+    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm.
+
+    Raises: ValueError for --optimizer-cpu-offload without a GPU."""
+    if config.optimizer_cpu_offload and not torch.cuda.is_available():
+        raise ValueError("--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine has none. Leave it out.")
     with _world_is(groups.intra_dist_opt):
-        optimizer = get_megatron_optimizer(megatron, [ddp], pg_collection=groups, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(megatron_config(config, bf16), [ddp], pg_collection=groups, use_gloo_process_groups=False)
     _fuse_adam(optimizer)
     return optimizer
+
+
+def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerConfig:
+    """What Megatron calls our flags."""
+    return MegatronOptimizerConfig(
+        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2, adam_eps=config.adam_eps, clip_grad=config.clip_grad, bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=config.use_distributed_optimizer,
+        # The precision-aware path leaves the fp32 masters to the hybrid optimizer; otherwise Megatron keeps its own on the GPU.
+        optimizer_cpu_offload=config.optimizer_cpu_offload, use_precision_aware_optimizer=config.optimizer_cpu_offload,
+        optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0)
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:

@@ -19,6 +19,7 @@ from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
+from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
 from megarl.metrics import combine
 
@@ -55,8 +56,14 @@ class TrainedModel(ABC):
             self.ddp = self._wrap(optimizer) if optimizer else None
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        # Name -> [rows, cols] view of the live weight, vectors as [n, 1]. Taken after DDP moved them into its buffer.
-        self.parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.model.named_parameters()}
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.model.named_parameters()}  # after DDP moved them
+        self.memory = ModelMemory(self, owner=self.prefix)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> [rows, cols] view of the live weight, vectors as [n, 1]. The views last; their addresses change with an offload."""
+        self.memory.use("parameters")
+        return self._parameters
 
     @abstractmethod
     def _build(self, parallel: ParallelConfig) -> GPTModel:
@@ -87,6 +94,7 @@ class TrainedModel(ABC):
     def parameters_changed(self) -> None:
         """Make the optimizer's fp32 master weights follow a direct write into `parameters`."""
         if self.optimizer is not None:
+            self.memory.use("parameters", "optimizer")
             with cpu_megatron():
                 self.optimizer.reload_model_params()
 
@@ -99,6 +107,7 @@ class TrainedModel(ABC):
 
         Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the others.
         Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+        self.memory.use("parameters", "gradients", "optimizer")
         with cpu_megatron():
             succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
@@ -111,6 +120,7 @@ class TrainedModel(ABC):
     def _update(self, micro_batches: list[MicroBatch], request: Request,
                 loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> dict[str, float]:
         """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch."""
+        self.memory.use("gradients")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
@@ -151,9 +161,10 @@ class TrainedModel(ABC):
 
     def _run(self, model: torch.nn.Module, forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
-        arguments = dict(forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
-                         seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only,
-                         pg_collection=self.groups)
+        self.memory.use("parameters")
+        arguments = dict(
+            forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
+            seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only, pg_collection=self.groups)
         with cpu_megatron():
             if self.groups.pp.size() == 1:
                 return forward_backward_no_pipelining(**arguments)

@@ -78,7 +78,7 @@ class WeightSync:
         generation: counts the plans that this set of ranks has had.
 
     `begin` and `finish` are collective over `participants`; between them the engine goes on generating with the old weights if it
-    has two buffers. Source tensors whose weights travel as messages must not move in memory; make a new WeightSync if they do."""
+    has two buffers. Between two versions source tensors may move in memory, with their storages."""
 
     def __init__(self, plan: ReshardPlan, rank: int, speakers: dict[int, int], sources: dict[str, Tensor], receiver: Receiver | None,
                  options: ReshardConfig, generation: int = 0) -> None:  # fmt: skip
@@ -115,7 +115,7 @@ class WeightSync:
             raise SyncError(verdict)
         self._transports = transports
         self._dtypes_of = {dst: places[self._speakers[dst]][2][dst] for dst in self._sends}
-        self._exported, self._addresses, self._told, self._new_pulls = None, [], {}, {}
+        self._exported, self._addresses, self._told, self._new_pulls, self._messages = None, [], {}, {}, None
         self._find_sources()  # moves CPU storages, so before any other address is taken
         self._messages = self._plan_messages()
 
@@ -132,6 +132,8 @@ class WeightSync:
         for dst in self._sends:
             if self._transports[self.rank, dst] == "direct":
                 self._new_pulls.setdefault(dst, {})[self.rank] = (self._sources, None)
+        if self._messages is not None:
+            self._messages.follow()
 
     def _read_places(self) -> dict[int, tuple[Place, Place | None, dict[int, dict[str, torch.dtype]]]]:
         """Peer -> what it wrote when it was made."""

@@ -43,8 +43,8 @@ class Transfer:
         dtype: of everything that is written, if every rank knows it. Default: receivers tell their senders when this is built.
     Raises: ValueError naming a tensor that is missing or has another shape than the plan needs.
 
-    Building (without `dtype`) and running are collective over `plan.ranks`. Views and buffers are kept, so a parameter must not
-    move in memory; build a new Transfer if it does."""
+    Building (without `dtype`) and running are collective over `plan.ranks`. Views and buffers are kept; where a storage has moved in
+    memory, with all its views, call `follow`."""
 
     def __init__(self, plan: ReshardPlan, rank: int, src_tensors: dict[str, Tensor], dst_tensors: dict[str, Tensor],
                  group: dist.ProcessGroup | None = None, dtype: torch.dtype | None = None) -> None:  # fmt: skip
@@ -55,13 +55,17 @@ class Transfer:
         destinations = {peer: [dst_view(c, dst_tensors) for c in copies] for peer, copies in receive_pairs.items()}
         wire = self._agree_on_dtypes(sources, destinations, dtype)
         limit = _chunk_bytes(plan)
-        sends = {peer: _chunks(views, wire[peer], limit) for peer, views in sources.items()}
-        receives = {peer: _chunks(views, [view.dtype for view in views], limit) for peer, views in destinations.items()}
-        self._rounds = _rounds(sends, receives)
-        here = plan.copies.get((rank, rank), ())
-        self._local = plan_copies((src_view(c, src_tensors), dst_view(c, dst_tensors)) for c in here)
-        self.bytes: int = self._local.bytes + sum(chunk.bytes for chunks in receives.values() for chunk in chunks)
+        self._sends = {peer: _chunks(views, wire[peer], limit) for peer, views in sources.items()}
+        self._receives = {peer: _chunks(views, [view.dtype for view in views], limit) for peer, views in destinations.items()}
+        self._here = [(src_view(c, src_tensors), dst_view(c, dst_tensors)) for c in plan.copies.get((rank, rank), ())]
+        self.follow()
+        self.bytes: int = self._local.bytes + sum(chunk.bytes for chunks in self._receives.values() for chunk in chunks)
         """Bytes that one run writes on this rank."""
+
+    def follow(self) -> None:
+        """Take the addresses of all tensors anew. Not collective."""
+        self._rounds = _rounds(self._sends, self._receives)
+        self._local = plan_copies(self._here)
 
     def _agree_on_dtypes(self, sources: dict[int, list[Tensor]], destinations: dict[int, list[Tensor]],
                          dtype: torch.dtype | None) -> dict[int, list[torch.dtype]]:  # fmt: skip

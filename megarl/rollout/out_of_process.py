@@ -11,12 +11,8 @@ engine's ranks, whose own processes wait. They pull the weights out of the memor
 
 from __future__ import annotations
 
-import multiprocessing.connection
-import os
 import pickle
-import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,20 +34,14 @@ from megarl.rollout.environment import (
     undisturbed,
 )
 from megarl.rollout.plugin import check_version, register
+from megarl.rollout.processes import UNIPROC, EngineProcesses, visible_devices
 from megarl.rollout.puller import Order
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
-_UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its binding of threads to
-cores, which several ranks on one machine cannot use."""
 _EXTENSION = "megarl.rollout.extension.WorkerExtension"
 _ANSWER_S = 10.0  # beyond the time that a call may take by itself
-
-
-class EngineDied(RuntimeError):
-    """A process of vLLM ended by itself."""
 
 
 class OutOfProcessEngine(Engine):
@@ -70,20 +60,17 @@ class OutOfProcessEngine(Engine):
         prepare_environment()
         check_version()  # of the client that _watch looks into
         sweep_shared_memory()
-        executor = "mp" if self._tp > 1 else _UNIPROC
+        executor = "mp" if self._tp > 1 else UNIPROC
         arguments = engine_arguments(config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor)
-        with engine_environment(_visible_devices(self._tp)), undisturbed():
+        with engine_environment(visible_devices(self._tp)), undisturbed():
             from vllm import LLM
 
             register()
             self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self._plan: ReshardPlan | None = None
-        self._is_updating = self._is_closing = False
-        self.death: EngineDied | None = None
-        """Set when a process of the engine ended by itself: then every call fails with it."""
-        self._processes = list(self.llm.llm_engine.engine_core.resources.engine_manager.processes)
-        threading.Thread(target=self._watch, name="watch_engine", daemon=True).start()
+        self._is_updating = False
+        self._processes = EngineProcesses(self.llm, lambda pid, how: f"[rank {self.rank}] the process of vLLM's engine died ({how})")
         self.llm.init_weight_transfer_engine({"init_info": {"ranks": list(self.ranks), "double_buffer": self._double_buffer}})
         self.tensors = {rank: {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, (size, dtype) in weights.items()}
                         for rank, weights in zip(self.ranks, self.llm.collective_rpc("megarl_weights"), strict=True)}  # fmt: skip
@@ -101,7 +88,7 @@ class OutOfProcessEngine(Engine):
         except Exception:  # vLLM's own word for a dead engine says nothing
             if not self._has_died():
                 raise
-        raise self.death
+        raise self._processes.death
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
         """The engine process starts on the first request that it gets, so which requests share a batch, and with it the last bits of
@@ -142,8 +129,8 @@ class OutOfProcessEngine(Engine):
 
     def shutdown(self) -> None:
         """End vLLM's processes."""
-        self._is_closing, self.version = True, None
-        self.llm.llm_engine.engine_core.shutdown()
+        self.version = None
+        self._processes.shutdown()
         remove_own_shared_memory()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
@@ -160,7 +147,7 @@ class OutOfProcessEngine(Engine):
         thread.start()
         thread.join(timeout_s + _ANSWER_S)
         if self._has_died():
-            raise self.death
+            raise self._processes.death
         if thread.is_alive():
             raise TimeoutError(f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s")
         if "error" in answer:
@@ -168,34 +155,11 @@ class OutOfProcessEngine(Engine):
         return answer["value"]
 
     def _has_died(self) -> bool:
-        sentinels = [process.sentinel for process in self._processes]
-        if self.death is None and not self._is_closing and multiprocessing.connection.wait(sentinels, timeout=0):
-            deadline = time.monotonic() + 1.0  # of two threads that look at once, one finds the exit code later
-            while not (codes := [process.exitcode for process in self._processes if process.exitcode is not None]):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.01)
-            self.death = EngineDied(f"[rank {self.rank}] the process of vLLM's engine died ({_how(codes)})")
+        """Then every call fails with the death of its processes."""
+        if self._processes.have_died():
             self.version = None
-        return self.death is not None
-
-    def _watch(self) -> None:
-        """When a process of the engine ends by itself: fail whoever waits for it, which vLLM's client does not."""
-        client = self.llm.llm_engine.engine_core
-        multiprocessing.connection.wait([process.sentinel for process in self._processes])
-        while not self._is_closing:
-            if self._has_died():
-                for future in list(client.utility_results.values()):
-                    if not future.done():
-                        future.set_exception(self.death)
-                client.outputs_queue.put(self.death)
-            time.sleep(0.2)
-
-
-def _how(exit_codes: list[int]) -> str:
-    if not exit_codes:
-        return "exit code unknown"
-    return f"killed by {signal.Signals(-exit_codes[0]).name}" if exit_codes[0] < 0 else f"exit code {exit_codes[0]}"
+            return True
+        return False
 
 
 def _double_buffer(config: TrainConfig, device: str) -> bool:
@@ -204,17 +168,3 @@ def _double_buffer(config: TrainConfig, device: str) -> bool:
         raise ValueError("--reshard-double-buffer: CUDA graphs and compiled code keep the addresses of the weights that they were made "
                          "with, so the buffers cannot be switched. Leave it out, or add --rollout-enforce-eager.")  # fmt: skip
     return device == "cpu" and eager if config.reshard.reshard_double_buffer is None else config.reshard.reshard_double_buffer
-
-
-def _visible_devices(tp: int) -> str | None:
-    """The GPUs of this engine's ranks, then the others of the node: their memory is read too. None without GPUs.
-
-    Raises: ValueError if the engine's ranks are not on one node."""
-    if not torch.cuda.is_available():
-        return None
-    first, on_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tp))
-    if first + tp > on_node:
-        raise ValueError(f"--rollout-tensor-parallel-size ({tp}): an out-of-process engine runs on one node, and its first rank is number "
-                         f"{first} of {on_node} there. Try {max(1, on_node - first)}, or other --rollout-ranks.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    return ",".join([*visible[first : first + tp], *visible[:first], *visible[first + tp :]])

@@ -17,6 +17,7 @@ from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
+from megarl.workers.residence import needs
 
 
 class PolicyRole(MegatronRole):
@@ -40,9 +41,11 @@ class PolicyRole(MegatronRole):
 class ReferenceRole(PolicyRole):
     """Frozen at the weights that training starts from."""
 
-    def log_probs(self) -> None:
-        """Write the column ref_log_probs."""
+    @needs("parameters")
+    def log_probs(self) -> dict[str, float]:
+        """Write the column ref_log_probs. Returns metrics of the memory."""
         self.write_log_probs("ref_log_probs")
+        return self.memory_metrics()
 
 
 class ActorRole(PolicyRole):
@@ -50,6 +53,7 @@ class ActorRole(PolicyRole):
     """Of the engines, if none is on this rank."""
     sender: WeightSync | None = None
 
+    @needs("parameters")
     def send_weights(self, version: int) -> None:
         """The part of RolloutRole.sync that is a source's. Where there is a rollout role too, that one does it."""
         if self.rollout_mesh is not None:
@@ -67,6 +71,7 @@ class ActorRole(PolicyRole):
     def algorithm(self) -> Algorithm:
         return self.config.algorithm
 
+    @needs("parameters")
     def log_probs(self) -> dict[str, float]:
         """Write the column old_log_probs and compare it with what the engine reported when it sampled.
 
@@ -118,12 +123,13 @@ class ActorRole(PolicyRole):
         dist.all_reduce(total, group=self.model.groups.dp)
         return total.to(values.device)
 
+    @needs("parameters", "gradients", "optimizer")
     def update(self, kl_coef: float = 0.0) -> dict[str, float]:
         """All optimizer updates of the step. Returns the mean over updates of this rank's share of every metric."""
         self.model.advance_schedule()
         mini_batches = self.share.mini_batches
         per_update = [self._update_once(mini_batch, kl_coef) for _ in range(self.config.batch.num_epochs) for mini_batch in mini_batches]
-        return mean_over_updates(per_update) | {"memory/peak_bytes": peak_memory_bytes()}
+        return mean_over_updates(per_update) | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _update_once(self, mini_batch: MiniBatch, kl_coef: float) -> dict[str, float]:
         def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice):

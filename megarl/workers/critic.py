@@ -15,6 +15,7 @@ from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
+from megarl.workers.residence import needs
 
 
 class CriticRole(MegatronRole):
@@ -29,16 +30,18 @@ class CriticRole(MegatronRole):
         config = self.config
         return ValueModel(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
 
+    @needs("parameters")
     def values(self) -> None:
         """Write the column values."""
         self.write_column("values", self.model.values(self.micro_batches(self.share.mini_batches)))
 
+    @needs("parameters", "gradients", "optimizer")
     def update(self) -> dict[str, float]:
         """All optimizer updates of the step. Returns the mean over updates of this rank's share of every metric."""
         self.model.advance_schedule()
         mini_batches = self.share.mini_batches
         per_update = [self._update_once(mini_batch) for _ in range(self.config.batch.num_epochs) for mini_batch in mini_batches]
-        return mean_over_updates(per_update) | {"memory/critic_peak_bytes": peak_memory_bytes()}
+        return mean_over_updates(per_update) | {"memory/critic_peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _update_once(self, mini_batch: MiniBatch) -> dict[str, float]:
         def loss(micro: MicroBatch, values: torch.Tensor):

@@ -16,7 +16,7 @@ from megarl.batch import check_column_names
 from megarl.config.mesh import MeshSpec, replicas
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
-from megarl.workers.exchange import ROLLOUT_COLUMNS, bytes_per_token, collect_samples, move_rows
+from megarl.workers.exchange import ROLLOUT_COLUMNS, MissingRowsError, bytes_per_token, collect_samples, move_rows
 
 
 class DataRole:
@@ -55,8 +55,8 @@ class DataRole:
         route = plan_route(self.rank, holders, destinations)
         try:
             batch = collect_samples(self.plane.pack("train"), route, wanted, lengths)
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error.args[0]}.") from error
+        except MissingRowsError as error:
+            raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error}.") from error
         if self.rank in mesh.ranks:
             self.plane.shares[share] = Share(batch, mini_batches)
         received = [sample for ids in route.incoming.values() for sample in ids]
@@ -73,7 +73,9 @@ class DataRole:
         check_column_names(columns)
         if source == destination or not columns:
             return {}
-        gives, takes = (self._mesh(share) for share in (source, destination))
+        gives, takes = (_on_last_stage(self._mesh(share), self.rank) for share in (source, destination))
+        if not gives and not takes:
+            return {}
         source_layout, layout = (self._layout(share) for share in (source, destination))
         holders = self._ranks_of_samples(source, source_layout.mini_batches, last_stage=True)
         destinations = self._ranks_of_samples(destination, layout.mini_batches, last_stage=True)
@@ -83,14 +85,14 @@ class DataRole:
         if source_layout.lengths != layout.lengths:
             raise ValueError(f"[data rank {self.rank}] {self._name(source)} and {self._name(destination)} were distributed for different "
                              "samples. Distribute both in every step, on every rank that exchanges.")
-        own = self.plane.shares[destination].batch if _on_last_stage(takes, self.rank) else None
-        held = self.plane.shares[source].batch if _on_last_stage(gives, self.rank) else None
+        held = self.plane.shares[source].batch if gives else None
+        own = self.plane.shares[destination].batch if takes else None
         route = plan_route(self.rank, holders, destinations)
         try:
             moved = move_rows(held, columns, route, [] if own is None else own.sample_ids.tolist(), layout.lengths)
-        except (KeyError, ValueError) as error:
+        except MissingRowsError as error:
             raise ValueError(f"[data rank {self.rank}] {', '.join(columns)} from {self._name(source)} to {self._name(destination)}: "
-                             f"{error.args[0]}.") from error
+                             f"{error}.") from error
         if own is not None:
             for name in columns:
                 own.set_column(name, moved[name])

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megarl.batch import Batch
 from megarl.packing import MiniBatch
+from megarl.workers.residence import Residence
 
 
 @dataclass
@@ -48,15 +49,13 @@ class Layout:
 
 @dataclass
 class DataPlane:
+    residence: Residence = field(default_factory=Residence)
     rollouts: dict[str, Rollouts] = field(default_factory=dict)
     """By purpose: 'train' and 'eval'."""
     shares: dict[str, Share] = field(default_factory=dict)
     """By share key, of the meshes that this rank is in."""
     layouts: dict[str, Layout] = field(default_factory=dict)
     """By share key, of all meshes."""
-    batch: Batch | None = None
-    """This rank's share of the step, in the order of its micro-batches."""
-    mini_batches: list[MiniBatch] = field(default_factory=list)
 
     def pack(self, purpose: str) -> Batch | None:
         """What this rank rolled out, with the column rollout_log_probs; None if it rolled out nothing."""

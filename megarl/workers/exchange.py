@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Batch
-from megarl.packing import Move, Route, Sample
+from megarl.packing import Route
 
 _DTYPES = {"tokens": torch.int64, "response_mask": torch.bool}  # all other columns are fp32
+
+
+class MissingRowsError(ValueError):
+    """This rank does not have what it is to send or keep. Nothing was sent."""
 
 
 def bytes_per_token(columns: Iterable[str]) -> int:
@@ -27,19 +31,22 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
     """The named columns of the `wanted` samples, in that order. Called by every rank that the routes of others name.
 
     Args:
-        held: what this rank has now, on the CPU; None: nothing.
+        held: what this rank has now; None: nothing. Columns on another device travel through the CPU.
         columns: the same on every rank.
         route: this rank's messages. A wanted sample that is not incoming is copied from `held`.
         lengths: sample id -> tokens, of at least the samples that this rank sends, receives or wants.
-    Raises: KeyError for a sample, ValueError for a column that `held` should have, both before anything is sent."""
+    Raises: MissingRowsError for a sample or column that `held` should have, before anything is sent."""
     columns = sorted(columns, key=lambda name: (-_dtype(name).itemsize, name))  # widest first: all are aligned when viewed in place
     received = {sample for ids in route.incoming.values() for sample in ids}
     own = [sample for sample in wanted if sample not in received]
     needs_held = bool(own or route.outgoing)
     # column -> sample -> a view of its rows
     pieces = {name: _rows_of(held, name) if needs_held else {} for name in columns}
-    if needs_held and (lost := [s for ids in (own, *route.outgoing.values()) for s in ids if s not in pieces[columns[0]]]):
-        raise KeyError(f"sample {lost[0]} is not on this rank, which should have it")
+    for sample in (s for ids in (own, *route.outgoing.values()) for s in ids):
+        if sample not in pieces[columns[0]]:
+            raise MissingRowsError(f"sample {sample} is not on this rank, which should have it")
+        if (num_here := len(pieces[columns[0]][sample])) != lengths[sample]:
+            raise MissingRowsError(f"sample {sample} has {num_here} tokens on this rank, but {lengths[sample]} in the plan")
 
     operations, messages = [], {}
     for peer in sorted({*route.outgoing, *route.incoming}):
@@ -79,8 +86,8 @@ def _rows_of(held: Batch | None, name: str) -> dict[int, torch.Tensor]:
     column = getattr(held, name)
     if column is None or column.shape != held.tokens.shape or column.dtype != _dtype(name):
         is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
-        raise ValueError(f"column {name} {is_what}, but must be {_dtype(name)} for {len(held.tokens)} tokens before it can be sent")
-    return dict(zip(held.sample_ids.tolist(), column.split(held.lengths.tolist()), strict=True))
+        raise MissingRowsError(f"column {name} {is_what}, but must be {_dtype(name)} for {len(held.tokens)} tokens before it can be sent")
+    return dict(zip(held.sample_ids.tolist(), column.cpu().split(held.lengths.tolist()), strict=True))
 
 
 ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
@@ -92,15 +99,3 @@ def collect_samples(held: Batch | None, route: Route, wanted: Sequence[int], len
     columns = move_rows(held, ROLLOUT_COLUMNS, route, wanted, lengths)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(sample_ids=torch.tensor(wanted, dtype=torch.int64), cu_seqlens=cu_seqlens, **columns)
-
-
-def exchange(batch: Batch | None, moves: list[Move], samples: list[Sample], wanted: list[int]) -> Batch:
-    """`collect_samples` along moves that the driver planned for all ranks."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    route = Route()
-    for move in moves:
-        if move.source == rank:
-            route.outgoing.setdefault(move.destination, []).append(move.sample_id)
-        elif move.destination == rank:
-            route.incoming.setdefault(move.source, []).append(move.sample_id)
-    return collect_samples(batch, route, wanted, {s.sample_id: s.length for s in samples})

@@ -71,6 +71,8 @@ class Result:
     rank: int
     value: bytes
     seconds: float = 0.0
+    ended: float = 0.0
+    """time.time() of the rank."""
     failure: Failure | None = None
 
 

@@ -18,6 +18,7 @@ from megarl.reshard.atlas import Atlas
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
+from megarl.workers.residence import needs
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -52,6 +53,7 @@ class MegatronRole:
         """The model, weights undefined."""
         raise NotImplementedError
 
+    @needs()
     def setup(self) -> None:
         """Build the model and load its weights. Collective over the mesh."""
         from megarl.megatron.initialize import random_weights
@@ -64,6 +66,8 @@ class MegatronRole:
         else:
             load_hf(self.folder, atlas, self.model.parameters, self.shape)
         self.model.parameters_changed()
+        self.model.memory.owner = self.name
+        self.plane.residence.add(self.name, self.model.memory, self.parallel.offload)
 
     @property
     def share(self) -> Share:
@@ -81,6 +85,11 @@ class MegatronRole:
             batch = self.share.batch
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
 
+    def memory_metrics(self) -> dict[str, float]:
+        """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
+        return self.plane.residence.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
+
+    @needs("parameters")
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder. Collective over the mesh."""
         save_hf(folder, self.folder, self.shape, self.atlases, self.model.parameters)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
+from megarl.config.reward_models import needs_ground_truth
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -20,6 +21,7 @@ from megarl.reshard.atlas import Atlas
 from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.megatron_role import megatron_atlases
+from megarl.workers.residence import needs
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
@@ -34,11 +36,12 @@ class RolloutRole:
         self.engine: Engine | None = None
         """None on a rank whose device an out-of-process engine uses, but for the engine's first rank."""
 
+    @needs("parameters", of="actor")
     def setup(self) -> None:
         """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
-        needs = None if config.data.reward_function else "ground_truth"
+        needs = "ground_truth" if needs_ground_truth(config) else None
         self.datasets = {"train": PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)}
         if config.data.eval_data:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
@@ -69,6 +72,7 @@ class RolloutRole:
         ranks = self.mesh.peers(self.rank, "tp")
         return ranks if self.mode == "in-process" else ranks[:1]
 
+    @needs("parameters", of="actor")
     def sync(self, version: int) -> dict[str, float]:
         """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and over those actor ranks
         that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
@@ -78,6 +82,7 @@ class RolloutRole:
             self.actor.send_weights_to(self.mesh, version)
         return {}
 
+    @needs()
     def generate(self, purpose: str, rows: Sequence[int], step: int, greedy: bool = False) -> list[Sample]:
         """Sample responses to these dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
 

@@ -81,7 +81,7 @@ def _run(command: Command, index: int, rank: int, roles: dict[str, object], mail
             raise ValueError(f"role {command.role!r} is not on rank {rank}, which hosts {sorted(roles)}.")
         args, kwargs = pickle.loads(command.arguments)
         value = pickle.dumps(getattr(roles[command.role], command.method)(*args, **kwargs))
-        return Result(index, rank, value, time.perf_counter() - start)
+        return Result(index, rank, value, time.perf_counter() - start, time.time())
     except BaseException as error:  # process boundary
         _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec, engine_mode, megatron_roles, role_meshes, share_keys
+from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
+from megarl.config.reward_models import reward_models
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.workers.actor import ActorRole, ReferenceRole
@@ -17,6 +18,7 @@ from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.mailbox import world_store
+from megarl.workers.reward_model import RewardModelRole
 
 
 def join_world(timeout_s: float) -> None:
@@ -37,7 +39,7 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
 
     Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
     rank, meshes, plane = dist.get_rank(), role_meshes(config, world_size), DataPlane()
-    for role in megatron_roles(config, meshes):
+    for role in training_data_roles(meshes):
         create_groups(meshes[role])
     here = {role for role, mesh in meshes.items() if rank in mesh.ranks}
     shape = ModelShape.load(config.model.model)
@@ -52,6 +54,9 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
         roles["reference"] = ReferenceRole("reference", config, shape, meshes, plane, optimizer=None)
     if "critic" in here:
         roles["critic"] = CriticRole("critic", config, ModelShape.load(config.model.critic_model or config.model.model, value_head=True), meshes, plane)
+    for model in reward_models(config):
+        if model.name in here:
+            roles[model.name] = RewardModelRole(config, model.name, meshes[model.name], plane, share_keys(meshes)[model.name])
     _add_rollout(roles, config, shape, meshes, plane, engine_mode(config, world_size), "rollout" in here)
     return roles
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.algorithms import GRPO, LossInputs
+from megarl.algorithms import GRPO, AdvantageInputs, LossInputs
 from megarl.kernels.log_probs import vocab_parallel_log_probs
 
 spec = importlib.util.spec_from_file_location("naive_grpo", Path(__file__).with_name("naive_grpo.py"))
@@ -58,22 +58,22 @@ def make_inputs(algorithm, samples):
     lengths = torch.tensor([sample["length"] for sample in samples])
     tokens = {c: torch.cat([sample[c] for sample in samples]) for c in COLUMNS}
     leaves = [tokens[c].requires_grad_() for c in ("log_probs", "entropy")]
-    kl = algorithm.reward_kl(tokens["old"], tokens["ref"])
-    assert (kl is None) == (algorithm.kl_mode != "reward")
-    kl = None if kl is None else torch.stack([part.sum() for part in kl.split(lengths.tolist())])
-    rewards = torch.tensor([sample["reward"] for sample in samples])
-    advantages = algorithm.compute_advantages(rewards, torch.tensor([sample["group"] for sample in samples]), kl)
+    columns, _ = algorithm.compute_advantages(AdvantageInputs(
+        rewards=torch.tensor([sample["reward"] for sample in samples]), group_ids=torch.tensor([sample["group"] for sample in samples]),
+        rows=torch.arange(len(samples)), response_lengths=lengths, kl_coef=algorithm.kl_coef, sum_over_ranks=lambda total: total,
+        old_log_probs=tokens["old"], ref_log_probs=tokens["ref"] if algorithm.needs_reference else None))  # fmt: skip
     inputs = LossInputs(
         log_probs=leaves[0],
         entropy=leaves[1] if algorithm.needs_entropy else None,
         old_log_probs=tokens["old"],
         rollout_log_probs=tokens["rollout"],
         ref_log_probs=tokens["ref"] if algorithm.needs_reference else None,
-        advantages=advantages.repeat_interleave(lengths),
+        advantages=columns["advantages"],
         response_lengths=lengths.repeat_interleave(lengths),
         num_tokens=int(lengths.sum()),
         num_sequences=len(samples),
         max_response_length=MAX_RESPONSE_LENGTH,
+        kl_coef=algorithm.kl_coef,
     )
     return inputs, leaves
 

@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from megarl.algorithms import GRPO, REGISTRY, SFT, Algorithm
+from megarl.algorithms import GRPO, PPO, REGISTRY, SFT, Algorithm
 from megarl.kernels.aggregate import LossAggregation
 from megarl.kernels.kl import KLEstimator
 from megarl.kernels.policy_loss import PolicyLossKind
@@ -17,14 +17,14 @@ from megarl.kernels.policy_loss import PolicyLossKind
 def test_importing_and_building_them_needs_no_torch():
     code = (
         "import sys; from megarl.algorithms import REGISTRY; algorithms = [cls() for cls in REGISTRY.values()];"
-        "[(a.needs_rollout, a.needs_reference, a.needs_entropy) for a in algorithms];"
+        "[(a.needs_rollout, a.needs_critic, a.needs_reference, a.needs_entropy, a.advantage_reads, a.build_kl_controller()) for a in algorithms];"
         "assert 'torch' not in sys.modules and 'megarl.kernels' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 def test_each_is_a_frozen_dataclass_with_defaults():
-    assert REGISTRY == {"grpo": GRPO, "sft": SFT}
+    assert REGISTRY == {"grpo": GRPO, "ppo": PPO, "sft": SFT}
     for cls in REGISTRY.values():
         assert issubclass(cls, Algorithm) and cls.__dataclass_params__.frozen
         assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(cls))
@@ -39,6 +39,7 @@ def test_choices_are_those_of_the_kernels():
 def test_needs():
     assert (SFT().needs_rollout, SFT().needs_reference, SFT().needs_entropy) == (False, False, False)
     assert (GRPO().needs_rollout, GRPO().needs_reference, GRPO().needs_entropy) == (True, False, False)
+    assert [cls().needs_critic for cls in (SFT, GRPO, PPO)] == [False, False, True]
     for kl_mode in ("loss", "reward"):
         assert GRPO(kl_mode=kl_mode, kl_coef=0.1).needs_reference
     assert GRPO(entropy_coef=0.01).needs_entropy and GRPO(entropy_coef=-0.01).needs_entropy
@@ -62,9 +63,31 @@ def test_needs():
         (dict(policy_loss="gspo"), r"policy_loss \(gspo\): must be ppo or cispo"),
         (dict(kl_straight_through=True), r"kl_straight_through \(True\): needs --kl-mode loss"),
         (dict(kl_straight_through=True, kl_mode="reward", kl_coef=0.1), r"kl_straight_through \(True\): needs --kl-mode loss"),
+        (dict(kl_controller="adaptive"), r"kl_controller \(adaptive\): needs --kl-mode loss or reward"),
+        (dict(kl_controller="none"), r"kl_controller \(none\): must be fixed or adaptive"),
+        (dict(kl_target=0.0), r"kl_target \(0.0\): must be above 0"),
+        (dict(kl_horizon=0), r"kl_horizon \(0\): must be above 0"),
         (dict(clip_eps_low=-1.0, tis_clip=-1.0), r"clip_eps_low \(-1.0\).*tis_clip \(-1.0\)"),  # all at once
     ],
 )
-def test_contradictions_are_refused(fields, message):
+@pytest.mark.parametrize("cls", [GRPO, PPO])
+def test_contradictions_are_refused(cls, fields, message):
     with pytest.raises(ValueError, match=message):
-        GRPO(**fields)
+        cls(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(gamma=1.1), r"gamma \(1.1\): must be at most 1"),
+        (dict(gae_lambda=-0.1), r"gae_lambda \(-0.1\): must be at least 0"),
+        (dict(gae_lambda=math.nan), r"gae_lambda \(nan\)"),
+        (dict(value_clip_eps=0.0), r"value_clip_eps \(0.0\): must be above 0"),
+        (dict(critic_warmup_iters=-1), r"critic_warmup_iters \(-1\): must be at least 0"),
+        (dict(gamma=-1.0, clip_eps_low=-1.0), r"clip_eps_low \(-1.0\).*gamma \(-1.0\)"),  # all at once
+    ],
+)
+def test_ppo_refuses(fields, message):
+    with pytest.raises(ValueError, match=message):
+        PPO(**fields)
+    assert PPO(value_clip_eps=None).value_clip_eps is None

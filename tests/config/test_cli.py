@@ -95,7 +95,8 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
     commands = (["train", job], ["train", job, *inline], ["eval", *held_out], ["eval", *held_out, *inline], ["convert", "--to", "x"])
     assert [cli.main(argv) for argv in commands] == [3, 4, 3, 5, 6]
-    assert calls == [(2, [job], "megarl.train"), "inline", (2, held_out, "megarl.evaluate"), [*held_out, *inline], ["--to", "x"]]
+    ranks = {"actor": (0, 1), "rollout": (0, 1)}
+    assert calls == [(2, [job], "megarl.train", ranks), "inline", (2, held_out, "megarl.evaluate", ranks), [*held_out, *inline], ["--to", "x"]]
 
 
 def test_evaluation_needs_held_out_rows_and_minds_no_run(job, tmp_path, capsys):

@@ -164,7 +164,7 @@ def random_config(rng):
     }
     transformer = {"attention_dropout": rng.random(), "gradient_accumulation_fusion": rng.random() < 0.5, "qk_clip_alpha": 0.25}
     if type(algorithm) is Beta:  # has one role: flags of others would be refused
-        nodes |= {"critic": None, "critic_optimizer": None, "reference": None, "reward": None, "reward_model": RewardModelConfig()}
+        nodes |= {"critic": None, "critic_optimizer": None, "reference": None, "reward": None, "reward_models": RewardModelConfig()}
         nodes["model"] = replace(nodes["model"], critic_model=None)
         nodes["placement"] = replace(nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=())
     return TrainConfig(algorithm=algorithm, **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)}, transformer=transformer)
@@ -183,7 +183,7 @@ def test_written_arguments_name_every_field(tmp_path):
     text = write_args(load())
     for section, cls in [*SECTIONS.items(), ("algorithm", Alpha)]:
         for flag in section_flags(section, cls):
-            assert (f"--{flag.name}" in text or f"--no-{flag.name}" in text) == (flag.required or flag.default is not None), flag.name
+            assert (f"--{flag.name}" in text.split() or f"--no-{flag.name}" in text.split()) == (flag.required or flag.default is not None), flag.name
     assert "# optimizer\n--lr 1e-06\n" in text
 
 

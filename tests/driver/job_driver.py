@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,8 +219,9 @@ def flows(executor, folder: Path) -> None:
         scheduler.close()
         per_step.append(time.perf_counter() - start)
         start = time.perf_counter()
-        for node, before in zip(flow.nodes, (None, *flow.nodes)):
-            if before is not None and not {*RANKS[node.role]} <= {*RANKS[before.role]}:
+        last = executor.call(flow.nodes[0].role, "echo")
+        for before, node in pairwise(flow.nodes):
+            if not {*RANKS[node.role]} <= {*RANKS[before.role]}:
                 last.result()  # it reads what other ranks write
             last = executor.call(node.role, "echo")
         last.result()

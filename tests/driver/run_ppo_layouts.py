@@ -38,7 +38,7 @@ PLACEMENTS = {
     "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
 }  # fmt: skip
 FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {SAMPLES_PER_PROMPT} --global-batch-size 6
-    --num-epochs 2 --actor-lr 1e-3 --critic-lr 1e-2 --kl-mode reward --kl-coef 0.05 --kl-controller adaptive --kl-target 0.001 --kl-horizon 100
+    --num-epochs 2 --actor-lr 1e-4 --critic-lr 3e-4 --kl-mode reward --kl-coef 0.05 --kl-controller adaptive --kl-target 0.001 --kl-horizon 100
     --max-prompt-length 16 --max-response-length 16 --max-tokens-per-micro-batch 48 --gate-max-abs 1e9 --reward-function {__file__}:unused"""
 
 

@@ -32,7 +32,7 @@ def test_one_job_after_another_in_one_process(job):
     assert text.startswith("[actor rank 1] update failed at step 7: ValueError: learning rate (-1) must be positive\nTraceback")
     assert seen["raises"]["told"] == ["KeyError", '"the loop\'s own mistake"']
     assert seen["rank_killed"]["told"] == [
-        "RuntimeError", "[rank 1] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."]  # fmt: skip
+        "RuntimeError", "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."]  # fmt: skip
     assert seen["cannot_start"]["told"] == ["RuntimeError", "[rank 1] ended with exit code 3; stderr may say why."]
     assert all(job["left"] == [] and job["end_s"] < END_WITHIN_S for job in seen.values()), seen
     assert job.stderr() == ""

@@ -63,7 +63,7 @@ def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
     for row in rows(tmp_path):
         samples = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()]
         assert len(samples) == 16
-        expected = sum(s["reward"] - 0.002 * s["response_length"] for s in samples) / len(samples)
+        expected = sum(s["rule_reward"] - 0.002 * s["response_length"] for s in samples) / len(samples)
         assert row["reward/mean"] == pytest.approx(expected, abs=1e-6)
     told = (tmp_path / "out").read_text().splitlines()
     assert [line.split(":")[0] for line in told] == ["step 1", "step 2"], told

@@ -1,7 +1,9 @@
 """Inputs and bounds for the ops that take hidden states and the output layer."""
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def make_case(num_tokens, num_hidden, vocab_size, num_columns=None, dtype=torch.float32, shift=0.0, seed=0):
@@ -35,4 +37,27 @@ class LargestTensor(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+class PeakBytes(TorchDispatchMode):
+    """Bytes of all tensors made inside that are alive at one time, at the worst moment. Counted, not measured: always the same."""
+
+    peak = 0
+
+    def __enter__(self):
+        self.sizes = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):  # one that no operation in here has returned was there before
+                self.sizes.setdefault(StorageWeakRef(tensor.untyped_storage()), 0)
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self.sizes.values()))
         return out

@@ -172,6 +172,17 @@ def test_rows_without_a_gradient_cost_no_backward(monkeypatch, num_active):
     assert ((actual[1] != 0).any(1).sum()) == num_active
 
 
+def test_a_token_without_advantage_keeps_its_entropy_bonus(kernels):
+    """Its gradient of the log-prob is 0 and that of the entropy is not: it may not be left out."""
+    hidden, weight, targets, _ = make_case(12, 16, 50)
+    loss, options = make_loss(GRPO(entropy_coef=0.1), 12, torch.tensor([0.0, 1.0] * 6)), dict(vocab_size=50, with_entropy=True)
+    actual = run(lambda h, w: fused_linear_policy_loss(h, w, targets, loss, **options), hidden, weight)
+    expected = run(lambda h, w: fused_linear_policy_loss_ref(h, w, targets, loss, **options), hidden.double(), weight.double())
+    assert (actual[1] != 0).any(1).all()
+    for got, wanted in zip(actual[1:], expected[1:]):
+        torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_no_tokens(kernels, with_entropy):
     """The loss is still called, for its metrics, and the gradient 0 still reaches the parameters."""

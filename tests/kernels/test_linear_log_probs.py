@@ -157,6 +157,17 @@ def test_flops_and_the_largest_tensor(monkeypatch):
     assert flops.get_total_flops() == 4 * product and largest.elements == 10 * vocab_size
 
 
+def test_bf16_gradient_of_the_weight_is_rounded_once(monkeypatch):
+    """Added up over all chunks in fp32, as in a main_grad of fp32."""
+    monkeypatch.setattr(linear_head, "_CHUNK_ELEMENTS_CPU", 1)
+    monkeypatch.setattr(linear_head, "_MIN_ROWS_CPU", 1)
+    hidden, weight, targets, cotangents = make_case(64, 16, 40, dtype=torch.bfloat16)
+    options, main_grad = dict(vocab_size=40, with_entropy=True), torch.zeros(40, 16)
+    rounded = run(lambda h, w: linear_log_probs(h, w, targets, **options), hidden, weight, cotangents)[3]
+    run(lambda h, w: linear_log_probs(h, w, targets, main_grad=main_grad, **options), hidden, weight, cotangents)
+    assert torch.equal(rounded, main_grad.bfloat16())
+
+
 def test_main_grad_takes_the_gradient_of_the_weight():
     hidden, weight, targets, cotangents = make_case(12, 16, 50)
     expected = run(lambda h, w: linear_log_probs(h, w, targets, vocab_size=50, with_entropy=True), hidden, weight, cotangents)

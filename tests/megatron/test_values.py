@@ -1,6 +1,8 @@
 """A value model gives transformers' ...ForSequenceClassification's numbers, and those of one rank in every layout.
 
-One torchrun job with four ranks (run_values.py) does all the work; these tests read what it wrote.
+One torchrun job with four ranks (run_values.py, about 30 s) does all the work; these tests read what it wrote. Mutations that made
+them fail: under sequence parallelism the gradient of the values summed over ranks instead of split, and the head not marked
+sequence_parallel; the head marked tensor_model_parallel, so that the gradient norm counts it once per rank.
 
     pytest tests/megatron/test_values.py"""
 
@@ -49,7 +51,7 @@ def updates(reports: list[dict], family: str, layout: str) -> list[dict[str, flo
 @pytest.mark.parametrize("family, layout", VALUE_CASES)
 @pytest.mark.parametrize("error", ("value_error", "score_error"))
 def test_values_and_scores_equal_transformers(reports, family, layout, error):
-    # fp32, values of about 1: another order of sums. One token further or a head that is not loaded is off by more than 0.1.
+    # fp32, values of about 1, observed <= 1.8e-6: another order of sums. One token further, or another head, is off by more than 0.1.
     errors = [part[error] for part in of_case(reports, family, layout) if error in part]
     assert errors and max(errors) <= 1e-5
 
@@ -57,8 +59,8 @@ def test_values_and_scores_equal_transformers(reports, family, layout, error):
 @pytest.mark.parametrize("family, layout", SPLIT)
 def test_losses_and_gradient_norms_equal_one_rank(reports, family, layout):
     for got, wanted in zip(updates(reports, family, layout), updates(reports, family, "one"), strict=True):
-        # The second update sees the first one's weights.
-        assert got["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+        # The second update sees the first one's weights. Observed <= 6e-7 of losses up to 1.9, and 1e-6 of the norm.
+        assert got["loss"] == pytest.approx(wanted["loss"], abs=1e-6, rel=1e-6)
         assert got["critic/grad_norm"] == pytest.approx(wanted["critic/grad_norm"], rel=2e-6)
         assert got["critic/lr"] == wanted["critic/lr"] == 1e-2  # one rank of the mesh reports it
 
@@ -68,7 +70,7 @@ def test_gradient_of_every_parameter_equals_one_rank(folder, family, layout):
     reference = load(folder, family, "one", "gradients")
     for name, gradient in load(folder, family, layout, "gradients").items():
         largest = reference[name].abs().max()
-        # Relative to the largest element of the parameter. Rounding: other orders of sums over tokens and heads.
+        # Relative to the largest element of the parameter; observed <= 4e-6. Rounding: other orders of sums over tokens and heads.
         assert largest > 0 and (gradient - reference[name]).abs().max() <= 1e-5 * largest, name
 
 

@@ -92,7 +92,8 @@ def test_hf_atlas_of_a_value_model_is_what_transformers_saves(model_type, tmp_pa
 
     config = transformers.AutoConfig.for_model(
         model_type, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=61, tie_word_embeddings=True, num_experts=4, moe_intermediate_size=48, num_labels=1, sliding_window=None)  # fmt: skip
+        vocab_size=61, tie_word_embeddings=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+        num_labels=1, sliding_window=None)  # fmt: skip
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     shape = ModelShape.load(tmp_path, value_head=True)
     saved = {name: tuple(matrix(t).shape) for name, t in load_file(tmp_path / "model.safetensors").items()}

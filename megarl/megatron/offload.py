@@ -1,0 +1,187 @@
+"""Where a model's memory is: on the device, or in pinned host memory while other roles work.
+
+    parameters   copied out and back. Every tensor stays the same object with the same views, but at another address
+    gradients    freed, and back as zeros: every update starts from zeros
+    optimizer    Adam's moments and, under bf16, the fp32 master weights, copied out and back; step counters stay
+
+    memory.offload(["gradients", "optimizer"])    on the device -> away
+    memory.load(["parameters", "optimizer"])      away -> on the device
+    memory.use("optimizer")                       whoever computes with a part says so first
+
+Nothing waits on the host: each direction has a stream of its own, ordered by events. `use` makes the current stream wait for a part to
+arrive, so the optimizer's may still be on its way while the forward and backward passes run. On a CPU no byte moves; all else is the same,
+so a call that uses what is away fails there too, and `resident_bytes` is what would be on a device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.config.schema import OFFLOAD_PARTS
+
+if TYPE_CHECKING:
+    from megarl.megatron.trained_model import TrainedModel
+
+PIECE_BYTES = 256 << 20
+"""Of pinned memory. PyTorch rounds an allocation up to a power of two, which in one piece could double it."""
+
+
+class ModelMemory:
+    """The memory of one model on this rank.
+
+    Args:
+        owner: the role, for errors."""
+
+    def __init__(self, model: TrainedModel, owner: str) -> None:
+        self.owner, self._model = owner, model
+        self._parts = OFFLOAD_PARTS if model.optimizer is not None else ("parameters",)
+        self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}
+        self._copies = _Copies(model.device) if model.device.type == "cuda" else None
+        self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # part -> its storages and their sizes in bytes
+
+    def offload(self, parts: Collection[str]) -> None:
+        """Free the device of these parts. Those that are away, or that a frozen model has not, are left out."""
+        for part in self._parts:
+            if part in parts and part not in self._away:
+                self._away[part] = storages = [(storage, storage.nbytes()) for storage in self._storages(part)]
+                if self._copies is not None:
+                    self._copies.take(part, storages, keep=part != "gradients")
+
+    def load(self, parts: Collection[str]) -> None:
+        """Start to bring these parts back, in the order in which an update uses them. Those that are here are left out."""
+        for part in self._parts:
+            if part in parts and part in self._away:
+                storages = self._away.pop(part)
+                if self._copies is not None:
+                    self._copies.give(part, storages, keep=part != "gradients")
+
+    def use(self, *parts: str) -> None:
+        """Before work on these parts is queued on the current stream. Raises: RuntimeError if one is away."""
+        for part in parts:
+            if part in self._away:
+                raise RuntimeError(f"[{self.owner}] {part}: in host memory (--offload) when a call used it. Declare it on the role's method, "
+                                   f'@needs("{part}"), or call memory.load(["{part}"]) first.')
+            if self._copies is not None:
+                self._copies.await_arrival(part)
+
+    def resident_bytes(self, part: str | None = None) -> int:
+        """On the device, of one part or of all."""
+        parts = self._parts if part is None else {part} & {*self._parts}
+        return sum(storage.nbytes() for p in parts if p not in self._away for storage in self._storages(p))
+
+    def take_copy_seconds(self) -> float:
+        """How long the copies took that have ended since this was asked last. On a CPU 0."""
+        return self._copies.take_seconds() if self._copies is not None else 0.0
+
+    def _storages(self, part: str) -> list[torch.UntypedStorage]:
+        return self._lasting[part] if part in self._lasting else self._find(part)  # the moments exist from the first step on
+
+    def _find(self, part: str) -> list[torch.UntypedStorage]:
+        """Each once. The optimizer's are those that are not the parameters' own, as its shards of fp32 parameters are."""
+        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
+        for storage in self._lasting["parameters"] if part == "optimizer" else ():
+            found.pop(storage._cdata, None)
+        return list(found.values())
+
+    def _tensors(self, part: str) -> Iterator[torch.Tensor]:
+        model = self._model
+        if part == "parameters":
+            yield from (parameter.data for parameter in model.model.parameters())
+        elif part == "gradients":
+            yield from (buffer.grad_data for buffer in (*model.ddp.buffers, *model.ddp.expert_parallel_buffers))
+        else:
+            for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+                if (adam := getattr(inner, "optimizer", None)) is not None:  # none on a rank without parameters
+                    yield from (parameter.data for group in adam.param_groups for parameter in group["params"])
+                    yield from (value for state in adam.state.values() for value in state.values() if torch.is_tensor(value) and value.dim())
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Out and in, of all models of the process: what one model frees another gets, as the allocator keeps free memory by stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class _Copies:
+    """Between one model's storages on a GPU and pinned host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._out, self._in = _streams(device)
+        self._host: dict[str, list[torch.Tensor]] = {}
+        self._left: dict[str, torch.cuda.Event] = {}
+        self._arrived: dict[str, torch.cuda.Event] = {}
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def take(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
+        """Copy to the host (keep) and free, after all that is queued on the current stream."""
+        here = torch.cuda.current_stream()
+        self._out.wait_stream(here)
+        if part in self._arrived:  # it may have been used by nobody
+            self._out.wait_event(self._arrived[part])
+        if keep:
+            self._make_room(part, sum(size for _, size in storages))
+        with torch.cuda.stream(self._out):
+            start, at = self._record(), 0
+            for storage, size in storages:
+                tensor = _as_bytes(storage)
+                for host, piece in self._pieces(part, tensor, at) if keep else ():
+                    host.copy_(piece, non_blocking=True)
+                at += size
+                for stream in (self._out, here):  # the allocator must not give it away before both are done
+                    tensor.record_stream(stream)
+                storage.resize_(0)
+            self._left[part] = self._record()
+        self._timed.append((start, self._left[part]))
+
+    def give(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
+        """Allocate and fill: from the host (keep), or with zeros."""
+        self._in.wait_event(self._left[part])
+        with torch.cuda.stream(self._in):
+            start, at = self._record(), 0
+            for storage, size in storages:
+                storage.resize_(size)
+                tensor = _as_bytes(storage)
+                if not keep:
+                    tensor.zero_()
+                for host, piece in self._pieces(part, tensor, at) if keep else ():
+                    piece.copy_(host, non_blocking=True)
+                at += size
+            self._arrived[part] = self._record()
+        self._timed.append((start, self._arrived[part]))
+
+    def await_arrival(self, part: str) -> None:
+        if part in self._arrived:
+            torch.cuda.current_stream().wait_event(self._arrived[part])
+
+    def take_seconds(self) -> float:
+        ended = [pair for pair in self._timed if pair[1].query()]
+        self._timed = [pair for pair in self._timed if pair not in ended]
+        return sum(start.elapsed_time(end) for start, end in ended) / 1e3
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _make_room(self, part: str, num_bytes: int) -> None:
+        if sum(map(len, self._host.get(part, ()))) < num_bytes:
+            self._host.pop(part, None)
+            self._host[part] = [torch.empty(min(PIECE_BYTES, num_bytes - at), dtype=torch.uint8, pin_memory=True)
+                                for at in range(0, num_bytes, PIECE_BYTES)]  # fmt: skip
+
+    def _pieces(self, part: str, tensor: torch.Tensor, at: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(host, device) slices of equal length that together are `tensor`, which begins at byte `at` of the part."""
+        done = 0
+        while done < len(tensor):
+            number, start = divmod(at + done, PIECE_BYTES)
+            count = min(PIECE_BYTES - start, len(tensor) - done)
+            yield self._host[part][number][start : start + count], tensor[done : done + count]
+            done += count
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[num_bytes] uint8, the storage itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

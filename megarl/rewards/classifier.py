@@ -1,0 +1,109 @@
+"""A Hugging Face sequence classifier with one label as a reward model. The only module of this room that needs torch: nothing imports it
+but the rank that runs the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.rewards.judge_prompt import conversation_text
+
+Messages = Sequence[Mapping[str, Any]] | str
+
+
+class Classifier:
+    """The whole model on this process's device, frozen."""
+
+    def __init__(self, path: str) -> None:
+        """Load config, *.safetensors and tokenizer of a folder; no code from it is run. The weights keep the dtype they were saved in.
+
+        Raises: ValueError naming the folder if transformers cannot load it, it has not one label, or weights are missing."""
+        from transformers import AutoModelForSequenceClassification
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # of reading tensors, one bar per rank
+        self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True, output_loading_info=True)
+        except Exception as error:  # a foreign library on a foreign folder
+            raise ValueError(f"--reward-model ({path}): transformers cannot load it: {type(error).__name__}: {error}") from error
+        if missing := sorted(loaded["missing_keys"]):
+            raise ValueError(f"--reward-model ({path}): the folder has no weights for {', '.join(missing[:3])}, which would be random. Give "
+                             "a trained classifier, or --reward-model-backend judge for a language model.")
+        if model.config.num_labels != 1:
+            raise ValueError(f"--reward-model ({path}): must have one label, its score, and has {model.config.num_labels}.")
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.tokenizer = load_tokenizer(path)
+        text = model.config.get_text_config()
+        limits = (getattr(text, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None))
+        self.max_length = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62)
+        """Tokens that the model can take."""
+
+    @torch.inference_mode()
+    def scores(self, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[float | None]:
+        """The model's score of each sequence of token ids, in order; None for one that is too long for it, or if it is not finite.
+
+        max_tokens: of one forward pass, padding included (a longer sequence gets a pass of its own)."""
+        out: list[float | None] = [None] * len(sequences)
+        fits = [index for index, ids in enumerate(sequences) if 0 < len(ids) <= self.max_length]
+        for rows in batches_of_like_length({index: len(sequences[index]) for index in fits}, max_tokens):
+            for index, score in zip(rows, self._forward([sequences[index] for index in rows]), strict=True):
+                out[index] = score if math.isfinite(score) else None
+        return out
+
+    def _forward(self, sequences: list[Sequence[int]]) -> list[float]:
+        width, text = max(map(len, sequences)), self.model.config.get_text_config()
+        # Decoders are scored at the last token that is not padding, and know padding by its id alone. Where that id ends sequences as
+        # well, or there is none, one that no sequence holds takes its place; padding is on the right and masked, so which does not matter.
+        held, pad = {token for ids in sequences for token in ids}, text.pad_token_id
+        if pad is None or pad in held:
+            pad = next(token for token in range(text.vocab_size) if token not in held)
+        tokens = torch.full((len(sequences), width), pad)
+        for row, ids in enumerate(sequences):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        mask = (torch.arange(width) < lengths[:, None]).long()
+        before, text.pad_token_id = text.pad_token_id, pad
+        try:
+            logits = self.model(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device)).logits
+        finally:
+            text.pad_token_id = before
+        return logits[:, 0].float().tolist()
+
+
+def load_tokenizer(path: str):
+    """A reward model's own tokenizer. Raises: ValueError naming the folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a foreign library on a foreign folder
+        raise ValueError(f"--reward-model ({path}): transformers cannot load its tokenizer: {type(error).__name__}: {error}") from error
+
+
+def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]:
+    """Token ids of a prompt and its response in a reward model's own tokenizer.
+
+    Through its chat template if it has one and the prompt has messages (a string counts as the user's), the response as the assistant's
+    turn; else as a pair of texts with the special tokens that the tokenizer puts around those."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(conversation_text(prompt), response, verbose=False)["input_ids"]
+
+
+def batches_of_like_length(lengths: Mapping[int, int], max_tokens: int) -> Iterator[list[int]]:
+    """Keys in groups, longest first, so that group size * longest length is at most max_tokens: little of a batch is padding."""
+    group: list[int] = []
+    for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
+        if group and (len(group) + 1) * lengths[group[0]] > max_tokens:
+            yield group
+            group = []
+        group.append(key)
+    if group:
+        yield group

@@ -1,0 +1,22 @@
+"""Several scores of a sample -> its reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def combine_rewards(parts: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float | None]:
+    """Per sample the sum of weight * score over the parts; None, a failed reward, where any part failed.
+
+    Args:
+        parts: per reward model (and rule reward), the scores of all samples in the same order.
+        weights: one per part.
+    Raises: ValueError if the numbers of parts and weights, or of samples, differ."""
+    return [None if None in scores else sum(weight * score for weight, score in zip(weights, scores, strict=True))
+            for scores in _by_sample(parts, weights)]  # fmt: skip
+
+
+def _by_sample(parts: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[tuple[float | None, ...]]:
+    if not parts or len(parts) != len(weights):
+        raise ValueError(f"{len(parts)} lists of scores and {len(weights)} weights: there must be one weight per list, and at least one.")
+    return list(zip(*parts, strict=True))

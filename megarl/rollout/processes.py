@@ -1,0 +1,86 @@
+"""The processes that vLLM starts for an engine outside the worker: which devices they see, and what their death means."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its binding of threads to
+cores, which several ranks on one machine cannot use."""
+
+
+class EngineDied(RuntimeError):
+    """A process of vLLM ended by itself."""
+
+
+class EngineProcesses:
+    """Watches them: when one ends by itself, whoever waits for the engine fails, which vLLM's client does not see to."""
+
+    def __init__(self, llm: LLM, describe: Callable[[int, str], str]) -> None:
+        """describe(pid, how): the message of the death."""
+        self._client, self._describe, self._is_closing = llm.llm_engine.engine_core, describe, False
+        self._processes = list(self._client.resources.engine_manager.processes)
+        self.death: EngineDied | None = None
+        """Set when a process of the engine ended by itself."""
+        threading.Thread(target=self._watch, name="watch_engine", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def have_died(self) -> bool:
+        """Whether one ended by itself; then `death` says how."""
+        sentinels = [process.sentinel for process in self._processes]
+        if self.death is None and not self._is_closing and multiprocessing.connection.wait(sentinels, timeout=0):
+            deadline = time.monotonic() + 1.0  # of two threads that look at once, one finds the exit code later
+            while not (dead := [process for process in self._processes if process.exitcode is not None]):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            self.death = EngineDied(self._describe(dead[0].pid if dead else self.pids[0], _how(dead[0].exitcode if dead else None)))
+        return self.death is not None
+
+    def shutdown(self) -> None:
+        self._is_closing = True
+        self._client.shutdown()
+
+    def _watch(self) -> None:
+        multiprocessing.connection.wait([process.sentinel for process in self._processes])
+        while not self._is_closing:
+            if self.have_died():
+                for future in list(self._client.utility_results.values()):
+                    if not future.done():
+                        future.set_exception(self.death)
+                self._client.outputs_queue.put(self.death)
+            time.sleep(0.2)
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "exit code unknown"
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> str | None:
+    """The GPUs of this engine's ranks, then the others of the node: their memory is read too. None without GPUs.
+
+    Raises: ValueError if the engine's ranks are not on one node."""
+    if not torch.cuda.is_available():
+        return None
+    first, on_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tp))
+    if first + tp > on_node:
+        raise ValueError(f"{flag} ({tp}): an out-of-process engine runs on one node, and its first rank is number "
+                         f"{first} of {on_node} there. Try {max(1, on_node - first)}, or other ranks.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    return ",".join([*visible[first : first + tp], *visible[:first], *visible[first + tp :]])

@@ -1,0 +1,138 @@
+"""PPO with critic, reference and reward models as a user runs it. `pytest tests/e2e/test_ppo_job.py`"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.data.sums_model import write_model_folder
+from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.rewards.models import write_classifier
+
+PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
+DISJOINT = ("--actor-ranks", "0", "--rollout-ranks", "0", "--critic-ranks", "1")
+
+
+@pytest.fixture
+def larger_model(sums_data, tmp_path) -> Path:
+    """With twice the actor's layers, wider."""
+    config = AutoConfig.from_pretrained(sums_data / "model", num_hidden_layers=4, hidden_size=192, intermediate_size=512, layer_types=["full_attention"] * 4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "larger")
+    return tmp_path / "larger"
+
+
+def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model):
+    """While it makes values, the reference makes log-probs on the other rank."""
+    job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT, "--critic-model", str(larger_model))
+    assert job.returncode == 0, job.output
+    assert len(job.steps) == 3 and all(row["critic/grad_norm"] > 0 for row in job.steps)
+    assert all(row["mismatch/max_abs"] < 1e-4 and row["policy/ratio_deviation_max"] < 0.5 for row in job.steps)
+    spans = spans_of(job)
+    assert {rank for name, (_, _, rank) in spans[1] if name == "critic.values"} == {1}
+    assert sum(overlap(spans[step], "critic.values", "reference.log_probs") for step in (1, 2, 3)) > 0
+
+
+def spans_of(job: Job) -> dict[int, list[tuple[str, tuple[float, float, int]]]]:
+    """Step -> (node, (start, end, rank)), in microseconds."""
+    events = json.loads((job.folder / "timeline.json").read_text())["traceEvents"]
+    spans: dict[int, list] = {}
+    for e in events:
+        if e["ph"] == "X":
+            spans.setdefault(e["args"]["step"], []).append((e["name"], (e["ts"], e["ts"] + e["dur"], e["tid"])))
+    return spans
+
+
+def overlap(spans: list, one: str, other: str) -> float:
+    [(a, b)] = [(a, b) for name, a in spans if name == one for other_name, b in spans if other_name == other]
+    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+@pytest.fixture
+def reward_folders(sums_data, tmp_path) -> list[Path]:
+    """A classifier for Megatron, one for transformers, and a language model that judges."""
+    folders = [tmp_path / name for name in ("qwen2", "bert", "judge")]
+    write_classifier(folders[0], "qwen2", sums_data / "model")
+    write_classifier(folders[1], "bert", sums_data / "model")
+    write_model_folder(str(folders[2]), 3)
+    return folders
+
+
+def reward_flags(folders: list[Path]) -> tuple[str, ...]:
+    template = folders[0].parent / "template.txt"
+    template.write_text("{response}")
+    # An untrained judge babbles: any character counts as its score, so that most answers have one.
+    return ("--reward-model", *map(str, folders), "--reward-model-weights", "1.0", "0.5", "2.0", "--judge-template", str(template),
+            "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "40", "--judge-temperature", "1.0")  # fmt: skip
+
+
+def test_three_reward_models(sums_data, tmp_path, reward_folders):
+    job = train(sums_data, tmp_path / "run", *PPO, *reward_flags(reward_folders), "--reward-ranks", "0-1", "1", "0", "--train-iters", "2")
+    assert job.returncode == 0, job.output
+    weights = {"reward": 1.0, "reward_model": 1.0, "reward_model_2": 0.5, "reward_model_3": 2.0}
+    for row in job.steps:
+        assert row["reward/failed"] < 16 and row["critic/grad_norm"] > 0
+        if row["reward/failed"] == 0:
+            assert row["reward/mean"] == pytest.approx(sum(w * row[f"reward/{role}_mean"] for role, w in weights.items()), abs=1e-5)
+
+
+@pytest.mark.parametrize("victim", ["judge", "rank"])
+def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path, reward_folders, victim):
+    folders, placed = (reward_folders[2:], "0") if victim == "judge" else (reward_folders[1:2], "1")
+    flags = [*PPO, "--train-iters", "500", "--reward-model", str(folders[0]), "--actor-ranks", "0", "--critic-ranks", "0", "--reward-ranks", placed]
+    if victim == "judge":
+        flags += ["--judge-score-pattern", r"(\d)", "--judge-max-tokens", "8", "--nproc-per-node", "1"]
+    else:
+        flags += ["--rollout-ranks", "0"]
+    process, folder = start(sums_data, tmp_path / "run", *flags)
+    try:
+        wait_for_step(folder, process)
+        os.kill(judge_process(process.pid) if victim == "judge" else rank_process(process.pid, 1), signal.SIGKILL)
+        killed = time.monotonic()
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert time.monotonic() - killed < 10 and process.returncode == 1, output
+    assert ("[reward_model rank 0]" if victim == "judge" else "[rank 1: reward_model]") in output, output
+
+
+def start(data: Path, save: Path, *flags: str) -> tuple[subprocess.Popen, Path]:
+    arguments = replace_flags([*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save)], list(flags))
+    process = subprocess.Popen([sys.executable, "-m", "megarl.cli", "train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               cwd=save.parent, env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+    return process, save
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=5)[0]
+        time.sleep(0.2)
+
+
+def descendants(pid: int) -> dict[int, tuple[str, list[str]]]:
+    """pid -> (command line, environment) of everything that a process started."""
+    parents = {int(entry.name): int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+               for entry in Path("/proc").iterdir() if entry.name.isdigit() and (entry / "stat").exists()}  # fmt: skip
+    found, new = set(), {pid}
+    while new:
+        found |= new
+        new = {child for child, parent in parents.items() if parent in new} - found
+    read = lambda child, name: Path(f"/proc/{child}/{name}").read_bytes().decode(errors="replace").split("\0")  # noqa: E731
+    return {child: (" ".join(read(child, "cmdline")), read(child, "environ")) for child in found - {pid}}
+
+
+def rank_process(pid: int, rank: int) -> int:
+    return next(p for p, (command, environment) in descendants(pid).items() if f"RANK={rank}" in environment and "megarl.train" in command)
+
+
+def judge_process(pid: int) -> int:
+    """The only engine that is not in a worker."""
+    return next(p for p, (command, _) in descendants(pid).items() if "spawn_main" in command or "EngineCore" in command)

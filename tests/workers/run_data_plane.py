@@ -1,0 +1,165 @@
+"""Four gloo ranks bring samples and columns from mesh to mesh, in many random rounds; each rank judges what it got against values that
+it makes itself from the sample's number. Started by test_data_plane.py; ends with code 0 if all was right.
+
+    python tests/workers/run_data_plane.py FOLDER RANK ROUNDS"""
+
+from __future__ import annotations
+
+import random
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import TOKEN_COLUMNS, Batch
+from megarl.config.mesh import MeshSpec, replicas, share_keys
+from megarl.packing import Sample, homes_of, plan_mini_batches
+from megarl.workers.data import DataRole
+from megarl.workers.data_plane import DataPlane, Rollouts
+
+WORLD_SIZE = 4
+MESHES = {
+    "actor": MeshSpec((0, 1, 2, 3), tp=2), "reference": MeshSpec((0, 1, 2, 3), tp=2), "critic": MeshSpec((0, 1, 2, 3)),
+    "odd": MeshSpec((1, 2, 3)), "pipeline": MeshSpec((0, 1, 2, 3), pp=2), "alone": MeshSpec((3,)), "crossed": MeshSpec((3, 0, 2, 1), tp=2),
+}  # fmt: skip
+KEYS = share_keys(MESHES)
+ENGINES = (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),), ((2,),), ((1, 3), (0,)))
+"""Ranks of each engine, all of which hold what it samples."""
+
+
+def random_samples(seed: int) -> list[Sample]:
+    """Odd lengths, so that no column of a message is aligned by luck; sometimes fewer samples than ranks."""
+    rng = random.Random(f"samples {seed}")
+    engines, samples = rng.choice(ENGINES), []
+    for i in rng.sample(range(1000), rng.choice([1, 2, rng.randint(3, 40)])):
+        length = rng.randint(2, 60)
+        samples.append(Sample(i, length, rng.randint(1, length - 1), rng.choice(engines)))
+    return samples
+
+
+def tokens_of(seed: int, sample: Sample) -> list[int]:
+    rng = random.Random(f"tokens {seed} {sample.sample_id}")
+    return [rng.randrange(2**40) for _ in range(sample.length)]
+
+
+def column_of(seed: int, name: str, sample: Sample) -> torch.Tensor:
+    """[length] fp32 of any bits: denormals, infinities and NaNs with a payload, which a conversion or a sum would change."""
+    rng = random.Random(f"{name} {seed} {sample.sample_id}")
+    return torch.tensor([rng.randrange(-(2**31), 2**31) for _ in range(sample.length)], dtype=torch.int32).view(torch.float32)
+
+
+def rolled_out(seed: int, samples: list[Sample], rank: int) -> Rollouts:
+    mine = [s for s in samples if rank in s.holders]
+    tokens, split = [tokens_of(seed, s) for s in mine], [s.length - s.response_length for s in mine]
+    # what an engine reports is a list of Python floats: plain numbers here
+    return Rollouts([], [s.sample_id for s in mine], [t[:n] for t, n in zip(tokens, split)], [t[n:] for t, n in zip(tokens, split)],
+                    [[-s.sample_id - k / 64 for k in range(s.response_length)] for s in mine])  # fmt: skip
+
+
+def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
+    """Everything that came from the engine, against the numbers it comes from."""
+    assert batch.sample_ids.tolist() == [s.sample_id for s in samples]
+    assert batch.cu_seqlens.tolist() == torch.tensor([0, *(s.length for s in samples)]).cumsum(0).tolist()
+    assert batch.tokens.tolist() == [t for s in samples for t in tokens_of(seed, s)]
+    assert batch.response_mask.tolist() == [i >= s.length - s.response_length for s in samples for i in range(s.length)]
+    assert batch.rollout_log_probs[batch.response_mask].tolist() == [-s.sample_id - k / 64 for s in samples for k in range(s.response_length)]
+    assert not batch.rollout_log_probs[~batch.response_mask].any()
+
+
+def expected(seed: int, name: str, samples: list[Sample]) -> list[int]:
+    """Bits of a whole column."""
+    return [b for s in samples for b in column_of(seed, name, s).view(torch.int32).tolist()]
+
+
+def one_round(seed: int, rank: int, role: DataRole) -> None:
+    samples = random_samples(seed)
+    by_id, rng, plane = {s.sample_id: s for s in samples}, random.Random(f"round {seed}"), role.plane
+    plane.rollouts["train"] = rolled_out(seed, samples, rank)
+    size, max_tokens = rng.randint(1, len(samples)), rng.choice([20, 100, 10_000])
+    for share in dict.fromkeys(KEYS.values()):
+        mesh = MESHES[share]
+        plan = plan_mini_batches(samples, size, homes_of(samples, replicas(mesh)), mesh.dp, max_tokens, 64, str(seed))
+        role.distribute(share, samples, plan)
+        assert (share in plane.shares) == (rank in mesh.ranks)
+        if rank in mesh.ranks:
+            ids = [i for m in plan for i in m.samples_of(mesh.coordinates(rank)["dp"])]
+            check_samples(seed, plane.shares[share].batch, [by_id[i] for i in ids])
+
+    written = rng.choice([share for share in plane.layouts])
+    columns = rng.sample(TOKEN_COLUMNS[1:], rng.randint(1, 3))
+    write(seed, columns, written, by_id, rank, plane)
+    have = [written]
+    for share in rng.sample([s for s in plane.layouts if s != written], 3):  # also from a share that got the columns itself
+        source, all_call = rng.choice(have), rng.random() < 0.5
+        if all_call or rank in {r for s in (source, share) for block in replicas(MESHES[s], last_stage=True) for r in block}:
+            role.exchange(columns, source, share)
+        have.append(share)
+        check_columns(seed, columns, share, by_id, rank, plane)
+
+
+def write(seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane) -> None:
+    if any(rank in block for block in replicas(MESHES[share], last_stage=True)):
+        batch = plane.shares[share].batch
+        members = [by_id[i] for i in batch.sample_ids.tolist()]
+        for name in columns:
+            batch.set_column(name, torch.cat([torch.empty(0), *(column_of(seed, name, s) for s in members)]))
+
+
+def check_columns(seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane) -> None:
+    if rank not in MESHES[share].ranks:
+        return
+    batch = plane.shares[share].batch
+    if any(rank in block for block in replicas(MESHES[share], last_stage=True)):
+        members = [by_id[i] for i in batch.sample_ids.tolist()]
+        assert all(getattr(batch, name).view(torch.int32).tolist() == expected(seed, name, members) for name in columns)
+        check_samples(seed, batch, members)
+    assert batch.columns.keys() <= {"rollout_log_probs", *columns}
+
+
+def raises(text: str, call, *arguments) -> None:
+    try:
+        call(*arguments)
+    except ValueError as error:
+        assert text in str(error), f"{text!r} is not in {error}"
+    else:
+        raise AssertionError(f"no error with {text!r}")
+
+
+def refused(rank: int, role: DataRole) -> None:
+    """What all ranks can know is refused by all ranks, and nothing is under way afterwards: the rounds that follow would see it."""
+    samples = [Sample(i, 7, 3, (i % 4,)) for i in range(8)]
+    role.plane.rollouts["train"] = rolled_out(-1, samples, rank)
+    plans = {share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None) for share in ("actor", "critic")}
+    orphan = [*samples[:5], Sample(5, 7, 3, ()), *samples[6:]]
+    text = "sample 5 is wanted by share 'actor' (tp 2, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
+    raises(text, role.distribute, "actor", orphan, plans["actor"])
+    for share, plan in plans.items():
+        role.distribute(share, samples, plan)
+    raises("column values is not there yet", role.exchange, ["values"], "critic", "actor")
+
+
+def main() -> None:
+    folder, rank, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30))
+    send_and_receive, messages = dist.batch_isend_irecv, []
+
+    def counted(operations):
+        peers = [(op.op, op.peer) for op in operations]
+        assert len(set(peers)) == len(peers) and rank not in {peer for _, peer in peers}  # one per pair; own rows are not sent
+        messages.extend(peers)
+        return send_and_receive(operations)
+
+    dist.batch_isend_irecv = counted
+    role = DataRole(DataPlane(), MESHES, KEYS)
+    refused(rank, role)
+    for seed in range(rounds):
+        one_round(seed, rank, role)
+    assert len(messages) > 3 * rounds
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Shares of a step on meshes with different layouts: samples and columns arrive bit for bit, on every rank that needs them, whatever
+meshes they go between (four gloo processes, run_data_plane.py); and what cannot be moved is refused before anything is sent.
+
+    pytest tests/workers/test_data_plane.py"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.mesh import MeshSpec, replicas, share_keys
+from megarl.packing import Route, Sample, plan_mini_batches
+from megarl.workers.data import DataRole
+from megarl.workers.data_plane import DataPlane, Layout, Rollouts
+from megarl.workers.exchange import move_rows
+from tests.workers.run_data_plane import WORLD_SIZE
+
+MESH = MeshSpec((0,))
+
+
+def run_ranks(folder: Path, rounds: int) -> None:
+    script = Path(__file__).with_name("run_data_plane.py")
+    processes = [subprocess.Popen([sys.executable, str(script), str(folder), str(rank), str(rounds)], stderr=subprocess.PIPE, text=True)
+                 for rank in range(WORLD_SIZE)]  # fmt: skip
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * WORLD_SIZE, "\n".join(errors)
+
+
+def test_columns_written_on_one_mesh_arrive_on_every_other_bit_for_bit(tmp_path):
+    run_ranks(tmp_path, rounds=60)
+
+
+@pytest.mark.slow
+def test_in_many_more_rounds(tmp_path):
+    run_ranks(tmp_path, rounds=1500)
+
+
+def test_roles_with_one_mesh_have_one_share():
+    wide, block = MeshSpec((0, 1, 2, 3)), MeshSpec((0, 1, 2, 3), tp=2)
+    meshes = {"actor": block, "reference": block, "critic": wide, "rollout": wide, "reward_model": MeshSpec((0, 1, 2, 3), tp=2, ep=2),
+              "reward_model_2": MeshSpec((1, 0, 2, 3))}  # fmt: skip
+    assert share_keys(meshes) == {"actor": "actor", "reference": "actor", "critic": "critic", "rollout": "critic", "reward_model": "actor",
+                                  "reward_model_2": "reward_model_2"}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [MESH, MeshSpec((4, 2, 9, 0, 1, 3, 7, 8), tp=2, pp=2), MeshSpec((1, 2, 3)), MeshSpec((5, 6), pp=2)])
+def test_replicas_are_the_blocks_of_the_mesh(mesh):
+    assert replicas(mesh) == tuple(mesh.ranks_where(dp=i) for i in range(mesh.dp))
+    assert replicas(mesh, last_stage=True) == tuple(mesh.ranks_where(dp=i, pp=mesh.pp - 1) for i in range(mesh.dp))
+
+
+@pytest.fixture
+def role(monkeypatch) -> DataRole:
+    """Of a single process, in a job of two ranks as far as plans go. A message would be an error."""
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("something was sent"))
+    meshes = {"actor": MESH, "critic": MeshSpec((0, 1)), "odd": MeshSpec((1, 0))}
+    role = DataRole(DataPlane(), meshes, share_keys(meshes))
+    role.plane.rollouts["train"] = Rollouts([], [0, 1], [[5], [6, 7]], [[1, 2], [3]], [[-0.5, -1.0], [-2.0]])
+    return role
+
+
+SAMPLES = [Sample(0, 3, 2, (0,)), Sample(1, 3, 1, (0,))]
+UNKNOWN = Sample(2, 4, 2, (0,))
+"""Rank 0 should have it, and does not."""
+
+
+def plan(samples: list[Sample], dp_size: int = 1, homes: dict[int, int] | None = None):
+    return plan_mini_batches(samples, 8, homes or {}, dp_size, 100, 64, None)
+
+
+def test_a_job_of_one_rank_sends_nothing(role):
+    role.distribute("actor", SAMPLES, plan(SAMPLES))
+    assert role.plane.shares["actor"].batch.tokens.tolist() == [5, 1, 2, 6, 7, 3]
+    assert role.exchange(["values"], "actor", "actor") == {}
+
+
+@pytest.mark.parametrize("text, share, samples, planned, dp_size", [
+    (r"sample 1 is wanted by share 'actor' \(tp 1, dp 1, pp 1 on ranks 0\), but no rank holds it", "actor", [SAMPLES[0], Sample(1, 3, 1)],
+     SAMPLES, 1),
+    (r"sample 1 is wanted by share 'actor' .*, but it is not among the samples of the step", "actor", SAMPLES[:1], SAMPLES, 1),
+    (r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it", "actor", [*SAMPLES, UNKNOWN], [UNKNOWN], 1),
+    (r"samples for share 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan", "actor", [SAMPLES[0], Sample(1, 4, 1, (0,))],
+     SAMPLES, 1),
+    (r"samples for share 'critic' .*: sample 2 is not on this rank", "critic", [*SAMPLES, UNKNOWN], [UNKNOWN, SAMPLES[0]], 2),
+    (r"share 'critic' .*: mini-batches are planned for 1 data-parallel ranks, the mesh has 2", "critic", SAMPLES, SAMPLES, 1),
+    (r"share \('critik'\) must be one of actor, critic, odd", "critik", SAMPLES, SAMPLES, 1),
+])  # fmt: skip
+def test_samples_that_cannot_be_moved_are_refused_before_anything_is_sent(role, text, share, samples, planned, dp_size):
+    with pytest.raises(ValueError, match=text):
+        role.distribute(share, samples, plan(planned, dp_size))
+
+
+def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, monkeypatch):
+    def refuses(text, *arguments):
+        with pytest.raises(ValueError, match=text):
+            role.exchange(*arguments)
+
+    role.distribute("actor", SAMPLES, plan(SAMPLES))
+    refuses(r"share 'odd' \(tp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet", ["values"], "actor", "odd")
+    with monkeypatch.context() as patch:  # the other rank's sample leaves
+        patch.setattr(dist, "P2POp", lambda *arguments: arguments)
+        patch.setattr(dist, "batch_isend_irecv", lambda operations: [])
+        role.distribute("odd", SAMPLES, plan(SAMPLES, 2, {0: 0, 1: 1}))
+    refuses(r"column \('valeus'\) must be one of .* values", ["valeus"], "actor", "odd")
+    refuses(r"values from share 'actor' .* to share 'odd' .*: column values is not there yet", ["values"], "actor", "odd")
+    role.plane.shares["actor"].batch.values = torch.zeros(5)
+    refuses(r"column values is \[5\] torch.float32, but must be torch.float32 for 6 tokens", ["values"], "actor", "odd")
+    role.plane.shares["actor"].batch.set_column("values", torch.zeros(6))
+    mini_batches = role.plane.layouts["odd"].mini_batches
+    role.plane.layouts["odd"] = Layout(mini_batches, {0: 3, 1: 4})
+    refuses("were distributed for different samples", ["values"], "actor", "odd")
+    role.plane.layouts["odd"] = Layout(plan([*SAMPLES, Sample(4, 2, 1)], 2), {0: 3, 1: 3})
+    refuses(r"sample 4 is wanted by share 'odd' .*, but is not in share 'actor'", ["values"], "actor", "odd")
+
+
+def test_a_rank_with_nothing_takes_part_without_columns():
+    out = move_rows(None, ["values", "returns"], Route(), [], {})
+    assert {name: column.numel() for name, column in out.items()} == {"values": 0, "returns": 0}

@@ -1,0 +1,158 @@
+"""The role of a reward model: which text or ids the model reads, what it reports, and what its death does.
+
+    pytest tests/workers/test_reward_model.py
+
+run_reward_model.py runs once, with real vLLM; 30 s on a free core. Its judge is a Qwen3 whose layers add nothing and whose output layer
+is set by hand: it continues a text that ends in the digit d with d+1, d+2, and one that ends otherwise with the end of the sequence; what
+it is worth follows from the response's last character alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.config.mesh import MeshSpec
+from megarl.data.sums_model import EOS_ID
+from megarl.data.tokenizer import load_tokenizer
+from megarl.workers.reward_model import RewardModelRole
+from tests.rewards import models
+from tests.workers.reward_jobs import QUESTIONS, RESPONSES, ROWS, SAMPLE_IDS, config, ids_of_step, plane, write_rows
+
+HERE = Path(__file__).parent
+LIMIT = 1e-5  # as tests/rewards/test_classifier.py
+
+
+@pytest.fixture
+def folder(tmp_path):
+    models.write_actor(tmp_path / "actor")
+    write_rows(tmp_path)
+    return tmp_path
+
+
+def classifier_role(folder: Path, tp: int = 1) -> RewardModelRole:
+    role = RewardModelRole(config(folder, "transformers"), "reward_model", MeshSpec(tuple(range(tp)), tp=tp), plane(folder), "reward_model")
+    role.setup()
+    return role
+
+
+def check_scores(records: list[dict], wanted: list[float]) -> None:
+    assert [record["sample_id"] for record in records] == SAMPLE_IDS
+    assert (torch.tensor([record["score"] for record in records]) - torch.tensor(wanted)).abs().max() < LIMIT
+
+
+def test_a_classifier_with_the_actors_tokenizer_reads_the_actors_ids(folder):
+    model = models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
+    role = classifier_role(folder)
+    prompts, responses = ids_of_step(load_tokenizer(folder / "actor"))
+    assert not role.retokenizes
+    check_scores(role.score(ROWS), models.reference_scores(model, [p + r for p, r in zip(prompts, responses, strict=True)]))
+
+
+OTHER_TEMPLATE = "{% for m in messages %}{{m.role}}: {{m.content}}<|end|>{% endfor %}"
+
+
+def test_a_classifier_with_another_chat_template_reads_text(folder):
+    """The dataset's messages and the response without its end-of-sequence token, through the classifier's template."""
+    model = models.write_classifier(folder / "transformers", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE)
+    role = classifier_role(folder)
+    texts = [f"user: {QUESTIONS[ROWS[sample]]}<|end|>assistant: {response}<|end|>"
+             for sample, response in zip(SAMPLE_IDS, RESPONSES, strict=True)]  # fmt: skip
+    assert role.retokenizes
+    check_scores(role.score(ROWS), models.reference_scores(model, load_tokenizer(folder / "actor").encode_responses(texts)))
+
+
+def test_a_sample_that_is_too_long_fails_alone(folder):
+    models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
+    role = classifier_role(folder)
+    role.classifier.max_length = 50
+    records = {record["sample_id"]: record for record in role.score(ROWS)}
+    assert "tokens, the model takes 50" in records[2]["failure"] and records[2]["score"] is None
+    assert all("failure" not in records[sample] for sample in (11, 5, 8))
+
+
+def test_a_vocabulary_that_lacks_what_the_actor_can_sample_is_never_read_as_ids(folder):
+    models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
+    assert not classifier_role(folder).retokenizes
+    file = folder / "actor" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 321}))
+    assert classifier_role(folder).retokenizes
+
+
+def test_a_classifier_is_not_split(folder):
+    with pytest.raises(ValueError, match="has the whole model on each rank"):
+        classifier_role(folder, tp=2)
+
+
+def write_judge(folder: Path) -> None:
+    """See the head of this file. After the assistant's header it answers 7, 8."""
+    models.write_actor(folder)
+    tokenizer_config = folder / "tokenizer_config.json"
+    tokenizer_config.write_text(json.dumps({k: v for k, v in json.loads(tokenizer_config.read_text()).items() if k != "chat_template"}))
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            weight.zero_()
+    ids = load_tokenizer(folder).encode_responses([*"0123456789", "<|assistant|>"])
+    digits, header = [i for [i] in ids[:10]], ids[10][0]
+    embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    embeddings[:, 11] = 1.0
+    head[EOS_ID, 11] = 1.0
+    for token, column, answer in [*((digits[d], d, digits[(d + 1) % 10]) for d in range(10)), (header, 10, digits[7])]:
+        embeddings[token] = 0.0
+        embeddings[token, column] = 1.0
+        head[answer, column] = 1.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("judged")
+    models.write_actor(folder / "actor")
+    write_judge(folder / "judge")
+    write_rows(folder)
+    (folder / "template.txt").write_text("Q {prompt} A {response}")
+    with (folder / "log").open("w") as log:
+        process = subprocess.run([sys.executable, str(HERE / "run_reward_model.py"), str(folder)], stderr=log, stdout=log, timeout=200, check=False)
+    assert (folder / "report.json").exists(), (folder / "log").read_text()
+    return json.loads((folder / "report.json").read_text()) | {"exit_code": process.returncode}
+
+
+def test_a_judges_answers_become_scores(judged):
+    """4 for the response 3; 9 for 8, which is outside 0..8; no number; a question above 60 - 2 tokens."""
+    first, second, third, fourth = judged["scores"]
+    assert first == {"sample_id": 11, "score": 0.5}
+    assert second == {"sample_id": 5, "score": None, "failure": "no score in the answer, cut off at --judge-max-tokens"}
+    assert third == {"sample_id": 8, "score": None, "failure": "no score in the answer"}
+    assert fourth == {"sample_id": 2, "score": None, "failure": "the question has more than 58 tokens"}
+
+
+def test_a_judge_with_a_chat_template_answers_as_the_assistant(judged):
+    by_id = {record["sample_id"]: record for record in judged["with a chat template"]}
+    assert [by_id[sample]["score"] for sample in (11, 5, 8, 2)] == [0.875, 0.875, 0.875, None]
+    assert by_id[5]["answer"] == "78" and "answer" not in by_id[11]  # the first eight are logged
+
+
+def test_a_judge_that_is_killed_ends_the_call_with_its_name(judged):
+    killed = judged["killed"]
+    assert killed["error"] == f"[reward_model rank 0] judge process ({killed['pid']}) died: killed by SIGKILL"
+    assert killed["again"] == killed["error"] and killed["seconds"] < 2
+
+
+def test_a_judge_that_dies_at_its_start_is_named(judged):
+    killed = judged["killed at start"]
+    assert killed["error"].startswith("[reward_model rank 0] judge ") and "did not start" in killed["error"] and killed["seconds"] < 5
+
+
+def test_no_judge_outlives_its_rank(judged):
+    assert judged["exit_code"] == 7 and judged["restarted"][0]["score"] == 0.5
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in judged["pids"] if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
