@@ -118,6 +118,9 @@ class LocalRanks:
         deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
         while any(map(_is_group, self._processes)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        from megarl.rollout.environment import sweep_shared_memory
+
+        sweep_shared_memory()  # of engines that could not tidy up
 
     def _run(self, rank: int, command: list[str], started: threading.Barrier) -> None:
         try:
