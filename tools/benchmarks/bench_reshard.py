@@ -7,7 +7,8 @@ Megatron's layout with two tensor-parallel ranks becomes vLLM's with one. In tur
 
     copy          megarl's plan over both ranks' shards, in one address space (as shared memory and CUDA IPC give it)
     digest        sampled and full digests of what the copy writes
-    alias         layouts agree: every parameter is pointed at the trainer's storage, no byte moves
+    sync          a whole sync of a real engine beside the trainer, equal parallelism, everything copied; and the digests in it
+    aliased sync  the same with --qkv-layout stacked and --reshard-alias: no byte moves
     memcpy        as many bytes in one block: the C library's memcpy with as many threads, and PyTorch's copy_
     send/recv     megarl's Transfer between two processes over gloo, for what cannot be addressed
     reload        vLLM's own reload_weights from the model folder (in the page cache)
@@ -34,7 +35,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # the first is missing under PYTHONSAFEPATH
 import make_random_model
 
-ROLES = ("copies", "reload", "gather_0", "gather_1", "transfer_0", "transfer_1")
+ROLES = ("copies", "sync", "alias", "reload", "gather_0", "gather_1", "transfer_0", "transfer_1")
 TARGETS = {"copy / memcpy": "<= 1.3", "(gather + load) / copy": ">= 10", "extra memory of a copy": "<= 64 MB"}
 
 
@@ -77,8 +78,8 @@ def run_phases(arguments: argparse.Namespace) -> dict:
                 for role, way in children.ways():
                     result["ways"].setdefault(way, []).append(children.measure(role, way))
             if with_others and dtype == "bfloat16":
-                digests = {role: children.ask(role, "digest") for role in ("copies", "gather_0", "transfer_0")}
-                assert digests["copies"] == digests["gather_0"] == digests["transfer_0"], "the ways do not bring the same weights"
+                digests = {role: children.ask(role, "digest") for role in ("copies", "sync", "alias", "gather_0", "transfer_0")}
+                assert len({tuple(digest) for digest in digests.values()}) == 1, "the ways do not bring the same weights"
     for way, runs in result["ways"].items():  # the first is a warm-up
         result["ways"][way] = {"seconds": median(run["seconds"] for run in runs[1:]), "bytes": runs[0]["bytes"],
                                "extra_bytes": max(run["extra_bytes"] for run in runs[1:]),
@@ -151,7 +152,7 @@ def print_table(result: dict) -> None:
             ratio = f"{ratios[f'{way} / memcpy']:.2f} x {reference}"
             if result["arguments"]["device"] == "cuda":
                 ratio += f" = {1 / ratios[f'{way} / memcpy']:.2f} of its speed"
-        elif "copy bf16->bf16" in ways and kind not in ("memcpy", "torch", "copy", "alias") and "bf16->bf16" in way:
+        elif "copy bf16->bf16" in ways and kind not in ("memcpy", "torch", "copy", "aliased") and "bf16->bf16" in way:
             ratios[f"{way} / copy"] = numbers["seconds"] / ways["copy bf16->bf16"]["seconds"]
             ratio = f"{ratios[f'{way} / copy']:.3g} x copy bf16->bf16"
         speed, extra = numbers["bytes"] / numbers["seconds"] / 1e9, max(numbers["extra_bytes"], numbers["first_extra_bytes"])
