@@ -152,7 +152,7 @@ class RolloutEngine(Engine):
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
                              "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process.")
-        self.ranks = tuple(ranks)
+        self.ranks, self._ranks_per_node = tuple(ranks), ranks_per_node()  # on a CPU vLLM changes what torchrun said
         prepare_environment()
         _be_launched_externally()
         arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
@@ -186,7 +186,7 @@ class RolloutEngine(Engine):
         has_table = self.shape.model_type in TABLES
         dist.all_gather_object(told, (self._aliases, None if has_table else self._atlas))
         wanted = vllm_atlases(self.shape, self.ranks, self._tp) if has_table else {rank: told[rank][1] for rank in self.ranks}
-        plan = make_plan(sources, {rank: without(atlas, told[rank][0]) for rank, atlas in wanted.items()}, ranks_per_node())
+        plan = make_plan(sources, {rank: without(atlas, told[rank][0]) for rank, atlas in wanted.items()}, self._ranks_per_node)
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
         self._join(plan, {rank: rank for rank in self.ranks}, parameters)
 

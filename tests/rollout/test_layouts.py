@@ -49,6 +49,6 @@ def test_a_covering_set_of_layouts(tmp_path, job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("job", ["everything_2", "everything_4", "everything_outside", "outside_without_tables"])
+@pytest.mark.parametrize("job", ["everything_2", "everything_4", "everything_outside_1", "everything_outside_2", "outside_without_tables"])
 def test_every_combination(tmp_path, job):
     judge(run(tmp_path, job, 1400), job)

@@ -248,9 +248,12 @@ def sync(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dic
         engine.sync(next(versions))
         return spent
 
-    Digest.sampled = timed
-    label = f"{short(dtype)}->bf16"
-    return {f"sync {label}": (lambda: engine.sync(next(versions)) and None, engine.bytes_per_sync),
+    Digest.sampled, label = timed, f"{short(dtype)}->bf16"
+
+    def whole() -> None:
+        engine.sync(next(versions))
+
+    return {f"sync {label}": (whole, engine.bytes_per_sync),
             f"digests of a sync {label}": (digests, engine.bytes_per_sync)}, weights_digest(engine.tensors[0])  # fmt: skip
 
 

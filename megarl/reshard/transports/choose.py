@@ -31,7 +31,7 @@ def place_here(rank: int, device: str, process: str | None = None) -> Place:
 def ranks_per_node() -> int | None:
     """How many consecutive ranks share a node, as torchrun says; None if there was no torchrun, or nodes have unequal numbers."""
     local, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
-    return local if local and local * nodes == int(os.environ["WORLD_SIZE"]) else None
+    return local if local and local * nodes == int(os.environ.get("WORLD_SIZE", "-1")) else None
 
 
 def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str, str]:
