@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBufferWords = 512;  // stays in the first-level cache
 constexpr int64_t kMinWordsPerThread = 1 << 15;
-constexpr int64_t kMinViewsPerThread = 64;  // sampled
+constexpr int64_t kMinViewsPerThread = 1 << 10;  // sampled: a millisecond; for less, waking a thread on a busy machine costs more
 constexpr int64_t kViewsAhead = 4;  // whose samples are on their way
 
 uint64_t load(const char* bytes, int64_t count = 8) {

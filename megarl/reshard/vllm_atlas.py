@@ -68,7 +68,10 @@ TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "m
 
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
-    """The atlas of one rank, of a model type that has a table. Raises: ValueError if tp_size does not divide the model."""
+    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type has no table."""
+    if shape.model_type not in TABLES:
+        raise ValueError(f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of {', '.join(TABLES)}. An engine reads "
+                         "it off vLLM's loader when it starts.")  # fmt: skip
     expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
     check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size", **expert_ffn)
     cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)

@@ -1,6 +1,6 @@
 """How long it takes to bring a trainer's weights into vLLM, in several ways, on the same weights and in one go.
 
-    python tools/benchmarks/bench_reshard.py --json out.json [--model FOLDER] [--threads 2] [--repeats 7] [--only-copies]
+    python tools/benchmarks/bench_reshard.py --json out.json [--model FOLDER] [--threads 2] [--repeats 7] [--only-copies | --only-megarl]
                                              [--device cuda] [--model-shape 0.5b|7b]
 
 Megatron's layout with two tensor-parallel ranks becomes vLLM's with one. In turns, `--repeats` times, medians are reported:
@@ -69,13 +69,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only-copies", action="store_true", help="without vLLM and without a second process")
+    parser.add_argument("--only-megarl", action="store_true", help="without the ways of others and without send/recv")
     return parser.parse_args()
 
 
 def run_phases(arguments: argparse.Namespace) -> dict:
     """First bf16, with every way; then an fp32 trainer, copies only. Two phases, because both together need too much memory."""
     with_others = arguments.device == "cpu" and not arguments.only_copies
-    phases = {"bfloat16": ROLES if with_others else ROLES[:1], "float32": ROLES[:1]}
+    roles = ROLES[:3] if arguments.only_megarl else ROLES
+    phases = {"bfloat16": roles if with_others else ROLES[:1], "float32": ROLES[:1]}
     result: dict = {"arguments": {name: str(value) for name, value in vars(arguments).items()}, "ways": {}}
     for dtype, roles in phases.items():
         with Children(roles, arguments, dtype) as children:
