@@ -225,7 +225,7 @@ def start_engine(arguments: argparse.Namespace, dtype: torch.dtype, qkv_layout: 
     engine = RolloutEngine(engine_config(arguments, with_alias), shape, [0], {0: atlas}, tensors)
     load_hf(arguments.model, atlas, tensors, shape)
     engine.sync(0)
-    engine.generate([[1, 2, 3]], [0], temperature=1.0)  # from here on there is a prefix cache to clear
+    engine.generate([[1, 2, 3]], [0], temperature=1.0, max_tokens=2)  # from here on there is a prefix cache to clear
     torch.set_num_threads(arguments.threads)
     return engine
 
