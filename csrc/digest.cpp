@@ -139,13 +139,14 @@ void choose(const View& original, uint64_t seed, Samples& samples) {
 
 uint64_t sum(const Samples& samples, uint64_t seed) {
   const View& view = samples.view;
-  const int64_t whole = is_copy(view.mode) && !is_packed(view.mode) ? view.cols / elements_per_word(view) : 0;  // words of a row
+  const bool as_it_lies = is_copy(view.mode) && !is_packed(view.mode);
+  const int64_t row_bytes = view.cols * src_size(view.mode);
   uint64_t sum = 0;
   for (int64_t s = 0; s < samples.count; ++s) {
     const auto& [index, row, word, bytes] = samples.words[s];
     char converted[8];
-    if (word >= whole) read_words(view, row, word, 1, converted);
-    sum += term(load(word < whole ? bytes : converted), static_cast<uint64_t>(index), seed);
+    if (!as_it_lies) read_words(view, row, word, 1, converted);
+    sum += term(as_it_lies ? load(bytes, std::min<int64_t>(8, row_bytes - 8 * word)) : load(converted), static_cast<uint64_t>(index), seed);
   }
   return sum;
 }
