@@ -19,12 +19,8 @@ namespace {
 
 constexpr int64_t kBufferWords = 512;  // stays in the first-level cache
 constexpr int64_t kMinWordsPerThread = 1 << 15;
-constexpr int64_t kMinViewsPerThread = 64;  // sampled
-
-// Of a word: its number in the view, its row, its number in the row.
-struct Place {
-  int64_t index, row, word;
-};
+constexpr int64_t kMinViewsPerThread = 1 << 10;  // sampled: a millisecond; for less, waking a thread on a busy machine costs more
+constexpr int64_t kViewsAhead = 4;  // whose samples are on their way
 
 uint64_t load(const char* bytes, int64_t count = 8) {
   uint64_t word = 0;  // the first byte is the lowest: every machine that runs this is little-endian
@@ -108,31 +104,51 @@ uint64_t sum_range(const View& view, int64_t first, int64_t last, uint64_t seed)
   return sum;
 }
 
-// Nearly every sample misses the caches, so all are asked for before the first is read.
-uint64_t sum_samples(const View& view, uint64_t seed) {
-  const int64_t from = src_size(view.mode), per_word = elements_per_word(view), per_row = words_per_row(view);
-  const int64_t words = view.rows * per_row, samples = std::min(words, kSamples);
-  Place places[kSamples];
-  for (int64_t s = 0; s < samples; ++s) {
-    const int64_t index = sampled_word(words, s, seed), row = index / per_row, word = index % per_row, col = word * per_word;
-    places[s] = {index, row, word};
-    const int64_t offset = is_packed(view.mode) ? packed_row_offset(row_in_block(view.address, from), row, view.ld) + col * kPackRows
-                                                : row * view.ld + col;
-    __builtin_prefetch(reinterpret_cast<const char*>(view.address) + offset * from);
-  }
-  uint64_t sum = 0;
-  for (int64_t s = 0; s < samples; ++s) {
-    char bytes[8];
-    read_words(view, places[s].row, places[s].word, 1, bytes);
-    sum += term(load(bytes), static_cast<uint64_t>(places[s].index), seed);
-  }
-  return sum;
-}
-
 // Rows without gaps whose words do not straddle them are one row: the same words under the same numbers.
 View as_long_row(const View& view) {
   const bool together = !is_packed(view.mode) && view.ld == view.cols && view.cols % elements_per_word(view) == 0;
   return together ? View{view.address, 1, view.rows * view.cols, view.rows * view.cols, view.mode} : view;
+}
+
+// The sampled words of one view.
+struct Samples {
+  View view;
+  int64_t count;
+  struct {
+    int64_t index, row, word;  // number in the view, its row, number in the row
+    const char* bytes;
+  } words[kSamples];
+};
+
+// Nearly every sample misses the caches and the table of pages, so it is asked for long before it is read.
+void choose(const View& original, uint64_t seed, Samples& samples) {
+  const View view = as_long_row(original);
+  const int64_t from = src_size(view.mode), per_word = elements_per_word(view), per_row = words_per_row(view), words = view.rows * per_row;
+  const bool packed = is_packed(view.mode);
+  samples.view = view;
+  samples.count = std::min(words, kSamples);
+  for (int64_t s = 0; s < samples.count; ++s) {
+    const int64_t index = sampled_word(words, s, seed), row = view.rows == 1 ? 0 : index / per_row, word = index - row * per_row;
+    const int64_t offset = packed ? packed_row_offset(row_in_block(view.address, from), row, view.ld) + word * per_word * kPackRows
+                                  : row * view.ld + word * per_word;
+    const char* bytes = reinterpret_cast<const char*>(view.address) + offset * from;
+    __builtin_prefetch(bytes);
+    samples.words[s] = {index, row, word, bytes};
+  }
+}
+
+uint64_t sum(const Samples& samples, uint64_t seed) {
+  const View& view = samples.view;
+  const bool as_it_lies = is_copy(view.mode) && !is_packed(view.mode);
+  const int64_t row_bytes = view.cols * src_size(view.mode);
+  uint64_t sum = 0;
+  for (int64_t s = 0; s < samples.count; ++s) {
+    const auto& [index, row, word, bytes] = samples.words[s];
+    char converted[8];
+    if (!as_it_lies) read_words(view, row, word, 1, converted);
+    sum += term(as_it_lies ? load(bytes, std::min<int64_t>(8, row_bytes - 8 * word)) : load(converted), static_cast<uint64_t>(index), seed);
+  }
+  return sum;
 }
 
 void require(bool ok, int64_t index, const std::string& message) {
@@ -178,7 +194,12 @@ void finish_sums(const View* views, int64_t count, uint64_t seed, uint64_t* sums
 
 void digest_sampled(const View* views, int64_t count, uint64_t seed, int num_threads, uint64_t* digests) {
   share(count, kMinViewsPerThread, num_threads, [=](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) digests[i] = finish(sum_samples(views[i], seed), views[i], seed);
+    Samples ring[kViewsAhead];
+    for (int64_t i = first; i < last + kViewsAhead; ++i) {
+      const int64_t ready = i - kViewsAhead;
+      if (ready >= first) digests[ready] = finish(sum(ring[ready % kViewsAhead], seed), views[ready], seed);
+      if (i < last) choose(views[i], seed, ring[i % kViewsAhead]);
+    }
   });
 }
 

@@ -47,6 +47,9 @@ class Digest:
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
         rows = [self._describe(index) for index in range(len(self._views))]
         self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        storages = (view.storage if isinstance(view, PackedView) else view for view in self._views)
+        self._storages = list({storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in storages)}.values())
+        self._addresses = [storage.data_ptr() for storage in self._storages]
         self._device = self._views[0].device if self._views else torch.device("cpu")
         if any(view.device != self._device for view in self._views):
             raise ValueError(f"views must be on one device, not on {sorted({str(view.device) for view in self._views})}.")
@@ -72,15 +75,17 @@ class Digest:
     def _compute(self, seed: int, sampled: bool) -> list[int]:
         if self._extension is None:
             return [_digest(view, dtype, seed, sampled) for view, dtype in zip(self._views, self._dtypes, strict=True)]
-        table = self._table
-        table[:, 0] = torch.tensor([view.data_ptr() for view in self._views], dtype=torch.int64)
+        table, addresses = self._table, [storage.data_ptr() for storage in self._storages]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            table[:, 0] = torch.tensor([view.data_ptr() for view in self._views], dtype=torch.int64)
         if self._device.type == "cuda":
             digests = self._sum_on_gpu(seed, sampled)
             self._extension.finish_digests(table, digests, seed)
         else:
             digests = torch.empty(len(table), dtype=torch.int64)
             self._extension.digest(table, digests, seed, sampled, self._num_threads)
-        return [digest & _MASK for digest in digests.tolist()]
+        return digests.view(torch.uint64).tolist()
 
     def _sum_on_gpu(self, seed: int, sampled: bool) -> Tensor:
         """Sums over the words of each view, int64 [N] on the CPU. Waits for the current stream."""

@@ -26,9 +26,9 @@ from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 from megarl.reshard.transfer import Transfer, src_view
-from megarl.reshard.transports.choose import Place, choose, place_here
+from megarl.reshard.transports.choose import Place, choose, place_here, ranks_per_node
 from megarl.reshard.transports.exported import Exported, export, open_exported
-from megarl.reshard.vllm_atlas import vllm_atlases
+from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 logger = logging.getLogger(__name__)
 PULLED = ("shared-memory", "cuda-ipc")
@@ -265,11 +265,39 @@ class WeightSync:
                             "it hangs or has died") from None  # fmt: skip
 
 
-def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int) -> tuple[ReshardPlan, dict[int, int]]:
+def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int,
+              timeout_s: float) -> tuple[ReshardPlan, dict[int, int]]:  # fmt: skip
     """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them, rollout rank -> first rank of
-    its engine, which speaks for it)."""
-    plan = make_plan(sources, vllm_atlases(shape, rollout_ranks, tp))
+    its engine, which speaks for it). The same on every rank that calls it.
+
+    If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
+    Raises: SyncError naming a rank that did not within timeout_s."""
+    has_table = shape.model_type in TABLES
+    atlases = vllm_atlases(shape, rollout_ranks, tp) if has_table else _published_atlases(rollout_ranks, timeout_s)
+    plan = make_plan(sources, atlases, ranks_per_node())
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
+
+
+_ATLASES = "atlases"  # a board of its own
+
+
+def publish_atlases(atlases: dict[int, Atlas]) -> None:
+    """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started it."""
+    board = Board(_ATLASES)
+    for rank, atlas in atlases.items():
+        board.write(str(rank), atlas)
+
+
+def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float) -> dict[int, Atlas]:
+    board, deadline = Board(_ATLASES), time.monotonic() + timeout_s
+    atlases = {}
+    for rank in rollout_ranks:
+        try:
+            atlases[rank] = board.read(str(rank), deadline)
+        except Late:
+            raise SyncError(f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s ({timeout_s:g}): it hangs "
+                            "or has died") from None  # fmt: skip
+    return atlases
 
 
 def _told(rank: int, version: int | None, error: Exception) -> str:

@@ -63,15 +63,21 @@ LAYER = (
 """The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may store them otherwise
 (`expose_weights` in megarl/rollout)."""
 
+TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "mistral": LAYER}
+"""model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine (megarl/rollout/trace.py)."""
+
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
-    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model."""
+    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type has no table."""
+    if shape.model_type not in TABLES:
+        raise ValueError(f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of {', '.join(TABLES)}. An engine reads "
+                         "it off vLLM's loader when it starts.")  # fmt: skip
     expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
     check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size", **expert_ffn)
     cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)
     atlas: Atlas = {EMBEDDING: vocab_shard(cut, sizes, (EMBEDDING,))}
     for layer in range(shape.num_layers):
-        for name, param in layer_params(LAYER, cut, sizes, layer):
+        for name, param in layer_params(TABLES[shape.model_type], cut, sizes, layer):
             atlas[layer_prefix(layer) + name] = param
     atlas[FINAL_NORM] = replicated(cut, sizes, (FINAL_NORM,))
     if not shape.tie_word_embeddings:

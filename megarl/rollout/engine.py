@@ -27,7 +27,8 @@ from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.sync import Pull, WeightSync, tensors_of
-from megarl.reshard.vllm_atlas import vllm_atlases
+from megarl.reshard.transports.choose import ranks_per_node
+from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
 
@@ -151,7 +152,7 @@ class RolloutEngine(Engine):
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
                              "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process.")
-        self.ranks = tuple(ranks)
+        self.ranks, self._ranks_per_node = tuple(ranks), ranks_per_node()  # on a CPU vLLM changes what torchrun said
         prepare_environment()
         _be_launched_externally()
         arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
@@ -170,17 +171,22 @@ class RolloutEngine(Engine):
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self.tensors: dict[int, dict[str, View]] = {}
         """This rank -> name -> live weight."""
-        self.llm.init_weight_transfer_engine({"init_info": {"expose": lambda tensors: self.tensors.update({dist.get_rank(): tensors})}})
+        self.llm.init_weight_transfer_engine({"init_info": {"expose": self._take}})
         self._is_updating = False
         self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
         self.connect(sources, parameters)
 
+    def _take(self, atlas: Atlas, tensors: dict[str, View]) -> None:
+        """From the worker: what it holds, and where."""
+        self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
+
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as above."""
-        rank, aliases_of = dist.get_rank(), [{}] * dist.get_world_size()
-        dist.all_gather_object(aliases_of, self._aliases)
-        wanted = vllm_atlases(self.shape, self.ranks, self._tp)
-        plan = make_plan(sources, {rank: without(atlas, aliases_of[rank]) for rank, atlas in wanted.items()})
+        rank, told = dist.get_rank(), [None] * dist.get_world_size()
+        has_table = self.shape.model_type in TABLES
+        dist.all_gather_object(told, (self._aliases, None if has_table else self._atlas))
+        wanted = vllm_atlases(self.shape, self.ranks, self._tp) if has_table else {rank: told[rank][1] for rank in self.ranks}
+        plan = make_plan(sources, {rank: without(atlas, told[rank][0]) for rank, atlas in wanted.items()}, self._ranks_per_node)
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
         self._join(plan, {rank: rank for rank in self.ranks}, parameters)
 

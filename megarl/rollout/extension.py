@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import pickle
+
 
 class WorkerExtension:
     def megarl_weights(self) -> dict[str, tuple[list[int], str]]:
         """Name -> [rows, cols], dtype of each destination tensor of this rank."""
         tensors = self.weight_transfer_engine.tensors
         return {name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()}
+
+    def megarl_atlas(self) -> bytes:
+        """The pickled atlas of this rank."""
+        return pickle.dumps(self.weight_transfer_engine.atlas)
 
     def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:
         """(What went wrong with the copies that update_weights started, bytes written)."""

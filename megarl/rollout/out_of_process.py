@@ -24,7 +24,8 @@ from megarl.config.schema import TrainConfig
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
-from megarl.reshard.sync import Pull, sync_plan
+from megarl.reshard.sync import Pull, publish_atlases, sync_plan
+from megarl.reshard.vllm_atlas import TABLES
 from megarl.rollout.engine import Engine, Response, engine_arguments
 from megarl.rollout.environment import (
     engine_environment,
@@ -74,10 +75,12 @@ class OutOfProcessEngine(Engine):
         self.llm.init_weight_transfer_engine({"init_info": {"ranks": list(self.ranks), "double_buffer": self._double_buffer}})
         self.tensors = {rank: {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, (size, dtype) in weights.items()}
                         for rank, weights in zip(self.ranks, self.llm.collective_rpc("megarl_weights"), strict=True)}  # fmt: skip
+        if shape.model_type not in TABLES:
+            publish_atlases(dict(zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)))
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
-        self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp)
+        self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s)
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:

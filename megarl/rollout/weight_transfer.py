@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -23,23 +24,25 @@ from vllm.platforms import current_platform
 
 from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.reshard.alias import find_aliases
-from megarl.reshard.atlas import Atlas
+from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import View
 from megarl.reshard.transfer import checkpoint_sizes
-from megarl.reshard.vllm_atlas import vllm_atlas
+from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.plugin import check_version
 from megarl.rollout.puller import Puller
 
 if TYPE_CHECKING:
     from megarl.rollout.cpu_experts import PackedExperts
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """From the rank that drives the engine."""
 
-    expose: Callable[[dict[str, View]], None] | None = None
-    """In its process: is called with the live weights, by the names of the atlas."""
+    expose: Callable[[Atlas, dict[str, View]], None] | None = None
+    """In its process: is called with the atlas and the live weights, by the names of the atlas."""
     ranks: list[int] | None = None
     """Else: rank in the plan of each tensor-parallel rank of the engine."""
     double_buffer: bool = False
@@ -93,7 +96,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         if init_info.expose is not None:
-            init_info.expose(self.tensors)
+            init_info.expose(self.atlas, self.tensors)
         else:
             rank = init_info.ranks[get_tensor_model_parallel_rank()]
             self.puller = Puller(rank, self.model, self.tensors, init_info.double_buffer, staged=self.packed.keys())
@@ -122,15 +125,18 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def engine_atlas(vllm_config: VllmConfig) -> Atlas:
-    """Of this rank of an engine: from the tables, or for a model that they do not know from vLLM's own loader.
+    """Of this rank of an engine: from the tables, or for a model type that they do not know from vLLM's own loader.
 
-    Raises: ValueError or FileNotFoundError if an unknown model's folder holds no weights, whose sizes the trace needs."""
-    folder = vllm_config.model_config.model
-    if vllm_config.model_config.hf_config.model_type in FAMILIES:
+    Raises: ValueError or FileNotFoundError if the trainer does not know the type either and its folder holds no weights, whose sizes the trace
+    needs."""
+    folder, model_type = vllm_config.model_config.model, vllm_config.model_config.hf_config.model_type
+    if model_type in TABLES:
         return vllm_atlas(ModelShape.load(folder), get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
     from megarl.rollout.trace import empty_model, trace_vllm_atlas
 
-    return trace_vllm_atlas(empty_model(vllm_config), checkpoint_sizes(folder))
+    sizes = hf_sizes(ModelShape.load(folder)) if model_type in FAMILIES else checkpoint_sizes(folder)
+    logger.info("%s: vLLM's layout is read off its loader, there is no table of it", model_type)
+    return trace_vllm_atlas(empty_model(vllm_config), sizes)
 
 
 def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:

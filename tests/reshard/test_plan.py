@@ -15,6 +15,7 @@ import torch
 from megarl.reshard.atlas import Atlas, LocalParam, Piece, hf_atlas
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import PlanError, ReshardPlan, make_plan
+from megarl.reshard.sync import sync_plan
 from megarl.reshard.vllm_atlas import vllm_atlas, vllm_atlases
 from tests.reshard.cuts import hf_model, make_shape, matrix, megatron_shard, vllm_shard
 
@@ -86,6 +87,22 @@ def test_own_rank_wins_and_other_replicas_share_the_sending():
     assert sum(sent.values()) == whole
     assert max(sent.values()) - min(sent.values()) <= largest  # one replica is ahead by a tensor at most
     assert elsewhere.ranks == (0, 1, 2, 3, 9)
+
+
+def test_replicas_of_the_same_node_send_even_if_others_have_sent_less(monkeypatch):
+    """Two data-parallel replicas of TP=2, one per node of four ranks; engines of TP=1 on the free ranks 2 and 3 of each node."""
+    shape = make_shape("qwen3")
+    sources = {rank: megatron_atlas(shape, 2, rank % 4) for rank in (0, 1, 4, 5)}
+    engines = [2, 3, 6, 7]
+    destinations = vllm_atlases(shape, engines, 1)
+    assert {src // 4 == dst // 4 for src, dst in make_plan(sources, destinations).copies} == {True, False}
+    near = make_plan(sources, destinations, ranks_per_node=4)
+    assert set(near.copies) == {(src, dst) for dst in engines for src in sources if src // 4 == dst // 4}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for local, nodes, plan in ((4, 2, near), (8, 1, make_plan(sources, destinations)), (4, 3, make_plan(sources, destinations))):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+        assert sync_plan(shape, sources, engines, 1, 1.0)[0] == plan
 
 
 def without_piece(atlas: Atlas, name: str, hf_name: str) -> Atlas:

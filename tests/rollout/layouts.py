@@ -15,5 +15,17 @@ COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ra
 EVERYTHING_2 = {(name, tp): EXPERTS_2 if "moe" in name else DENSE_2 for name in NAMES for tp in (1, 2)}
 EVERYTHING_4 = {(name, tp): EXPERTS_4 if "moe" in name else DENSE_4 for name in FAMILIES for tp in (1, 2, 4)}
 """On four ranks tp4 has more ranks than the models have key heads, on both sides."""
-JOBS = {"covering": (2, COVERING), "everything_2": (2, EVERYTHING_2), "everything_4": (4, EVERYTHING_4)}
+OUTSIDE = {("qwen3_moe", 2): ("pp2", "ep2")}
+"""An engine in processes of its own takes 15 s to start; test_out_of_process.py has one of each of the dense kinds."""
+EVERYTHING_OUTSIDE = {tp: {(name, tp): ("pp2", "tp2_sp", "ep2") if "moe" in name else DENSE_2 for name in NAMES} for tp in (1, 2)}
+WITHOUT_TABLES = {("llama", 1): ("pp2",), ("qwen3_moe", 2): ("ep2",)}
+"""As if there were no tables of vLLM's layouts."""
+JOBS = {  # -> ranks of the trainer, --rollout-engine, combinations
+    "covering": (2, "in-process", COVERING),
+    "outside": (2, "out-of-process", OUTSIDE),
+    "everything_2": (2, "in-process", EVERYTHING_2),
+    "everything_4": (4, "in-process", EVERYTHING_4),
+    "outside_without_tables": (2, "out-of-process without tables", WITHOUT_TABLES),
+    **{f"everything_outside_{tp}": (2, "out-of-process", combinations) for tp, combinations in EVERYTHING_OUTSIDE.items()},
+}
 SYNCS = 3

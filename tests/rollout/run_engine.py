@@ -19,6 +19,7 @@ import jobs
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.reshard.atlas import hf_atlas
+from megarl.reshard.vllm_atlas import TABLES
 from megarl.rollout.engine import RolloutEngine
 
 SEEDS = [1000 + i for i in range(16)]
@@ -151,6 +152,20 @@ def bf16(folder: Path) -> dict:
                 "transformers_error": (torch.cat(rough) - torch.cat(exact)).abs().mean().item()}  # fmt: skip
 
 
+def without_a_table(folder: Path) -> dict:
+    """Qwen3-MoE as a model type of which there is no table."""
+    config, table = jobs.job(jobs.make_folder(folder / "traced", "qwen3_moe")), TABLES.pop("qwen3_moe")
+    with engine_for(config, "qwen3_moe", seed=5) as (engine, reference):
+        gaps, asked = [], jobs.prompts(16, 150)
+        for version in (6, 7):
+            for new, old in zip(reference.parameters(), jobs.reference_model("qwen3_moe", seed=version).parameters()):
+                new.data.copy_(old.data)
+            num_bytes = engine.sync(version)
+            gaps.append(jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0)))
+    TABLES["qwen3_moe"] = table
+    return {"gaps": gaps, "bytes_per_parameter": num_bytes / sum(p.numel() for p in reference.parameters())}
+
+
 def norms(folder: Path) -> dict:
     """Our norms and vLLM's own, both against float64: largest relative errors, worst over shapes, fp32 and bf16."""
     from vllm import ir
@@ -181,7 +196,7 @@ def norms(folder: Path) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16, norms)
+    scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16, without_a_table, norms)
     (folder / "report.json").write_text(json.dumps({scenario.__name__: scenario(folder) for scenario in scenarios}))
 
 

@@ -48,7 +48,7 @@ class Trainer:
             self.engine.options = options
             self.engine.connect(atlases, self.shard)
         else:
-            plan, speakers = sync_plan(self.shape, atlases, self.rollout_ranks, len(self.rollout_ranks))
+            plan, speakers = sync_plan(self.shape, atlases, self.rollout_ranks, len(self.rollout_ranks), 60.0)
             self.sync_part = WeightSync(plan, self.rank, speakers, self.shard, None, options, self.generation)
         self.generation += 1
 

@@ -110,6 +110,12 @@ def test_bf16_engine_from_fp32_weights(report):
 # ------------------------------------------------------------------ sampling
 
 
+def test_an_engine_without_a_table_has_the_same_weights(report):
+    """Its loader says where they go."""
+    assert max(report["without_a_table"]["gaps"]) <= FP32_LIMIT
+    assert report["without_a_table"]["bytes_per_parameter"] == 4
+
+
 def test_greedy_takes_the_most_likely_token(story):
     assert story["greedy_is_argmax"] and story["gap_greedy"] <= FP32_LIMIT
 

@@ -1,13 +1,14 @@
 """How long it takes to bring a trainer's weights into vLLM, in several ways, on the same weights and in one go.
 
-    python tools/benchmarks/bench_reshard.py --json out.json [--model FOLDER] [--threads 2] [--repeats 7] [--only-copies]
+    python tools/benchmarks/bench_reshard.py --json out.json [--model FOLDER] [--threads 2] [--repeats 7] [--only-copies | --only-megarl]
                                              [--device cuda] [--model-shape 0.5b|7b]
 
 Megatron's layout with two tensor-parallel ranks becomes vLLM's with one. In turns, `--repeats` times, medians are reported:
 
     copy          megarl's plan over both ranks' shards, in one address space (as shared memory and CUDA IPC give it)
     digest        sampled and full digests of what the copy writes
-    alias         layouts agree: every parameter is pointed at the trainer's storage, no byte moves
+    sync          a whole sync of a real engine beside the trainer, equal parallelism, everything copied; and the digests in it
+    aliased sync  the same with --qkv-layout stacked and --reshard-alias: no byte moves
     memcpy        as many bytes in one block: the C library's memcpy with as many threads, and PyTorch's copy_
     send/recv     megarl's Transfer between two processes over gloo, for what cannot be addressed
     reload        vLLM's own reload_weights from the model folder (in the page cache)
@@ -34,8 +35,13 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # the first is missing under PYTHONSAFEPATH
 import make_random_model
 
-ROLES = ("copies", "reload", "gather_0", "gather_1", "transfer_0", "transfer_1")
-TARGETS = {"copy / memcpy": "<= 1.3", "(gather + load) / copy": ">= 10", "extra memory of a copy": "<= 64 MB"}
+ROLES = ("copies", "sync", "alias", "reload", "gather_0", "gather_1", "transfer_0", "transfer_1")
+TARGETS = (  # what, of which ways the ratio is, in which range it should be
+    ("copy / memcpy", "copy bf16->bf16", "memcpy bf16->bf16", (0, 1.3)),
+    ("(gather + load) / copy", "gather + load bf16->bf16", "copy bf16->bf16", (10, float("inf"))),
+    ("digests of both ends / sync", "digests of a sync bf16->bf16", "sync bf16->bf16", (0, 0.02)),
+    ("aliased sync, ms", "aliased sync bf16", None, (0, 5)),
+)
 
 
 def main() -> int:
@@ -63,13 +69,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only-copies", action="store_true", help="without vLLM and without a second process")
+    parser.add_argument("--only-megarl", action="store_true", help="without the ways of others and without send/recv")
     return parser.parse_args()
 
 
 def run_phases(arguments: argparse.Namespace) -> dict:
     """First bf16, with every way; then an fp32 trainer, copies only. Two phases, because both together need too much memory."""
     with_others = arguments.device == "cpu" and not arguments.only_copies
-    phases = {"bfloat16": ROLES if with_others else ROLES[:1], "float32": ROLES[:1]}
+    roles = ROLES[:3] if arguments.only_megarl else ROLES
+    phases = {"bfloat16": roles if with_others else ROLES[:1], "float32": ROLES[:1]}
     result: dict = {"arguments": {name: str(value) for name, value in vars(arguments).items()}, "ways": {}}
     for dtype, roles in phases.items():
         with Children(roles, arguments, dtype) as children:
@@ -77,8 +85,8 @@ def run_phases(arguments: argparse.Namespace) -> dict:
                 for role, way in children.ways():
                     result["ways"].setdefault(way, []).append(children.measure(role, way))
             if with_others and dtype == "bfloat16":
-                digests = {role: children.ask(role, "digest") for role in ("copies", "gather_0", "transfer_0")}
-                assert digests["copies"] == digests["gather_0"] == digests["transfer_0"], "the ways do not bring the same weights"
+                digests = {role: children.ask(role, "digest") for role in roles if role != "reload" and not role.endswith("_1")}
+                assert len({tuple(digest) for digest in digests.values()}) == 1, "the ways do not bring the same weights"
     for way, runs in result["ways"].items():  # the first is a warm-up
         result["ways"][way] = {"seconds": median(run["seconds"] for run in runs[1:]), "bytes": runs[0]["bytes"],
                                "extra_bytes": max(run["extra_bytes"] for run in runs[1:]),
@@ -151,11 +159,16 @@ def print_table(result: dict) -> None:
             ratio = f"{ratios[f'{way} / memcpy']:.2f} x {reference}"
             if result["arguments"]["device"] == "cuda":
                 ratio += f" = {1 / ratios[f'{way} / memcpy']:.2f} of its speed"
-        elif "copy bf16->bf16" in ways and kind not in ("memcpy", "torch", "copy", "alias") and "bf16->bf16" in way:
+        elif "copy bf16->bf16" in ways and kind not in ("memcpy", "torch", "copy", "aliased") and "bf16->bf16" in way:
             ratios[f"{way} / copy"] = numbers["seconds"] / ways["copy bf16->bf16"]["seconds"]
             ratio = f"{ratios[f'{way} / copy']:.3g} x copy bf16->bf16"
         speed, extra = numbers["bytes"] / numbers["seconds"] / 1e9, max(numbers["extra_bytes"], numbers["first_extra_bytes"])
         print(f"{way:34}{1e3 * numbers['seconds']:10.2f}{numbers['bytes'] / 1e6:8.0f}{speed:8.2f}{extra / 1e6:10.1f}   {ratio}")
+    for what, way, reference, (least, most) in TARGETS:
+        if way in ways and (reference is None or reference in ways):
+            value = ways[way]["seconds"] / (ways[reference]["seconds"] if reference else 1e-3)
+            result.setdefault("targets", {})[what] = {"value": value, "least": least, "most": most}
+            print(f"{what:34}{value:10.3f}   target: {f'>= {least}' if least else f'<= {most}'}{'' if least <= value <= most else ', MISSED'}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -10,12 +11,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ReshardConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
 from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.digest import Digest
@@ -23,6 +26,9 @@ from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transfer import Transfer, load_hf
 from megarl.reshard.vllm_atlas import vllm_atlas
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import RolloutEngine
 
 TP = 2
 BUCKET_BYTES = 512 << 20
@@ -49,7 +55,8 @@ def play(role: str, connection: Connection, arguments: argparse.Namespace, dtype
         os._exit(0)  # vLLM and gloo threads would be waited for
 
 
-def measure(run: Callable[[], None], num_bytes: int, device: str) -> dict:
+def measure(run: Callable[[], float | None], num_bytes: int, device: str) -> dict:
+    """`run` may tell how many seconds of it count."""
     before = reset_peak_memory(device)
     start = time.perf_counter()
     if device == "cuda":
@@ -60,8 +67,8 @@ def measure(run: Callable[[], None], num_bytes: int, device: str) -> dict:
         torch.cuda.synchronize()
         seconds = events[0].elapsed_time(events[1]) / 1e3
     else:
-        run()
-        seconds = time.perf_counter() - start
+        told = run()
+        seconds = time.perf_counter() - start if told is None else told
     return {"seconds": seconds, "bytes": num_bytes, "extra_bytes": max(0, peak_memory(device) - before)}
 
 
@@ -144,8 +151,6 @@ def copies(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[d
         ways[f"sampled digests {label}"] = lambda ends=ends: check_equal(*(end.sampled(1) for end in ends)), copy.bytes
         ways[f"full digests {label}"] = lambda ends=ends: check_equal(*(end.full() for end in ends)), copy.bytes
         if target == dtype == torch.bfloat16:
-            parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors.values()]
-            ways["alias"] = lambda: alias(parameters, list(tensors.values())), 0
             kept = tensors
     return ways, weights_digest(kept) if dtype == torch.bfloat16 else (lambda: [])
 
@@ -169,11 +174,6 @@ def whole_block_copies(arguments: argparse.Namespace, block: Tensor, label: str)
 def check_equal(sent: list[int], received: list[int]) -> None:
     if sent != received:
         raise RuntimeError("the digests of source and destination differ")
-
-
-def alias(parameters: list[torch.nn.Parameter], storages: list[Tensor]) -> None:
-    for parameter, storage in zip(parameters, storages, strict=True):
-        parameter.data = storage
 
 
 def transfer(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tuple[dict, Callable]:
@@ -205,6 +205,68 @@ def start_vllm(arguments: argparse.Namespace):
     llm = LLM(str(arguments.model), dtype="bfloat16", max_model_len=256, max_num_seqs=4, enforce_eager=True,
               kv_cache_memory_bytes=64 << 20, disable_log_stats=True)  # fmt: skip
     return llm, llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def engine_config(arguments: argparse.Namespace, with_alias: bool) -> TrainConfig:
+    return TrainConfig(
+        algorithm=None, model=ModelConfig(model=str(arguments.model), bf16=True), batch=BatchConfig(train_iters=1),
+        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(reshard_alias=with_alias),
+        rollout=RolloutConfig(max_num_seqs=4), sampling=SamplingConfig(max_prompt_length=128, max_response_length=128))  # fmt: skip
+
+
+def start_engine(arguments: argparse.Namespace, dtype: torch.dtype, qkv_layout: str, with_alias: bool) -> RolloutEngine:
+    """Beside a trainer of the same parallelism that holds the folder's weights; it has generated once."""
+    from megarl.rollout.engine import RolloutEngine
+
+    shape = model_shape(arguments)
+    dist.init_process_group("gloo", init_method=f"file://{arguments.folder}/engine-{qkv_layout}", rank=0, world_size=1)
+    atlas = megatron_atlas(shape, 1, 0, qkv_layout=qkv_layout)
+    _, tensors = allocate(atlas, dtype, "cpu")
+    engine = RolloutEngine(engine_config(arguments, with_alias), shape, [0], {0: atlas}, tensors)
+    load_hf(arguments.model, atlas, tensors, shape)
+    engine.sync(0)
+    engine.generate([[1, 2, 3]], [0], temperature=1.0, max_tokens=2)  # from here on there is a prefix cache to clear
+    torch.set_num_threads(arguments.threads)
+    return engine
+
+
+def sync(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dict, Callable]:
+    """A whole sync that copies everything: both ends' digests, copies, vote, commit, prefix cache."""
+    engine, versions, spent = start_engine(arguments, dtype, "grouped", with_alias=False), itertools.count(1), 0.0
+    sampled = Digest.sampled
+
+    def timed(digest: Digest, version: int) -> list[int]:
+        nonlocal spent
+        start = time.perf_counter()
+        result = sampled(digest, version)
+        spent += time.perf_counter() - start
+        return result
+
+    def digests() -> float:
+        nonlocal spent
+        spent = 0.0
+        engine.sync(next(versions))
+        return spent
+
+    Digest.sampled, label = timed, f"{short(dtype)}->bf16"
+
+    def whole() -> None:
+        engine.sync(next(versions))
+
+    return {f"sync {label}": (whole, engine.bytes_per_sync),
+            f"digests of a sync {label}": (digests, engine.bytes_per_sync)}, weights_digest(engine.tensors[0])  # fmt: skip
+
+
+def alias(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dict, Callable]:
+    """A whole sync of an engine whose weights are all the trainer's memory."""
+    engine, versions = start_engine(arguments, dtype, "stacked", with_alias=True), itertools.count(1)
+
+    def run() -> None:
+        num_bytes = engine.sync(next(versions))
+        if num_bytes:
+            raise RuntimeError(f"a sync of aliased weights wrote {num_bytes} bytes")
+
+    return {"aliased sync bf16": (run, 0)}, weights_digest(engine.tensors[0])
 
 
 def reload(arguments: argparse.Namespace, _: torch.dtype, __: int) -> tuple[dict, Callable]:
@@ -295,4 +357,4 @@ def buckets(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, lis
     yield buffer[:at], entries
 
 
-SETUPS = {"copies": copies, "reload": reload, "gather": gather, "transfer": transfer}
+SETUPS = {"copies": copies, "reload": reload, "gather": gather, "transfer": transfer, "sync": sync, "alias": alias}

@@ -28,6 +28,12 @@ def place_here(rank: int, device: str, process: str | None = None) -> Place:
     return Place(f"{boot}/{os.readlink('/proc/self/ns/pid')}", rank, process or str(os.getpid()), device)
 
 
+def ranks_per_node() -> int | None:
+    """How many consecutive ranks share a node, as torchrun says; None if there was no torchrun, or nodes have unequal numbers."""
+    local, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
+    return local if local and local * nodes == int(os.environ.get("WORLD_SIZE", "-1")) else None
+
+
 def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str, str]:
     """(transport, why) of a pair. Both ends get the same answer.
 
