@@ -71,7 +71,7 @@ class RolloutBatch:
     def __repr__(self) -> str:
         scored = [r for r in self.rewards.values() if r is not None]
         mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
-        return f"RolloutBatch(step {self.current}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
+        return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
 
 
 class StepHost:
