@@ -133,7 +133,8 @@ class LocalRanks:
         code = process.wait()
         if code != 0 and not self._ending:
             with self._lock:
-                self._tell(RuntimeError(cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."))
+                cause = cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."
+                self._tell(RuntimeError(cause))
             self._signal(signal.SIGTERM)  # the others would wait for it
 
     def _signal(self, signum: signal.Signals | None) -> None:
