@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from megarl.driver.store_executor import StoreExecutor
 
-_EXIT_S, _TERM_S, _KILL_S, _CHILDREN_S = 30.0, 3.0, 10.0, 2.0
+_EXIT_S, _TERM_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 3.0, 10.0, 2.0, 0.5
 
 
 @contextlib.contextmanager
@@ -50,6 +50,7 @@ def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, c
     processes, executor = LocalRanks(argv, world_size, module, ranks), None
     try:
         executor = StoreExecutor(ranks, world_size, call_timeout_s, processes.connect(), processes.connect())
+        executor.death_first_s = _DEATH_FIRST_S
         processes.tell_deaths(executor.fail)
         yield executor
         executor.shutdown()
@@ -132,7 +133,8 @@ class LocalRanks:
         code = process.wait()
         if code != 0 and not self._ending:
             with self._lock:
-                self._tell(RuntimeError(cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."))
+                cause = cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."
+                self._tell(RuntimeError(cause))
             self._signal(signal.SIGTERM)  # the others would wait for it
 
     def _signal(self, signum: signal.Signals | None) -> None:

@@ -144,9 +144,9 @@ class StepHost:
         self.current.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         for share in self.shares:
             mesh = job.meshes[share]
-            mini_batches = plan_mini_batches(
-                samples, batch.global_batch_size, homes_of(samples, replicas(mesh)), mesh.dp, batch.max_tokens_per_micro_batch,
-                job.shape.hidden_size, seed=f"{batch.seed}/{self.current.step}")
+            homes = homes_of(samples, replicas(mesh))
+            mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
+                                             job.shape.hidden_size, seed=f"{batch.seed}/{self.current.step}")
             self.current.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:

@@ -57,6 +57,8 @@ class StoreExecutor:
         self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
         self.step: int | None = None
         self.failure: RuntimeError | None = None
+        self.death_first_s = 0.0
+        """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is why another raised."""
         self._timeout_s = call_timeout_s
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
         self._changed = threading.Condition()
@@ -170,6 +172,7 @@ class StoreExecutor:
             while (result := self._inbox.receive()) is not None:
                 if result.failure is not None:
                     f = result.failure
+                    time.sleep(self.death_first_s)
                     self.fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
                 elif self.failure is None:
                     self._accept(result)

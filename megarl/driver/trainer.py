@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.config.check import check_job
@@ -64,10 +65,11 @@ class Trainer(Training):
             raise
 
     def close(self) -> None:
-        """Wait for all that is in flight, shut the ranks down. Does nothing the second time."""
+        """Wait for all that is in flight, shut the ranks down. After a failure raises it once more, with the ranks gone. Does nothing the
+        second time."""
         self.__exit__(None, None, None)
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

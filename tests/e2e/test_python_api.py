@@ -83,7 +83,8 @@ def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_tol
     assert seen["remote"] == ["critic", 1, 2]
     assert "RemoteError: [critic rank 1] no_such_method failed at step 2: AttributeError: 'CriticRole' object has no" in told
     assert "score.weight" in load_file(by_hand / "run" / "critic" / "model.safetensors")
-    with started(HERE / "own_loops.py", "plain", *PPO, "--executor", "inline", "--nproc-per-node", "1", data=sums_data, folder=inline) as (process, _):
+    alone = ("--executor", "inline", "--nproc-per-node", "1")
+    with started(HERE / "own_loops.py", "plain", *PPO, *alone, data=sums_data, folder=inline) as (process, _):
         assert process.wait(150) == 0, (inline / "out").read_text()
     expected = json.loads((inline / "plain.json").read_text())["steps"]
     assert len(expected) == len(seen["steps"]) == 2
