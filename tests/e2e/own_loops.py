@@ -2,6 +2,8 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import megarl
@@ -54,6 +56,14 @@ def plain(config, seen: dict) -> None:
         for _ in trainer.steps():
             rows = trainer.rollout().rows
             seen["steps"].append(trainer.update(trainer.rollout(rows=rows)))
+
+
+def several(config, seen: dict) -> None:
+    """Two that learn independently, at the same time, from different seeds."""
+    other = replace(config, batch=replace(config.batch, seed=1), run=replace(config.run, save="other"))
+    with megarl.PPOTrainer(config) as first, megarl.PPOTrainer(other) as second, ThreadPoolExecutor(2) as threads:
+        both = zip(*(threads.map(lambda trainer: trainer.update(trainer.rollout()), (first, second)) for _ in range(config.batch.train_iters)))
+        seen["steps"], seen["other"] = map(list, both)
 
 
 def waits(config, seen: dict) -> None:

@@ -97,6 +97,21 @@ def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_tol
     assert [row["step"] for row in rows(by_hand)] == [1, 2]
 
 
+@pytest.mark.slow
+def test_trainers_beside_each_other_do_what_each_does_alone(sums_data, tmp_path):
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    for name, folder in (("several", together), ("plain", alone)):
+        folder.mkdir()
+        with started(HERE / "own_loops.py", name, *PPO, "--nproc-per-node", "1", data=sums_data, folder=folder) as (process, _):
+            assert process.wait(200) == 0, (folder / "out").read_text()
+    both, expected = (json.loads((folder / f"{name}.json").read_text()) for name, folder in (("several", together), ("plain", alone)))
+    names = [name for name in expected["steps"][0] if name.split("/")[0] in ("policy", "critic", "reward", "response", "kl", "advantage")]
+    assert len(names) > 20 and len(both["other"]) == 2
+    for step, there in zip(both["steps"], expected["steps"], strict=True):
+        assert {name: step[name] for name in names} == {name: there[name] for name in names}
+    assert both["steps"][0]["policy/loss"] != both["other"][0]["policy/loss"]
+
+
 def test_ctrl_c_ends_a_loop_and_all_its_ranks(sums_data, tmp_path):
     """With engines over both ranks, which share memory."""
     with started(HERE / "own_loops.py", "waits", "--train-iters", "100000", "--rollout-tensor-parallel-size", "2", data=sums_data,
