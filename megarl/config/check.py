@@ -82,8 +82,9 @@ def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
     """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
 
     Raises: ConfigError with all findings. Returns the model's shape."""
-    shape = ModelShape.load(config.model.model)
-    job, findings = _job(config, shape, None, world_size)
+    shape, critic_shape, findings = _load_shapes(config)
+    raise_findings(findings)
+    job, findings = _job(config, shape, critic_shape, world_size)
     rules = [_placement, _megatron, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
     raise_findings(findings + [finding for rule in rules for finding in rule(job)])
     return shape
@@ -97,13 +98,20 @@ def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
     """Raises: ConfigError with all findings of `check`, together with what is wrong in the models' config.json. Returns the actor's shape."""
-    shape, findings = _load_shape(config.model.model)
-    critic_shape, of_critic = None, []
-    if config.critic is not None:
-        critic_shape, of_critic = _load_shape(config.model.critic_model or config.model.model, value_head=True)
-        of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic] if config.model.critic_model else []
-    raise_findings(findings + of_critic + check(config, shape, world_size, new_run, critic_shape))
+    shape, critic_shape, findings = _load_shapes(config)
+    raise_findings(findings + check(config, shape, world_size, new_run, critic_shape))
     return shape
+
+
+def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
+    """Of the actor and of the critic, None if there is none, and what is wrong in their config.json."""
+    shape, findings = _load_shape(config.model.model)
+    if config.critic is None:
+        return shape, None, findings
+    critic_shape, of_critic = _load_shape(config.model.critic_model or config.model.model, value_head=True)
+    # of one folder the actor's findings say it
+    of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic] if config.model.critic_model else []
+    return shape, critic_shape, findings + of_critic
 
 
 def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | None, list[str]]:
