@@ -104,7 +104,7 @@ class Job:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data, or without a rule."""
+        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data or a rule."""
         if not self.eval_rows:
             raise ValueError("--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.")
         if not uses_rule_reward(self.config):
