@@ -41,7 +41,7 @@ class Batch:
     advantages: torch.Tensor | None = None
     """[T] fp32; 0 where masked."""
     returns: torch.Tensor | None = None
-    """[T] fp32, what the critic learns to predict; 0 where masked."""
+    """[T] fp32, what the critic learns to predict; NaN where the sample's reward failed, 0 where masked."""
 
     @staticmethod
     def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],

@@ -70,7 +70,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _batch, _optimizer, _offload, _critic]
+    rules = [_placement, _megatron, _batch, _optimizer, _held_out, _offload, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
@@ -82,8 +82,9 @@ def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
     """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
 
     Raises: ConfigError with all findings. Returns the model's shape."""
-    shape = ModelShape.load(config.model.model)
-    job, findings = _job(config, shape, None, world_size)
+    shape, critic_shape, findings = _load_shapes(config)
+    raise_findings(findings)
+    job, findings = _job(config, shape, critic_shape, world_size)
     rules = [_placement, _megatron, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
     raise_findings(findings + [finding for rule in rules for finding in rule(job)])
     return shape
@@ -97,13 +98,20 @@ def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
     """Raises: ConfigError with all findings of `check`, together with what is wrong in the models' config.json. Returns the actor's shape."""
-    shape, findings = _load_shape(config.model.model)
-    critic_shape, of_critic = None, []
-    if config.critic is not None:
-        critic_shape, of_critic = _load_shape(config.model.critic_model or config.model.model, value_head=True)
-        of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic] if config.model.critic_model else []
-    raise_findings(findings + of_critic + check(config, shape, world_size, new_run, critic_shape))
+    shape, critic_shape, findings = _load_shapes(config)
+    raise_findings(findings + check(config, shape, world_size, new_run, critic_shape))
     return shape
+
+
+def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
+    """Of the actor and of the critic, None if there is none, and what is wrong in their config.json."""
+    shape, findings = _load_shape(config.model.model)
+    if config.critic is None:
+        return shape, None, findings
+    critic_shape, of_critic = _load_shape(config.model.critic_model or config.model.model, value_head=True)
+    # of one folder the actor's findings say it
+    of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic] if config.model.critic_model else []
+    return shape, critic_shape, findings + of_critic
 
 
 def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | None, list[str]]:
@@ -170,12 +178,6 @@ def _optimizer(job: _Job) -> Iterator[str]:
         if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
             yield (f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
                    f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}.")  # fmt: skip
-    run = job.config.run
-    if run.eval_interval and job.uses_rollout and not uses_rule_reward(job.config):
-        yield (f"--eval-interval ({run.eval_interval}): held-out answers are scored by a rule, and with --reward-model there is none. Add "
-               "--reward auto, which then counts in training too, or leave it out.")  # fmt: skip
-    if run.eval_interval and not job.config.data.eval_data:
-        yield f"--eval-interval ({run.eval_interval}): needs --eval-data. Leave it out, or name held-out files."
 
 
 def _offload(job: _Job) -> Iterator[str]:
@@ -183,7 +185,20 @@ def _offload(job: _Job) -> Iterator[str]:
     yield from dict.fromkeys(offload_findings(job.config, list(job.megatron_roles()), engine))
 
 
+def _held_out(job: _Job) -> Iterator[str]:
+    """Evaluation during training."""
+    interval = job.config.run.eval_interval
+    if interval and job.uses_rollout and not uses_rule_reward(job.config):
+        yield (f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model there is none. Add "
+               "--reward auto, which then counts in training too, or leave it out.")  # fmt: skip
+    if interval and not job.config.data.eval_data:
+        yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
+
+
 def _evaluation(job: _Job) -> Iterator[str]:
+    """Of `megarl eval`."""
+    if job.uses_rollout and not uses_rule_reward(job.config) and not job.config.run.eval_interval:  # else _held_out says it
+        yield "--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto."
     if not job.config.data.eval_data:
         yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
     if not job.uses_rollout:

@@ -334,13 +334,13 @@ class RunConfig:
     """run folder, evaluation and checks"""
 
     save: str
-    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, hf/. Refused if it already holds a run."""
+    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, hf/, hf_critic/, timeline.json. Refused if it already holds a run."""
     eval_interval: int = 0
     """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
     eval_num_prompts: int | None = None
     """Rows of --eval-data to use. Default: all."""
     save_interval: int = 0
-    """Export hf/ every so many steps; 0 is at the end only."""
+    """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
     num_rollouts_to_log: int = 8
     """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
     exit_loss: float | None = None

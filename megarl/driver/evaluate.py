@@ -29,9 +29,9 @@ def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], 
 
 
 def evaluate_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
-    """Load --model into the engines, answer --eval-data, write one JSON line to stdout."""
+    """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles stay as they are."""
     meshes = role_meshes(config, world_size)
-    for future in [executor.call(name, "setup") for name in meshes]:
+    for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
         future.result()
     rollout = executor.role("rollout")
     sync_weights(executor, meshes, version=0).result()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import write_args
 from megarl.config.mesh import role_meshes
+from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
 from megarl.data.prompts import PromptDataset
@@ -103,9 +104,11 @@ class Job:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data."""
+        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data or a rule."""
         if not self.eval_rows:
             raise ValueError("--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.")
+        if not uses_rule_reward(self.config):
+            raise ValueError("--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto.")
         scores, answers = held_out_accuracy(self.role("rollout"), self.role("reward"), self.eval_rows, step)
         for name, answer in answers.items():
             self.run.keep_answer(step, name, answer)

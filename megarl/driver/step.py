@@ -43,6 +43,7 @@ class RolloutBatch:
     rewards: dict[int, float | None] = field(default_factory=dict)
     """By sample id: what those who score say, weighted; None: one of them failed. What it holds when the advantages are computed counts."""
     moved: list[Future] = field(default_factory=list)
+    """Calls that bring its samples and columns to where they are needed; their answers are metrics."""
 
     @property
     def sample_ids(self) -> list[int]:
@@ -78,7 +79,7 @@ class StepHost:
     """What `Scheduler` asks of a training job."""
 
     driver_columns = ("lengths", "rewards", "scores")
-    """What comes back to the driver: who reads it waits until it is there."""
+    """What comes back to the driver: who reads it waits until it is there, and a batch that is handed out has it."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
@@ -124,7 +125,7 @@ class StepHost:
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
         """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
         giver, taker = self.share_of[source], self.share_of[node.role]
-        columns = [column for column in columns if column in TOKEN_COLUMNS]
+        columns = [column for column in columns if column in EXCHANGED_COLUMNS]
         if giver == taker or not columns or taker not in self.shares:
             return None
         ranks = sorted({*self.job.meshes[giver].ranks, *self.job.meshes[taker].ranks})
@@ -213,6 +214,7 @@ class StepHost:
         self.job.run.write_rollouts(rows)
 
 
-TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+EXCHANGED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+"""Token columns that a role computes. What the engine made (tokens, rollout_log_probs) goes to every mesh when the step is planned."""
 REPORTING = ("log_probs", "advantages", "update", "sync")
 """Methods whose answers are metrics."""

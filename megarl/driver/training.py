@@ -12,12 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.job import Job
 from megarl.driver.scheduler import NodeResult, Scheduler
-from megarl.driver.step import TOKEN_COLUMNS, RolloutBatch, StepHost
+from megarl.driver.step import EXCHANGED_COLUMNS, RolloutBatch, StepHost
 from megarl.flow import Flow, Node
 from megarl.flow.methods import base
-
-_JUDGED = ("lengths", "rewards", "scores")
-"""Columns that a batch has when it is handed out."""
 
 
 class Training:
@@ -61,7 +58,7 @@ class Training:
         flow = self.flow if flow is None else flow
         flow.validate(self.job.meshes)
         batch = self._host.begin(self.step, self._next_rows() if rows is None else self._checked(list(rows)))
-        judged = {node.name for node in flow.nodes if not node.background and {*map(base, node.writes)} & {*_JUDGED}}
+        judged = {node.name for node in flow.nodes if not node.background and {*map(base, node.writes)} & {*StepHost.driver_columns}}
         self.results = self._scheduler.run(flow, until=judged)
         return batch
 
@@ -89,8 +86,8 @@ class Training:
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
         """Bring token columns from the ranks of one role to those of another. None: they are there, as both work on the same share."""
-        if unknown := sorted({*columns} - {*TOKEN_COLUMNS}):
-            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(TOKEN_COLUMNS)}.")
+        if unknown := sorted({*columns} - {*EXCHANGED_COLUMNS}):
+            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(EXCHANGED_COLUMNS)}.")
         return self._host.move(columns, source, Node(role=destination, method="exchange", reads=(), writes=()))
 
     def check_gate(self, log_probs: Future) -> None:

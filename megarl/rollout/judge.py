@@ -47,7 +47,7 @@ class Judge:
         check_version()  # of the client that EngineProcesses looks into
         sweep_shared_memory()
         arguments = _engine_arguments(config, path, tp, num_template_characters)
-        with engine_environment(visible_devices(tp, "--reward-model-tensor-parallel-size")), undisturbed():
+        with engine_environment(visible_devices(tp, "--reward-tensor-model-parallel-size")), undisturbed():
             from vllm import LLM
 
             register()

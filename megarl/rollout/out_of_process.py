@@ -59,7 +59,7 @@ class OutOfProcessEngine(Engine):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._double_buffer = _double_buffer(config, self.device)
         prepare_environment()
-        check_version()  # of the client that _watch looks into
+        check_version()  # of the client that EngineProcesses looks into
         sweep_shared_memory()
         executor = "mp" if self._tp > 1 else UNIPROC
         arguments = engine_arguments(config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor)

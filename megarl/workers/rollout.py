@@ -41,10 +41,10 @@ class RolloutRole:
         """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
-        needs = "ground_truth" if needs_ground_truth(config) else None
-        self.datasets = {"train": PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)}
+        column = "ground_truth" if needs_ground_truth(config) else None
+        self.datasets = {"train": PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=column)}
         if config.data.eval_data:
-            self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs)
+            self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=column)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
         sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
         self.engine = self._start_engine(sources, self.actor.model.parameters if self.actor else {})
