@@ -42,7 +42,7 @@ class PPO(ClippedPolicy):
     value_clip_eps: float | None = 0.2
     """The critic learns nothing from a token whose value moved further than this from that before the step. none: no such clip."""
     critic_warmup_iters: int = 0
-    """So many first steps update the critic alone."""
+    """So many first steps update the critic alone. The actor's learning-rate schedule begins after them."""
 
     def __post_init__(self) -> None:
         self._require(at_least={"gamma": 0, "gae_lambda": 0, "critic_warmup_iters": 0}, at_most={"gamma": 1, "gae_lambda": 1},

@@ -143,6 +143,9 @@ def _megatron(job: _Job) -> Iterator[str]:
 
 
 def _algorithm(job: _Job) -> Iterator[str]:
+    warmup, steps = job.config.algorithm.critic_warmup_iters, job.config.batch.train_iters
+    if warmup >= steps:
+        yield f"--critic-warmup-iters ({warmup}): must be below --train-iters ({steps}), or the policy never learns. Try {steps // 10}."
     yield from job.config.algorithm.step_findings(job.config.batch.num_prompts * job.config.batch.num_samples_per_prompt)
 
 
@@ -151,6 +154,11 @@ def _critic(job: _Job) -> Iterator[str]:
     if job.shape is not None and job.critic_shape is not None and job.critic_shape.vocab_size != job.shape.vocab_size:
         yield (f"--critic-model ({job.config.model.critic_model}): has {job.critic_shape.vocab_size} words, and --model has "
                f"{job.shape.vocab_size}; it must read the same tokens. Name a model of the same family, or leave it out.")  # fmt: skip
+    sampling = job.config.sampling
+    longest = sampling.max_prompt_length + sampling.max_response_length
+    if job.config.model.critic_model and job.critic_shape is not None and longest > job.critic_shape.max_position_embeddings:
+        yield (f"--critic-model ({job.config.model.critic_model}): takes {job.critic_shape.max_position_embeddings} tokens "
+               f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them shorter.")  # fmt: skip
 
 
 def _batch(job: _Job) -> Iterator[str]:

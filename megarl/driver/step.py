@@ -100,7 +100,7 @@ class StepHost:
     def arguments(self, node: Node, results: Mapping[str, Future]) -> tuple[tuple, dict]:
         """Of the node's call; everything that it reads from the driver is there."""
         step = self.current
-        match node.name:
+        match f"{node.role}.{node.method}":
             case "rollout.generate":
                 return ("train", step.rows, step.step), {}
             case "reward.score":
@@ -133,7 +133,9 @@ class StepHost:
         return self.current.moved[-1]
 
     def finished(self, node: Node, values: list) -> None:
-        """Take the answers that are the driver's to keep."""
+        """Take the answers that are the driver's to keep. What comes in the background may be of the step before."""
+        if node.background:
+            return
         if (node.role, node.method) == ("rollout", "generate"):
             self._plan(values)
         elif node.method == "score":
@@ -174,12 +176,12 @@ class StepHost:
         job, step = self.job, self.current
         metrics = combine(rank for future in reports for rank in future.result())
         metrics |= combine(rank for future in step.moved for rank in future.result())
-        if MEASURED_KL in metrics:
-            self.kl.update(metrics[MEASURED_KL], len(step.samples))
         tokens = sum(s.length for s in step.samples)
         metrics |= self._metrics_of_samples() | phase_times(job.executor.take_seconds()) | {"batch/tokens": tokens, "sync/version": step.step}
         self._write_rollouts()
         job.run.finish_step(step.step, metrics, tokens)
+        if MEASURED_KL in metrics:
+            self.kl.update(metrics[MEASURED_KL], len(step.samples))
         if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
             job.check_mismatch(metrics)
         return metrics

@@ -1,7 +1,7 @@
 """A generative judge: a vLLM engine of its own, in processes of its own, that answers questions. No weights are synced into it.
 
     judge = Judge("reward_model rank 1", config, path, tp)      on the first of the engine's ranks, not collective
-    judge.answers(["Grade this: ..."])
+    judge.answers(["Grade this: ..."], seeds=[0])
     judge.shutdown()"""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Judge:
             tp: ranks of the engine; this process is the first, and their devices are the ones after its own.
             num_template_characters: of the question around what it quotes; no tokenizer makes more tokens than that of it.
         Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node."""
-        self.name, self.path, self.options, self.seed = name, path, config.reward_models, config.batch.seed
+        self.name, self.path, self.options = name, path, config.reward_models
         prepare_environment()
         check_version()  # of the client that EngineProcesses looks into
         sweep_shared_memory()
@@ -68,14 +68,14 @@ class Judge:
         """Of the engine's processes that this one started."""
         return self._processes.pids
 
-    def answers(self, questions: Sequence[str]) -> list[Answer | None]:
-        """The judge's answer to each question, in order; None for a question that is too long for it.
+    def answers(self, questions: Sequence[str], seeds: Sequence[int]) -> list[Answer | None]:
+        """The judge's answer to each question, in order, drawn from a seed each; None for a question that is too long for it.
 
         Raises: EngineDied as soon as the judge's process is gone."""
         encoded = [self._encode(question) for question in questions]
         asked = [index for index, ids in enumerate(encoded) if len(ids) <= self.max_question_length]
         out: list[Answer | None] = [None] * len(questions)
-        for index, output in zip(asked, self._generate([encoded[index] for index in asked]), strict=True):
+        for index, output in zip(asked, self._generate([encoded[index] for index in asked], [seeds[index] for index in asked]), strict=True):
             completion = output.outputs[0]
             out[index] = Answer(completion.text, completion.finish_reason == "stop")
         return out
@@ -92,10 +92,10 @@ class Judge:
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._tokenizer(question)["input_ids"]
 
-    def _generate(self, prompts: list[list[int]]) -> list:
+    def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=self.options.judge_temperature, max_tokens=self.options.judge_max_tokens, seed=self.seed)
+        params = [SamplingParams(temperature=self.options.judge_temperature, max_tokens=self.options.judge_max_tokens, seed=seed) for seed in seeds]
         try:
             if not self._processes.have_died():
                 return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False) if prompts else []

@@ -27,6 +27,7 @@ from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.residence import needs
+from megarl.workers.rollout import sample_seed
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -41,6 +42,7 @@ class RewardModelRole:
         self.config, self.name, self.mesh, self.plane, self.share = config, name, mesh, plane, share
         self.spec = next(spec for spec in reward_models(config) if spec.name == name)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.num_calls = 0
         self.judge: Judge | None = None
         """None also on a rank whose device the judge of another rank uses."""
 
@@ -48,6 +50,7 @@ class RewardModelRole:
     def where(self) -> str:
         return f"{self.name} rank {self.rank}"
 
+    @needs()
     def setup(self) -> None:
         """Load the model, or start the judge. Collective over the mesh for the megatron backend.
 
@@ -160,8 +163,10 @@ class RewardModelRole:
         sample_ids, prompts = batch.sample_ids.tolist(), self._prompts(batch, rows)
         questions = [self.prompt.fill(prompt.messages, response, prompt.ground_truth)
                      for prompt, response in zip(prompts, self._responses(batch), strict=True)]  # fmt: skip
+        self.num_calls += 1
+        seeds = [sample_seed(self.config.batch.seed, self.num_calls, self.name, sample_id) for sample_id in sample_ids]
         records = []
-        for sample_id, answer in zip(sample_ids, self.judge.answers(questions), strict=True):
+        for sample_id, answer in zip(sample_ids, self.judge.answers(questions, seeds), strict=True):
             if answer is None:
                 records.append(_record(sample_id, None, f"the question has more than {self.judge.max_question_length} tokens"))
                 continue
