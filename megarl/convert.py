@@ -70,7 +70,7 @@ def convert(arguments: argparse.Namespace, world_size: int) -> int:
     from megarl.megatron.mesh import create_groups
     from megarl.megatron.policy import Policy
     from megarl.reshard.transfer import load_hf, save_hf
-    from megarl.workers.actor import megatron_atlases
+    from megarl.workers.megatron_role import megatron_atlases
     from megarl.workers.worker import join_world
 
     join_world(timeout_s=1800)

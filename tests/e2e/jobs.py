@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", "--num-prompts", "4", "--num-samples-per-prompt", "4",
           "--global-batch-size", "8", "--lr", "1e-3", "--max-prompt-length", "32", "--max-response-length", "16", "--temperature", "0.9",
           "--rollout-max-num-seqs", "32", "--reward-function", f"{Path(__file__).with_name('reward.py')}:lower_case"]  # fmt: skip
@@ -25,6 +27,12 @@ LAYOUTS = {  # actor -> engines
     "rank_0_to_tp1": ("--actor-ranks", "0"),
     "rank_0_to_rank_1": ("--actor-ranks", "0", "--rollout-ranks", "1"),  # vLLM in processes of its own
 }
+QUICK = ("one", "dp2_to_tp1", "tp2_to_tp2")
+
+
+def layouts(*without: str) -> list:
+    """For `parametrize`: those that the default suite runs, and the others marked slow."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in without]
 
 
 @dataclass

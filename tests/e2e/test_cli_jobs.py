@@ -34,6 +34,7 @@ def learned(job: Job) -> list[dict]:
 # ------------------------------------------------------------------ the same job again
 
 
+@pytest.mark.slow
 def test_resolved_arguments_run_the_job_again_bit_for_bit(layout_job, tmp_path):
     """On two ranks, with evaluation: every metric but times and memory, every sampled text and every byte of the export."""
     first = layout_job("dp2_to_tp1")
@@ -48,6 +49,7 @@ def test_resolved_arguments_run_the_job_again_bit_for_bit(layout_job, tmp_path):
     assert kept == (first.folder / "resolved.args").read_text().replace(str(first.folder), "again")
 
 
+@pytest.mark.slow
 def test_one_process_does_what_a_driver_and_a_worker_do(layout_job, sums_data, tmp_path):
     """--executor inline against torchrun with one rank: all metrics, and the weights to the last bit."""
     inline = train(sums_data, tmp_path / "inline", "--nproc-per-node", "1", "--executor", "inline")
@@ -60,6 +62,7 @@ def test_one_process_does_what_a_driver_and_a_worker_do(layout_job, sums_data, t
 # ------------------------------------------------------------------ evaluation
 
 
+@pytest.mark.slow
 def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
     """The exported weights in another layout: greedy accuracy is that of the run's last evaluation."""
     job = layout_job("dp2_to_tp1")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import LAYOUTS, train
+from tests.e2e.jobs import layouts, train
 
 KEYS = """step reward/mean response/length_mean time/rollout_s time/reward_s time/log_probs_s time/update_s time/reshard_s time/step_s
     sync/bytes sync/version mismatch/mean_abs mismatch/max_abs policy/loss policy/clip_fraction policy/kl policy/entropy policy/grad_norm
     throughput/tokens_per_s memory/peak_bytes""".split()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_three_steps_run_and_record_everything(layout_job, layout):
     job = layout_job(layout)
     assert job.returncode == 0, job.output
@@ -30,14 +30,14 @@ def test_three_steps_run_and_record_everything(layout_job, layout):
     assert any((job.folder / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_trainer_and_engine_agree_after_every_sync(layout_job, layout):
     # fp32, observed up to 4e-5 on a policy that moves fast; one stale or misplaced weight is at 1e-2 and more.
     assert max(row["mismatch/max_abs"] for row in layout_job(layout).steps) <= 1e-4
     assert layout_job(layout).steps[-1]["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp2_to_tp1"])
+@pytest.mark.parametrize("layout", layouts("dp2_to_tp1"))
 def test_layouts_sample_and_learn_the_same(layout_job, layout):
     """Seeds by sample id and mini-batches from all samples: one step is the same in every layout, up to rounding."""
     first, reference = layout_job(layout).steps[0], layout_job("dp2_to_tp1").steps[0]
@@ -46,6 +46,7 @@ def test_layouts_sample_and_learn_the_same(layout_job, layout):
     assert first["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_engines_out_of_process_give_the_same_run(layout_job):
     """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same samples and updates."""
     for ours, other in zip(layout_job("rank_0_to_rank_1").steps, layout_job("rank_0_to_tp1").steps, strict=True):
@@ -55,7 +56,7 @@ def test_engines_out_of_process_give_the_same_run(layout_job):
             assert ours[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), key
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", layouts("one"))
 def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_data, layout):
     """As a share of what training changed. Adam turns a gradient that is hardly more than rounding into a step of the learning rate,
     so this is not 1e-7: seen are 4e-5 over all weights and 1.2e-4 for one tensor. A gradient that one rank misses is above 1e-1."""
@@ -117,6 +118,7 @@ def test_export_gives_the_engines_greedy_answer(layout_job):
     assert tokenizer.decode(out, skip_special_tokens=True) == answer["response"]
 
 
+@pytest.mark.slow
 def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--lr", "0", "--train-iters", "5", "--global-batch-size", "16",
                 "--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")  # fmt: skip
@@ -128,7 +130,7 @@ def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("fault, step", [("temperature_not_applied", 1), ("labels_off_by_one", 1)])
+@pytest.mark.parametrize("fault, step", [pytest.param("temperature_not_applied", 1, marks=pytest.mark.slow), ("labels_off_by_one", 1)])
 def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
     job = train(sums_data, tmp_path / "run", fault=fault)
     assert job.returncode != 0
@@ -137,11 +139,13 @@ def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
     assert job.output.count("Traceback (most recent call last)") <= 3  # the driver's, and torchrun's own about the child
 
 
+@pytest.mark.slow
 def test_copies_and_aliases_train_the_same_bit_for_bit(layout_job):
     copied, aliased = (load_file(layout_job(name).folder / "hf" / "model.safetensors") for name in ("dp2_copied_to_tp1", "dp2_to_tp1"))
     assert all(torch.equal(aliased[name], value) for name, value in copied.items())
 
 
+@pytest.mark.slow
 def test_a_weight_that_does_not_arrive_fails_the_sync(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--no-reshard-alias", fault="stale_shard")  # a shard that is not copied cannot be stale
     assert job.returncode != 0
@@ -149,6 +153,7 @@ def test_a_weight_that_does_not_arrive_fails_the_sync(sums_data, tmp_path):
     assert "at step 1" in job.output
 
 
+@pytest.mark.slow
 def test_dropout_fails_the_gate(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--hidden-dropout", "0.1")
     assert job.returncode == 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.jobs import Job, train
 
+pytestmark = pytest.mark.slow  # PPO's jobs have the same options in the default suite; numbers: tests/algorithms, tests/kernels
 LR = 1e-3
 IN_REWARD = ("--kl-mode", "reward", "--kl-coef", "0.05", "--kl-estimator", "k2", "--entropy-coef", "0.01", "--tis-clip", "2",
              "--loss-aggregation", "seq-mean-token-mean", "--no-normalize-advantages-by-std", "--clip-eps-high", "0.28", "--clip-ratio-c", "3",

@@ -83,6 +83,7 @@ def test_three_reward_models(sums_data, tmp_path, reward_folders):
             assert row["reward/mean"] == pytest.approx(sum(w * row[f"reward/{role}_mean"] for role, w in weights.items()), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["judge", "rank"])
 def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path, reward_folders, victim):
     folders, placed = (reward_folders[2:], "0") if victim == "judge" else (reward_folders[1:2], "1")

@@ -71,6 +71,7 @@ def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
     assert all((after[name] - weight).abs().max() > 0 for name, weight in before.items())
 
 
+@pytest.mark.slow
 def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_told(sums_data, tmp_path):
     """Critic on rank 1, actor on rank 0, against one process without ranks: sums in another order, as in test_grpo_job.py."""
     by_hand, inline = tmp_path / "by_hand", tmp_path / "inline"
@@ -112,6 +113,7 @@ def test_trainers_beside_each_other_do_what_each_does_alone(sums_data, tmp_path)
     assert both["steps"][0]["policy/loss"] != both["other"][0]["policy/loss"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_loop_and_all_its_ranks(sums_data, tmp_path):
     """With engines over both ranks, which share memory."""
     with started(HERE / "own_loops.py", "waits", "--train-iters", "100000", "--rollout-tensor-parallel-size", "2", data=sums_data,

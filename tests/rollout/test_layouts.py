@@ -42,7 +42,7 @@ def judge(reports: list[dict], job: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("job", ["covering", "outside"])
+@pytest.mark.parametrize("job", ["covering", pytest.param("outside", marks=pytest.mark.slow)])
 def test_a_covering_set_of_layouts(tmp_path, job):
     judge(run(tmp_path, job, 280), job)
 
