@@ -22,6 +22,7 @@ def job(tmp_path):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_one_job_after_another_in_one_process(job):
     process = job.start([*COMMAND, "everything", str(job.folder)])
     assert process.wait(180) == 0, job.stderr()

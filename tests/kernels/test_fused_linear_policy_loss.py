@@ -39,7 +39,7 @@ def make_loss(algorithm, num_tokens, advantages=None):
         lengths = torch.full(log_probs.shape, 5, device=log_probs.device)
         return algorithm.loss(LossInputs(
             log_probs=log_probs, entropy=entropy, response_lengths=lengths, num_tokens=num_tokens + 10, num_sequences=7, max_response_length=9,
-            old_log_probs=old, rollout_log_probs=rollout, ref_log_probs=ref, advantages=advantages))  # fmt: skip
+            kl_coef=getattr(algorithm, "kl_coef", 0.0), old_log_probs=old, rollout_log_probs=rollout, ref_log_probs=ref, advantages=advantages))  # fmt: skip
 
     return loss
 

@@ -188,18 +188,21 @@ def test_norms_are_as_exact_as_vllms_own(report):
 # ------------------------------------------------------------------ two ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_the_same_samples_as_one(two_jobs, story):
     for result in two_jobs.values():
         assert result["gap"] <= FP32_LIMIT
         assert [tokens for tokens, _, _ in result["sampled"]] == [tokens for tokens, _, _ in story["sampled"]]
 
 
+@pytest.mark.slow
 def test_a_sync_of_aliased_weights_moves_nothing(two_jobs):
     """One query group per rank: linear_qkv is vLLM's as it is. Three versions were written into the shards and sampled from (`gap`)."""
     assert two_jobs["clean", 0]["bytes"] == two_jobs["clean", 1]["bytes"] == [0, 0, 0]
     assert len(set(two_jobs["crash", 0]["bytes"])) == 1 and two_jobs["crash", 0]["bytes"][0] > 100_000
 
 
+@pytest.mark.slow
 def test_jobs_side_by_side_use_shared_memory_of_their_own(two_jobs):
     pids = {own: two_jobs[own, 0]["pid"] for own in ("clean", "crash")}
     names = set(two_jobs["clean", 1]["shared_memory"] + two_jobs["crash", 1]["shared_memory"])

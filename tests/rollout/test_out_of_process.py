@@ -75,6 +75,7 @@ def test_log_probs_after_every_sync_are_those_of_transformers(faults):
     check_layouts(faults[0], 4 * (2 * layer + vocab * hidden + hidden))
 
 
+@pytest.mark.slow
 def test_two_ranks_of_vllm_from_one_or_two_of_megatron(crash):
     """Qwen3, untied, norms of queries and keys. Replicated norms are written on both ranks."""
     hidden, ffn, vocab, heads, groups, head = 128, 96, 150, 4, 2, 32
@@ -123,6 +124,7 @@ def test_a_killed_engine_is_named_on_every_rank(faults):
     assert faults["exit_codes"] == [0, 0], faults["stderr"]
 
 
+@pytest.mark.slow
 def test_nothing_stays_in_shared_memory(faults, crash):
     """After a killed engine, and after ranks that left without a word while the engine was up."""
     assert crash["exit_codes"] == [7, 7]

@@ -124,6 +124,7 @@ def judged(tmp_path_factory) -> dict:
     return json.loads((folder / "report.json").read_text()) | {"exit_code": process.returncode}
 
 
+@pytest.mark.slow
 def test_a_judges_answers_become_scores(judged):
     """4 for the response 3; 9 for 8, which is outside 0..8; no number; a question above 60 - 2 tokens."""
     first, second, third, fourth = judged["scores"]
@@ -133,23 +134,27 @@ def test_a_judges_answers_become_scores(judged):
     assert fourth == {"sample_id": 2, "score": None, "failure": "the question has more than 58 tokens"}
 
 
+@pytest.mark.slow
 def test_a_judge_with_a_chat_template_answers_as_the_assistant(judged):
     by_id = {record["sample_id"]: record for record in judged["with a chat template"]}
     assert [by_id[sample]["score"] for sample in (11, 5, 8, 2)] == [0.875, 0.875, 0.875, None]
     assert by_id[5]["answer"] == "78" and "answer" not in by_id[11]  # the first eight are logged
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_killed_ends_the_call_with_its_name(judged):
     killed = judged["killed"]
     assert killed["error"] == f"[reward_model rank 0] judge process ({killed['pid']}) died: killed by SIGKILL"
     assert killed["again"] == killed["error"] and killed["seconds"] < 2
 
 
+@pytest.mark.slow
 def test_a_judge_that_dies_at_its_start_is_named(judged):
     killed = judged["killed at start"]
     assert killed["error"].startswith("[reward_model rank 0] judge ") and "did not start" in killed["error"] and killed["seconds"] < 5
 
 
+@pytest.mark.slow
 def test_no_judge_outlives_its_rank(judged):
     assert judged["exit_code"] == 7 and judged["restarted"][0]["score"] == 0.5
     deadline = time.monotonic() + 10
