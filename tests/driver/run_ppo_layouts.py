@@ -37,6 +37,7 @@ PLACEMENTS = {
     "tp2_beside_dp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel",
     "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
 }  # fmt: skip
+WARM_UP = {"warm_up": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --critic-warmup-iters 1"}
 FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {SAMPLES_PER_PROMPT} --global-batch-size 6
     --num-epochs 2 --actor-lr 1e-4 --critic-lr 3e-4 --kl-mode reward --kl-coef 0.05 --kl-controller adaptive --kl-target 0.001 --kl-horizon 100
     --max-prompt-length 16 --max-response-length 16 --max-tokens-per-micro-batch 48 --gate-max-abs 1e9 --reward-function {__file__}:unused"""
@@ -139,7 +140,7 @@ class Record:
 
 
 def run(placement: str, folder: Path, data: Path) -> None:
-    flags = [*FLAGS.split(), *PLACEMENTS[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
+    flags = [*FLAGS.split(), *(PLACEMENTS | WARM_UP)[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
              "--save", str(folder / placement / "run"), "--nproc-per-node", str(WORLD_SIZE)]  # fmt: skip
     config = load_config(flags, REGISTRY)
     shape = check_job(config, WORLD_SIZE)
@@ -168,7 +169,7 @@ def main() -> None:
     folder, rank, data = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
-    for placement in PLACEMENTS:
+    for placement in PLACEMENTS | WARM_UP:
         run(placement, folder, data)
     dist.barrier()
     dist.destroy_process_group()
