@@ -61,10 +61,10 @@ def test_updated_weights_are_those_of_one_rank(placements, placement, role):
 
 
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is(placements):
-    """The first step's values are those of a run without warm-up; the second's log-probs are still those that the rollouts were given."""
-    (first, second), (of_one, _) = metrics(placements, "warm_up"), metrics(placements, "one")
+    """The first step's critic is that of a run without warm-up; in the second the actor is still the reference, but for rounding."""
+    (first, second), (of_one, of_second) = metrics(placements, "warm_up"), metrics(placements, "one")
     assert "policy/loss" not in first and first["critic/loss"] == of_one["critic/loss"]
-    assert second["policy/grad_norm"] > 0 and first["kl/per_response"] == second["kl/per_response"] == 0.0
+    assert second["policy/grad_norm"] > 0 and abs(second["kl/per_response"]) < 1e-4 < of_second["kl/per_response"]
 
 
 def test_the_steps_changed_something(placements):
