@@ -56,6 +56,7 @@ def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, c
         executor.shutdown()
         processes.end(_EXIT_S)
     except BaseException:
+        processes.expect_end()  # before the ranks hear of it: an interrupt may have left the executor locked for those who would tell it
         if executor is not None:
             executor.abort(1)
         processes.end(0.0)
@@ -108,9 +109,13 @@ class LocalRanks:
             for death in self._deaths:
                 tell(death)
 
+    def expect_end(self) -> None:
+        """From now on a rank that ends is nothing to tell."""
+        self._ending = True
+
     def end(self, wait_s: float) -> None:
         """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns when all are gone."""
-        self._ending = True
+        self.expect_end()
         for signum, seconds in ((None, wait_s), (signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
             deadline = time.monotonic() + seconds
             self._signal(signum)
