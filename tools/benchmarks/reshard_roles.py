@@ -68,7 +68,7 @@ def measure(run: Callable[[], float | None], num_bytes: int, device: str) -> dic
         seconds = events[0].elapsed_time(events[1]) / 1e3
     else:
         told = run()
-        seconds = time.perf_counter() - start if told is None else told
+        seconds = told if isinstance(told, float) else time.perf_counter() - start
     return {"seconds": seconds, "bytes": num_bytes, "extra_bytes": max(0, peak_memory(device) - before)}
 
 
