@@ -62,8 +62,8 @@ def several(config, seen: dict) -> None:
     """Two that learn independently, at the same time, from different seeds."""
     other = replace(config, batch=replace(config.batch, seed=1), run=replace(config.run, save="other"))
     with megarl.PPOTrainer(config) as first, megarl.PPOTrainer(other) as second, ThreadPoolExecutor(2) as threads:
-        both = zip(*(threads.map(lambda trainer: trainer.update(trainer.rollout()), (first, second)) for _ in range(config.batch.train_iters)))
-        seen["steps"], seen["other"] = map(list, both)
+        steps = [list(threads.map(lambda trainer: trainer.update(trainer.rollout()), (first, second))) for _ in range(config.batch.train_iters)]
+        seen["steps"], seen["other"] = map(list, zip(*steps))
 
 
 def waits(config, seen: dict) -> None:
