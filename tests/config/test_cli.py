@@ -147,6 +147,7 @@ def test_ctrl_c(tmp_path):
                 writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:  # nobody reads yet
                 time.sleep(0.02)
+        time.sleep(0.5)  # until it waits: a signal just before read() is seen only when that returns
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=30)
         assert (process.returncode, stderr) == (130, "")

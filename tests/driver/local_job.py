@@ -118,4 +118,5 @@ def waits(folder: str) -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(rank_main(*sys.argv[1:]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits an ignored SIGINT
     {"everything": everything, "waits": waits}[sys.argv[1]](sys.argv[2])

@@ -44,6 +44,7 @@ def test_one_job_after_another_in_one_process(job):
 def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_outlives_it(job):
     process = job.start([*COMMAND, "waits", str(job.folder)])
     job.wait_for("ready")
+    time.sleep(0.5)  # until it waits
     start = time.time()
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     assert process.wait(END_WITHIN_S) == -signal.SIGINT  # Python's own answer to an uncaught KeyboardInterrupt

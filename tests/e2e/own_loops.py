@@ -1,6 +1,7 @@
 """Loops of one's own for test_python_api.py: `own_loops.py NAME FLAGS`. Each writes what it saw to NAME.json."""
 
 import json
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -75,6 +76,7 @@ def waits(config, seen: dict) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits an ignored SIGINT
     name, *flags = sys.argv[1:]
     seen: dict = {}
     try:
