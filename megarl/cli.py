@@ -99,15 +99,16 @@ def convert(argv: list[str]) -> int:
 
 def check(argv: list[str]) -> int:
     """Load and check; print 'ok' with what the job amounts to, or all findings."""
-    from megarl.config.check import check_job, data_parallel_size
+    from megarl.config.check import check_job
     from megarl.config.loader import load_config
+    from megarl.config.mesh import role_meshes
 
     config = load_config(argv, _registry(), "megarl check")
     world_size, batch = config.placement.nproc_per_node, config.batch
     check_job(config, world_size)
     samples = batch.num_prompts * batch.num_samples_per_prompt if config.algorithm.needs_rollout else batch.global_batch_size
     updates = samples // batch.global_batch_size * (batch.num_epochs if config.algorithm.needs_rollout else 1)
-    dp = data_parallel_size(config, world_size)
+    dp = role_meshes(config, world_size)["actor"].dp
     sys.stdout.write(
         f"ok: world size {world_size}, data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and "
         f"{updates} updates\n"

@@ -121,12 +121,6 @@ def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | Non
         return None, list(error.findings)
 
 
-def data_parallel_size(config: TrainConfig, world_size: int) -> int:
-    """Of the actor, in a configuration that `check` accepts."""
-    ranks = place(config, world_size)[0]["actor"]
-    return len(ranks) // (config.actor.tensor_model_parallel_size * config.actor.pipeline_model_parallel_size)
-
-
 def _placement(job: _Job) -> Iterator[str]:
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):

@@ -62,17 +62,16 @@ class RewardModelRole:
             self.dataset = PromptDataset.load(self.config.data.train_data, prompt_key=self.config.data.prompt_key)
 
     @needs("parameters")
-    def score(self, rows: Mapping[int, int], num_logged: int | None = None) -> Records:
+    def score(self, rows: Mapping[int, int]) -> Records:
         """This model's unweighted scores of the samples that this rank reports on: sample_id, and score (None: failed, with the
-        failure in words). Judges say of the first num_logged samples (default: --num-rollouts-to-log) also what they answered.
+        failure in words). Judges say of the first --num-rollouts-to-log samples also what they answered.
 
         Args:
             rows: dataset row of each sample.
         Raises: EngineDied as soon as a judge's process is gone."""
         batch = self.plane.shares[self.share].batch
         by_backend = {"transformers": self._score_with_classifier, "megatron": self._score_with_value_model, "judge": self._ask_judge}
-        limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
-        return by_backend[self.spec.backend](batch, rows, limit)
+        return by_backend[self.spec.backend](batch, rows, self.config.run.num_rollouts_to_log)
 
     def shut_down(self) -> None:
         if self.judge is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config.check import check, data_parallel_size, raise_findings
+from megarl.config.check import check, raise_findings
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
@@ -463,7 +463,7 @@ def test_what_is_accepted_makes_meshes(job):
                 )
                 accepted = not any("rank" in line for line in check(config, None, world_size))
                 if accepted:
-                    assert role_meshes(config, world_size)["actor"].dp == data_parallel_size(config, world_size) == world_size // (tp * pp)
+                    assert role_meshes(config, world_size)["actor"].dp == world_size // (tp * pp)
                 else:
                     assert world_size % (tp * pp)
 

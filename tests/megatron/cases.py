@@ -1,4 +1,8 @@
-"""Which layouts each model family runs in: read by run_layouts.py and run_values.py and by the tests that judge them."""
+"""Which layouts each model family runs in: read by run_layouts.py and run_values.py and by the tests that judge them; and how those start them."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 DENSE = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "one_stacked", "tp2_sp_whole", "pp2_whole",
          "tp2_sp_stacked_recompute", "one_bf16", "dp2_bf16")  # fmt: skip
@@ -22,3 +26,10 @@ VALUE_LAYOUTS = {
 }
 """Of value models. dp2_sharded has a distributed optimizer; whole gradients can be seen in the others."""
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
+
+
+def run_ranks(script: str, out: Path, count: int) -> None:
+    """A script of this folder under torchrun; its ranks write to `out`."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
+                           str(Path(__file__).with_name(script)), str(out)], capture_output=True, text=True, timeout=240, cwd=out)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]

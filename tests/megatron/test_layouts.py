@@ -6,15 +6,13 @@ made them fail: norm weights not marked sequence_parallel, temperature left out,
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.megatron.cases import CASES, FAMILY_LAYOUTS
+from tests.megatron.cases import CASES, FAMILY_LAYOUTS, run_ranks
 
 SPLIT = [(family, layout) for family, layout in CASES if layout != "one"]
 
@@ -22,10 +20,7 @@ SPLIT = [(family, layout) for family, layout in CASES if layout != "one"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("layouts")
-    script = Path(__file__).with_name("run_layouts.py")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(out)],
-                          capture_output=True, text=True, timeout=240, cwd=out)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("run_layouts.py", out, 2)
     return out
 
 

@@ -14,11 +14,10 @@ from tests.reshard.cuts import make_shape
 @pytest.mark.parametrize("pp, vpp, layers", [(1, 1, 4), (2, 1, 4), (2, 2, 4), (2, 3, 12), (4, 2, 16), (4, 4, 16)])
 def test_layers_of_virtual_stages_are_those_that_megatron_builds(pp, vpp, layers):
     with cpu_megatron():
+        import torch
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.transformer_block import get_num_layers_to_build
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-        import torch
 
         config = TransformerConfig(
             num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,

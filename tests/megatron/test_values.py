@@ -9,15 +9,13 @@ sequence_parallel; the head marked tensor_model_parallel, so that the gradient n
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.megatron.cases import VALUE_CASES, VALUE_LAYOUTS
+from tests.megatron.cases import VALUE_CASES, VALUE_LAYOUTS, run_ranks
 
 SPLIT = [(family, layout) for family, layout in VALUE_CASES if layout != "one"]
 WHOLE_GRADIENTS = [(family, layout) for family, layout in SPLIT if layout != "dp2_sharded"]
@@ -26,10 +24,7 @@ WHOLE_GRADIENTS = [(family, layout) for family, layout in SPLIT if layout != "dp
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("values")
-    script = Path(__file__).with_name("run_values.py")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(out)],
-                          capture_output=True, text=True, timeout=240, cwd=out)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("run_values.py", out, 4)
     return out
 
 

@@ -79,7 +79,7 @@ def kill_at_start(folder: Path) -> dict:
 
 def main(folder: Path) -> None:
     role = judge_role(folder)
-    report = {"scores": role.score(ROWS, num_logged=2)}
+    report = {"scores": role.score(ROWS)}
     role.judge._tokenizer = AutoTokenizer.from_pretrained(folder / "actor")  # the same words, and a chat template
     report["with a chat template"] = role.score(ROWS)
     report["killed"] = kill_while_it_works(role)
