@@ -151,9 +151,12 @@ def _abort(executor: StoreExecutor | None, exit_code: int) -> None:
 def _stop(signum: int, frame: FrameType | None) -> None:
     """First signal: unwind `main`, but not for longer than _UNWIND_S. The others, e.g. of rank 0's death just after, say nothing new.
 
-    Ctrl-C also kills rank 0, whose death is a SIGTERM here and may come first: so that one waits for a SIGINT to overtake it.
+    Ctrl-C also kills rank 0, whose death is a SIGTERM here. It may come first, so it waits for a SIGINT to overtake it; or while
+    this function is at work on the SIGINT, which then goes on.
     """
     if signum == signal.SIGTERM:
+        if any(outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)):
+            return
         signal.signal(signal.SIGTERM, _nothing)
         time.sleep(_OVERTAKE_S)
     _ignore_signals()

@@ -185,6 +185,25 @@ def test_ctrl_c_ends_everything_quietly(job):
     assert job.stderr() == "[driver] interrupted at step 2, waiting for actor.sleep on rank 0, 1\n"
 
 
+INTERRUPTED_TWICE = """
+import signal
+from megarl.driver import torchrun
+signal.signal(signal.SIGINT, torchrun._stop), signal.signal(signal.SIGTERM, torchrun._stop)
+ignore = torchrun._ignore_signals
+torchrun._ignore_signals = lambda: (signal.raise_signal(signal.SIGTERM), ignore())  # rank 0 has died of the same Ctrl-C
+try:
+    signal.raise_signal(signal.SIGINT)
+except torchrun.Stopped as stopped:
+    print(stopped.signal.name)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_death_of_rank_0_does_not_hide_the_ctrl_c_that_killed_it():
+    done = subprocess.run([sys.executable, "-P", "-c", INTERRUPTED_TWICE], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("SIGINT\n", "")
+
+
 @pytest.mark.timeout(60)
 def test_the_launcher_names_a_rank_that_was_killed(job):
     """No torch and no driver in these ranks: rank 1 dies by SIGKILL, as for want of memory."""
