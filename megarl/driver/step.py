@@ -69,10 +69,29 @@ class RolloutBatch:
         """Tokens of the response, by sample id."""
         return {s.sample_id: s.response_length for s in self.samples}
 
+    def score_of(self, role: str, sample: int) -> float | None:
+        """What a role that scores has given a sample, before its weight; None: it failed."""
+        return self.records[role][sample]["reward" if role == "reward" else "score"]
+
     def __repr__(self) -> str:
         scored = [r for r in self.rewards.values() if r is not None]
         mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
         return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
+
+
+class RewardsFailed(RuntimeError):
+    """More rewards of a step failed than may."""
+
+
+def check_failed_rewards(step: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
+    """Raises: RewardsFailed with the first failure that says why."""
+    failed = [sample for sample, reward in step.rewards.items() if reward is None]
+    if len(failed) <= max_share * len(step.rewards):
+        return
+    reasons = (step.records[role][sample].get("failure") for sample in failed for role in roles)
+    silent = next(f"{role} gave none for sample {sample}" for sample in failed for role in roles if step.score_of(role, sample) is None)
+    raise RewardsFailed(f"{len(failed)} of {len(step.rewards)} rewards have failed, and --reward-max-failed-share ({max_share:g}) allows "
+                        f"{int(max_share * len(step.rewards))}. The first: {next(filter(None, reasons), silent)}")
 
 
 class StepHost:
@@ -153,17 +172,18 @@ class StepHost:
             self.current.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
-        """The rewards are whole when all have scored."""
+        """The rewards are whole when all have scored. Raises RewardsFailed if too many of them have failed."""
         step = self.current
         step.records[role] = {record["sample_id"]: record for rank in per_rank for record in rank}
         weights = {role: weight for role, weight in self.weight_of.items() if role in step.records}
         rewards = combine_rewards([self._scores(role) for role in weights], list(weights.values())) if weights else []
         step.rewards = dict(zip(step.sample_ids, rewards))
+        if step.records.keys() >= self.weight_of.keys():
+            check_failed_rewards(step, list(self.weight_of), self.config.data.reward_max_failed_share)
 
     def _scores(self, role: str) -> list[float | None]:
         """In the order of the step's samples."""
-        key = "reward" if role == "reward" else "score"
-        return [self.current.records[role][sample][key] for sample in self.current.sample_ids]
+        return [self.current.score_of(role, sample) for sample in self.current.sample_ids]
 
     # At the end of the step.
 
