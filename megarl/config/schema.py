@@ -368,11 +368,13 @@ class RunConfig:
     every later step."""
     gate_mean_abs: float = 1e-2
     """Gate, bf16: largest mean of the same difference that is accepted, at the same times (a maximum says nothing in bf16)."""
+    warn_after_zero_reward_steps: int = 10
+    """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
 
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1},
+            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
             above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
             rules=[(self.save != "", "save", "must name a folder.")],
         )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
+from megarl.invariants import digest
 from megarl.rewards.base import RewardSample
 from megarl.rewards.pool import RewardPool, Verdict
 from megarl.workers.data_plane import DataPlane
@@ -45,7 +46,7 @@ class RewardRole:
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
         out = []
         for i, (sample_id, verdict) in enumerate(zip(made.sample_ids, verdicts, strict=True)):
-            record: dict[str, object] = {"sample_id": sample_id, "reward": verdict.reward}
+            record: dict[str, object] = {"sample_id": sample_id, "reward": verdict.reward, "digest": digest(made.prompts[i], made.responses[i])}
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
             if limit < 0 or sample_id < limit:
