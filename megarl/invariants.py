@@ -16,7 +16,7 @@ import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -35,8 +35,17 @@ def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
     return _digest(array("q", prompt).tobytes(), array("q", response).tobytes())
 
 
-def _digest(prompt: bytes, response: bytes) -> int:
+def _digest(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
+
+
+def _digests(tokens: torch.Tensor, mask: torch.Tensor, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor) -> Iterator[int]:
+    """Of each sample of a packed batch, whatever its mask covers."""
+    prompts, responses = (memoryview(tokens[part].numpy()).cast("B") for part in (~mask, mask))
+    at, end = 0, 0
+    for prompt, response in zip((8 * prompt_lengths).tolist(), (8 * response_lengths).tolist()):
+        yield _digest(prompts[at : at + prompt], responses[end : end + response])
+        at, end = at + prompt, end + response
 
 
 def check_samples(samples: Sequence[Sample], num_prompts: int, num_samples_per_prompt: int, max_length: int) -> None:
@@ -84,11 +93,12 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
                              f"{len(batch.tokens)} tokens of {len(ids)} samples")  # fmt: skip
     if len(batch.tokens) and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size:
         raise InvariantError(f"token ids {int(batch.tokens.min())} to {int(batch.tokens.max())} are not all in the vocabulary of {vocab_size}")
-    for sample, tokens, mask in zip(ids, batch.tokens.split(batch.lengths.tolist()), batch.response_mask.split(batch.lengths.tolist())):
-        if not bool(mask.any()) or bool(mask[0]):
-            raise InvariantError(f"sample {sample}: its mask covers {int(mask.sum())} of {len(mask)} tokens; it must cover a response, and not "
-                                 "the first token, which nothing predicts")  # fmt: skip
-        found = _digest(tokens[~mask].numpy().tobytes(), tokens[mask].numpy().tobytes())
+    mask, response_lengths = batch.response_mask, batch.response_lengths
+    if len(ids) and bool((wrong := (response_lengths == 0) | mask[batch.cu_seqlens[:-1]]).any()):
+        row = int(wrong.nonzero()[0])
+        raise InvariantError(f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of {int(batch.lengths[row])} tokens; it must cover a "
+                             "response, and not the first token, which nothing predicts")  # fmt: skip
+    for sample, found in zip(ids, _digests(batch.tokens, mask, batch.lengths - response_lengths, response_lengths), strict=True):
         if expected[sample] not in (None, found):
             raise InvariantError(f"sample {sample}: its tokens or its mask are not those that the engine made (digest {found:08x}, made "
                                  f"{expected[sample]:08x})")  # fmt: skip
