@@ -38,6 +38,7 @@ def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: b
 TP = dict(tensor_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 PP = dict(pipeline_model_parallel_size=2)
+VPP = PP | dict(virtual_pipeline_model_parallel_size=2)
 EP = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -56,6 +57,11 @@ LAYOUTS = {
     "pp2_do": _layout(2, distributed=True, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
+    "pp2_vpp2": _layout(2, **VPP),
+    "pp2_vpp2_do": _layout(2, distributed=True, **VPP),
+    "pp2_vpp2_full": _layout(2, **VPP, **FULL),
+    "pp2_vpp2_tied": _layout(2, "qwen2_tied", **VPP),
+    "pp2_vpp2_moe": _layout(2, "qwen3_moe", **VPP),
     "dp2": _layout(2),
     "dp2_overlap": _layout(2, overlap=True),
     "dp2_do": _layout(2, distributed=True),
@@ -70,8 +76,14 @@ LAYOUTS = {
     "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),
     "tp2_sp_ep2_etp2_do": _layout(4, "qwen3_moe", distributed=True, **SP, **EP),
     "pp2_ep2_full": _layout(4, "qwen3_moe", **PP, **EP, **FULL),
+    "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
+    "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
+    "pp2_vpp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **VPP),
+    "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
+    "pp4": _layout(4, pipeline_model_parallel_size=4),
     "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
     "pp2_bf16": _layout(2, bf16=True, **PP),
+    "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
 }
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees

@@ -114,7 +114,7 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
 
     def step():
         del model.step
-        gradients.update((name, p.main_grad.view(p.shape[0], -1).clone()) for name, p in model.model.named_parameters())
+        gradients.update((name, p.main_grad.view(p.shape[0], -1).clone()) for name, p in model.named_parameters())
         return model.step()
 
     model.step = step
@@ -130,7 +130,7 @@ def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "")
     if mutant == "local_token_count":
         num_tokens = model.mesh.dp * sum(len(micro.targets) for micro in micros)
     elif mutant == "unmarked_norms":
-        for name, parameter in model.model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "layernorm" in name:
                 parameter.sequence_parallel = False
     gradients, report = gradients_at_step(model), {"tokens": [len(micro.targets) for micro in micros], "loss": [], "grad_norm": []}
