@@ -9,10 +9,11 @@ _COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_a
 MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "llama_deep": dict(model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)),
     "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
                       num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
 }  # fmt: skip
-"""config.json of each: q/k norms; biases and tied embeddings; experts. Every vocabulary needs padding."""
+"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts. Most vocabularies need padding."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ LAYOUTS = {
     "pp2_vpp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **VPP),
     "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
     "pp4": _layout(4, pipeline_model_parallel_size=4),
+    "pp4_vpp2": _layout(4, "llama_deep", **VPP | dict(pipeline_model_parallel_size=4)),
     "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
     "pp2_bf16": _layout(2, bf16=True, **PP),
     "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
