@@ -44,7 +44,7 @@ TRANSFORMER_REFUSED = {
     "overlapping the experts' communication is not supported yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",
-    "context parallelism is not supported yet.": """
+    "keys and values of packed sequences go round the ranks of --context-parallel-size in one way only (p2p).": """
         hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
     "an uneven or interleaved pipeline is not supported yet.": """
         microbatch_group_size_per_vp_stage pipeline_model_parallel_layout num_layers_in_*_pipeline_stage
@@ -67,7 +67,7 @@ TRANSFORMER_REFUSED = {
 }
 
 # Parallel sizes that other versions of the field can raise: 1 is fine, more is not supported yet.
-ONLY_ONE = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
+ONLY_ONE = ("virtual_pipeline_model_parallel_size",)
 
 
 def find_engine_flag(name: str) -> Flag | str | None:

@@ -45,6 +45,9 @@ class ParallelConfig:
     """Ranks that split each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers."""
+    context_parallel_size: int = 1
+    """Ranks that split every sequence's tokens, for sequences too long for one. Each keeps the same weights, so they are ranks of one
+    data-parallel replica; --max-tokens-per-micro-batch counts the tokens of them all."""
     expert_model_parallel_size: int = 1
     """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage.
     With tensor parallelism Megatron wants --sequence-parallel as well."""
@@ -73,6 +76,7 @@ class ParallelConfig:
             at_least={
                 "tensor_model_parallel_size": 1,
                 "pipeline_model_parallel_size": 1,
+                "context_parallel_size": 1,
                 "expert_model_parallel_size": 1,
                 "expert_tensor_parallel_size": 1,
                 "recompute_num_layers": 1,
