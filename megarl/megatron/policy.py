@@ -71,7 +71,7 @@ class Policy(TrainedModel):
 
     def _response_tokens(self, micro: MicroBatch, shard: ContextShard, temperature: float, with_entropy: bool = False,
                          loss: Loss | None = None) -> ResponseTokens:
-        part, rows = shard.part_of(micro), shard.rows_of(micro)
+        part, rows = shard.part_of(micro), shard.rows_of(micro.predict_positions)
         return ResponseTokens(
             shard.local(part.predict_positions).to(self.device), part.targets.to(self.device), temperature, with_entropy,
             method="chunked" if self.ddp else "fastest", loss=None if loss is None else functools.partial(loss, part),
