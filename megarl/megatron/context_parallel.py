@@ -20,10 +20,10 @@ from megarl.batch import Batch, MicroBatch
 
 @dataclass(frozen=True)
 class ContextShard:
-    """This rank's T_cp of the T tokens of a micro-batch."""
+    """This rank's T_cp of the T tokens of a micro-batch: sequence after sequence, its two chunks of each one behind the other."""
 
-    tokens: torch.Tensor
-    """[T_cp] int64, sequence after sequence, each rank's two chunks of it one behind the other; padding is 0."""
+    num_tokens: int
+    """T_cp, with padding; the same on every rank."""
     lengths: list[int]
     """Tokens of each whole sequence with its padding, and of a last one that is all padding, if there is one."""
     gather_order: torch.Tensor | None = None
@@ -42,13 +42,19 @@ class ContextShard:
         fill = max(own + -own % step, step) - own
         all_lengths = [*padded.tolist(), *([size * fill] if fill else [])]
         if size == 1:
-            return ContextShard(torch.cat([batch.tokens, batch.tokens.new_zeros(fill)]), all_lengths)
+            return ContextShard(own + fill, all_lengths)
         owner, place = _split(torch.tensor(all_lengths), size)
-        real = _real_tokens(lengths, padded)
-        mine = torch.where(owner == rank, place, -1)[real]
-        tokens = batch.tokens.new_zeros(own + fill)
-        tokens[mine[mine >= 0]] = batch.tokens[mine >= 0]
-        return ContextShard(tokens, all_lengths, owner * (own + fill) + place, mine)
+        here = torch.where(owner == rank, place, -1)[_real_tokens(lengths, padded)]
+        return ContextShard(own + fill, all_lengths, owner * (own + fill) + place, here)
+
+    def take(self, values: torch.Tensor, padding: int) -> torch.Tensor:
+        """[T, ...] of the micro-batch's tokens -> [T_cp, ...] of this rank's."""
+        taken = values.new_full((self.num_tokens, *values.shape[1:]), padding)
+        if self.place is None:
+            taken[: len(values)] = values
+        else:
+            taken[self.place[self.place >= 0]] = values[self.place >= 0]
+        return taken
 
     def part_of(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch with those of its response tokens that this rank predicts."""

@@ -149,7 +149,7 @@ class TrainedModel(ABC):
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
             shard = self._shard(micro)
-            return self._forward(model, shard, request(micro, shard)), finish
+            return self._forward(model, micro, shard, request(micro, shard)), finish
 
         return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
 
@@ -163,7 +163,7 @@ class TrainedModel(ABC):
         def forward_step(iterator, model):
             micro = next(iterator)
             shard = self._shard(micro)
-            output = self._forward(model, shard, request(micro, shard))
+            output = self._forward(model, micro, shard, request(micro, shard))
             # one tensor: with experts in the model, Megatron asks the output for its device
             return (keep(output) if self.is_last_stage else output), lambda kept, non_loss_data: kept
 
@@ -186,8 +186,9 @@ class TrainedModel(ABC):
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
-    def _forward(self, model: torch.nn.Module, shard: ContextShard, wanted: object):
-        return model(shard.tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(shard))
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
+        tokens = shard.take(micro.batch.tokens, padding=0)
+        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(shard))
 
     def _packed(self, shard: ContextShard) -> PackedSeqParams:
         """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide

@@ -38,6 +38,7 @@ def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: b
 TP = dict(tensor_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 PP = dict(pipeline_model_parallel_size=2)
+CP = dict(context_parallel_size=2)
 EP = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -70,14 +71,24 @@ LAYOUTS = {
     "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),
     "tp2_sp_ep2_etp2_do": _layout(4, "qwen3_moe", distributed=True, **SP, **EP),
     "pp2_ep2_full": _layout(4, "qwen3_moe", **PP, **EP, **FULL),
+    "cp2": _layout(2, **CP),
+    "cp2_do": _layout(2, distributed=True, **CP),
+    "cp2_full": _layout(2, **CP, **FULL),
+    "cp2_ep2": _layout(2, "qwen3_moe", **CP, **EP),
+    "cp4_tied": _layout(4, "qwen2_tied", context_parallel_size=4),
+    "cp2_dp2_do": _layout(4, distributed=True, **CP),
+    "tp2_sp_cp2": _layout(4, **SP, **CP),
+    "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
+    "tp2_sp_cp2_ep2": _layout(4, "qwen3_moe", **SP, **CP, **EP, **ETP1),
     "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
     "pp2_bf16": _layout(2, bf16=True, **PP),
 }
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
 its micro-batch as a whole."""
-MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp"}
-"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know."""
+MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp", "own_key_gradient": "cp2"}
+"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know;
+gradients of keys and values from a rank's own queries alone."""
 
 CASES = [(layout, role, packing) for layout, of in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
          if not (role == "critic" and (of.model == "qwen2_tied" or of.bf16))]  # fmt: skip

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -121,6 +123,18 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
     return gradients
 
 
+def outputs(model: TrainedModel, micros: list[MicroBatch]) -> dict[int, torch.Tensor]:
+    """Sample id -> log-probs or values of its response tokens, without gradient; {} before the last stage."""
+    per_micro = model.values(micros) if isinstance(model, ValueModel) else model.log_probs(micros, temperature=0.8)
+    return {sample: values for micro, of_micro in zip(micros, per_micro or [])
+            for sample, values in zip(micro.batch.sample_ids.tolist(), of_micro.split(micro.batch.response_lengths.tolist()))}  # fmt: skip
+
+
+def own_part(out: torch.Tensor, of_ranks: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """A reduce-scatter without the sum."""
+    out.copy_(of_ranks.chunk(group.size())[group.rank()])
+
+
 def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> tuple[dict, TrainedModel, Atlas, Tensors]:
     """Two updates -> (this rank's loss and gradient norm of each, the model, its atlas, the gradients of the first)."""
     (model, atlas), batch = build(folder, layout, role), make_batch(MODELS[layout.model]["vocab_size"])
@@ -134,10 +148,12 @@ def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "")
             if "layernorm" in name:
                 parameter.sequence_parallel = False
     gradients, report = gradients_at_step(model), {"tokens": [len(micro.targets) for micro in micros], "loss": [], "grad_norm": []}
-    for _ in range(2):
-        metrics = update(model, micros, num_tokens, token_level=packing == "packed")
-        report["loss"].append(metrics.get("loss", 0.0))
-        report["grad_norm"].append(metrics.get(f"{model.prefix}/grad_norm", 0.0))
+    report["outputs"] = outputs(model, micros) if packing == "packed" else {}
+    with patch.object(dist, "reduce_scatter_tensor", own_part) if mutant == "own_key_gradient" else nullcontext():
+        for _ in range(2):
+            metrics = update(model, micros, num_tokens, token_level=packing == "packed")
+            report["loss"].append(metrics.get("loss", 0.0))
+            report["grad_norm"].append(metrics.get(f"{model.prefix}/grad_norm", 0.0))
     return report, model, atlas, gradients
 
 
@@ -158,7 +174,9 @@ def compare(folder: Path, reference: Path, layout: Layout, role: str, packing: s
     """The report of this rank, with its differences from one rank."""
     report, model, atlas, gradients = run(folder, layout, role, packing, mutant)
     wanted = torch.load(reference)
-    report["one_rank"] = wanted["report"]
+    report["one_rank"], found = wanted["report"], report.pop("outputs")
+    of_one = report["one_rank"].pop("outputs")
+    report["output"] = max([(found[sample] - of_one[sample]).abs().max().item() for sample in found], default=0.0)
     report["gradient"] = worst(atlas, gradients, wanted["gradients"], relative=True)
     report["weight"] = worst(atlas, {name: p.float() for name, p in model.parameters.items()}, wanted["weights"], relative=False)
     return report

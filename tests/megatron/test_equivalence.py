@@ -16,9 +16,10 @@ import pytest
 from tests.megatron.cases import run_ranks
 from tests.megatron.layouts import CASES, LAYOUTS, MUTANTS
 
-FP32 = dict(loss=1e-6, grad_norm=2e-6, gradient=1e-5, weight=1e-4)
-"""Relative, `gradient` to the largest element of its parameter, but `weight`: absolute, after two steps of Adam with a learning rate of 1e-2."""
-BF16 = dict(loss=2e-3, grad_norm=2e-2, gradient=5e-2, weight=2e-2)
+FP32 = dict(loss=1e-6, grad_norm=2e-6, gradient=1e-5, weight=1e-4, output=1e-5)
+"""Relative, `gradient` to the largest element of its parameter, but `weight`: absolute, after two steps of Adam with a learning rate of 1e-2,
+and `output`: absolute, of log-probs down to -15 and of values."""
+BF16 = dict(loss=2e-3, grad_norm=2e-2, gradient=5e-2, weight=2e-2, output=0.2)
 """Sanity: 8 bits. A gradient that is lost or comes twice is off by a third or more."""
 
 
@@ -40,6 +41,8 @@ def faults(reports: list[dict], case: str) -> Iterator[str]:
             error = abs(sum(part[kind][step] for part in parts) - wanted) / abs(wanted)
             if not error <= limits[kind]:
                 yield f"{kind} {error:.1e} of update {step}"
+    if not (error := max(part["output"] for part in parts)) <= limits["output"]:
+        yield f"output {error:.1e}"
     for kind in ("gradient", "weight"):
         error, name = max((part[kind] for part in parts), key=lambda of: (math.isnan(of[0]), of[0]))
         if not error <= limits[kind]:
