@@ -43,6 +43,10 @@ class MegatronRole:
     def vpp(self) -> int:
         return self.parallel.virtual_pipeline_model_parallel_size
 
+    @property
+    def cp(self) -> int:
+        return self.parallel.context_parallel_size
+
 
 def agreed_fields(config: TrainConfig, roles: Iterable[str]) -> frozenset[str]:
     """Fields of ParallelConfig that have one value for all these roles."""
@@ -66,8 +70,10 @@ def _ranks(role: MegatronRole) -> Iterator[str]:
                f"{role.flag('tensor_model_parallel_size')} 2.")  # fmt: skip
     if role.shape is not None and any(split_findings(role.shape, role.tp, role.pp)):
         return  # no number of ranks would help; `split_findings` says what does
-    size, ranks = role.tp * role.pp, role.ranks
-    product = f"{role.flag('tensor_model_parallel_size')} ({role.tp}) x {role.flag('pipeline_model_parallel_size')} ({role.pp}) = {size}"
+    size, ranks = role.tp * role.cp * role.pp, role.ranks
+    sizes = {"tensor_model_parallel_size": role.tp, **({"context_parallel_size": role.cp} if role.cp > 1 else {}),
+             "pipeline_model_parallel_size": role.pp}  # fmt: skip
+    product = " x ".join(f"{role.flag(field)} ({value})" for field, value in sizes.items()) + f" = {size}"
     if ranks and len(ranks) < size:
         yield f"{product}: needs as many ranks, and the {role.name} has {len(ranks)}. Try --nproc-per-node {size}."
     elif ranks and len(ranks) % size:
@@ -119,7 +125,7 @@ def _experts(role: MegatronRole) -> Iterator[str]:
     if shape.moe_ffn_hidden_size % etp:
         yield (f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
                f"{try_(divisors(shape.moe_ffn_hidden_size), etp)}")  # fmt: skip
-    if ranks and len(ranks) % (tp * pp) == 0 and len(ranks) // pp % (etp * ep):
+    if ranks and len(ranks) % (tp * role.cp * pp) == 0 and len(ranks) // pp % (etp * ep):
         stage = len(ranks) // pp
         fits = [n for n in divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
         yield (f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage}).{try_(fits, ep)}")

@@ -13,6 +13,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron.attention import StackedQKVSelfAttention
+from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
 
@@ -34,20 +35,24 @@ class ResponseTokens:
     """Which log-probs a forward pass is asked for; travels as GPTModel's `labels`."""
 
     predict_positions: torch.Tensor
-    """[N] int64 into the packed tokens."""
+    """[n] int64 into the tokens that this rank has, of the n response tokens that it predicts."""
     targets: torch.Tensor
-    """[N] int64 token ids."""
+    """[n] int64 token ids."""
     temperature: float
     with_entropy: bool
     method: Method = "chunked"
     """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then exactly 1."""
     loss: TokenLoss | None = None
     """Computed, with its gradients, in the forward pass; a sum over tokens."""
+    rows: torch.Tensor | None = None
+    """[n] int64: which of the N response tokens of all context-parallel ranks they are. None: all."""
+    count: int = 0
+    """N, with `rows`."""
 
 
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens, or (loss, metrics of
-    each chunk of them) if it is given a loss.
+    each chunk of them) if it is given a loss. Log-probs without a loss are those of all context-parallel ranks, a loss is this rank's part.
 
     Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do responses, more than a
     chunk at a time: `output_layer` holds the weight, its forward is not called."""
@@ -73,7 +78,8 @@ class PolicyModel(GPTModel):
         options = dict(vocab_size=self.real_vocab_size, group=self.pg_collection.tp, temperature=labels.temperature,
                        with_entropy=labels.with_entropy, main_grad=main_grad)  # fmt: skip
         if labels.loss is None:
-            return linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
+            outputs = linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
+            return tuple(x if x is None else gather_rows(x, labels.rows, labels.count, self.pg_collection.cp) for x in outputs)
         fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
         return fused.loss, fused.metrics
 
@@ -83,7 +89,7 @@ class ValueHead(torch.nn.Module):
 
     Under sequence parallelism each rank's tokens are a part of the sequence, so its gradient is a part of the weight's: marked
     sequence_parallel, finalize_model_grads sums them. Otherwise every rank has all tokens and the whole gradient. The gradient norm
-    counts the weight once, as it is not marked tensor_model_parallel."""
+    counts the weight once, as it is not marked tensor_model_parallel. Of context-parallel ranks' parts DDP makes the sum."""
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
@@ -103,8 +109,20 @@ class ValueHead(torch.nn.Module):
         return (hidden.float() @ self.weight.float().t()).flatten()
 
 
+@dataclass(frozen=True)
+class ValuePositions:
+    """Where a forward pass is asked for values; travels as GPTModel's `labels`."""
+
+    positions: torch.Tensor
+    """[n] int64 into the tokens that this rank has."""
+    rows: torch.Tensor | None
+    """[n] int64: which of all N wanted values they are. None: all."""
+    count: int
+    """N."""
+
+
 class ValueHeadModel(GPTModel):
-    """GPTModel whose last stage returns values [N] fp32 at the positions [N] int64 that travel as `labels`."""
+    """GPTModel whose last stage returns the values [N] fp32 of all context-parallel ranks' positions."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -112,8 +130,10 @@ class ValueHeadModel(GPTModel):
             del self.output_layer
             self.value_head = ValueHead(self.config, self.pg_collection.tp)
 
-    def _postprocess(self, hidden_states, input_ids, position_ids, labels: torch.Tensor, *args, **kwargs):
-        return self.value_head(hidden_states, labels) if self.post_process else hidden_states
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels: ValuePositions, *args, **kwargs):
+        if not self.post_process:
+            return hidden_states
+        return gather_rows(self.value_head(hidden_states, labels.positions), labels.rows, labels.count, self.pg_collection.cp)
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:
@@ -131,7 +151,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size, context_parallel_size=parallel.context_parallel_size,
         **_virtual_pipeline_fields(parallel),
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=parallel.recompute_granularity, recompute_method=parallel.recompute_method,

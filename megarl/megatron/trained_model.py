@@ -15,6 +15,7 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
@@ -31,8 +32,8 @@ with cpu_megatron():
     from megatron.core.packed_seq_params import PackedSeqParams
 
 Metrics = dict[str, torch.Tensor]
-Request = Callable[[MicroBatch], Any]
-"""What the last stage is asked for; travels as GPTModel's `labels`."""
+Request = Callable[[MicroBatch, ContextShard], Any]
+"""What the last stage is asked for on this rank; travels as GPTModel's `labels`."""
 
 
 class TrainedModel(ABC):
@@ -77,6 +78,11 @@ class TrainedModel(ABC):
     @property
     def reports(self) -> bool:
         """True on one rank of every data-parallel replica: the one whose numbers are counted."""
+        return self._reports_shard and self.groups.cp.rank() == 0
+
+    @property
+    def _reports_shard(self) -> bool:
+        """The same for numbers of which every context-parallel rank has a part."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
@@ -122,15 +128,18 @@ class TrainedModel(ABC):
         return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
 
     def _update(self, micro_batches: list[MicroBatch], request: Request,
-                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> dict[str, float]:
-        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch."""
+                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], of_shards: bool = False) -> dict[str, float]:
+        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
+
+        of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each."""
         self.memory.use("gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
         of_step = self.step()
-        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if self.reports else {}
+        reports = self._reports_shard if of_shards else self.reports
+        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
         return metrics | of_step
 
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
@@ -144,7 +153,8 @@ class TrainedModel(ABC):
                 value, metrics = loss(micro, output)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-            return self._forward(model, micro, request(micro)), finish
+            shard = self._shard(micro)
+            return self._forward(model, micro, shard, request(micro, shard)), finish
 
         return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
 
@@ -157,7 +167,8 @@ class TrainedModel(ABC):
 
         def forward_step(iterator, model):
             micro = next(iterator)
-            output = self._forward(model, micro, request(micro))
+            shard = self._shard(micro)
+            output = self._forward(model, micro, shard, request(micro, shard))
             # one tensor: with experts in the model, Megatron asks the output for its device
             return (keep(output) if model.post_process else output), lambda kept, non_loss_data: kept
 
@@ -170,21 +181,24 @@ class TrainedModel(ABC):
         with cpu_megatron():
             return run_schedule(chunks, forward_step, micro_batches, forward_only, self.groups, self.config)
 
-    def _forward(self, model: torch.nn.Module, micro: MicroBatch, wanted: object):
-        tokens, lengths = micro.batch.tokens, micro.batch.lengths.tolist()
-        # Sequence parallelism needs a multiple of the tensor-parallel size: close with a sample of its own that no loss looks at.
+    def _shard(self, micro: MicroBatch) -> ContextShard:
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
-        fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
-        if fill:
-            tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
-        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(lengths))
+        return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
-    def _packed(self, lengths: list[int]) -> PackedSeqParams:
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
+        tokens = shard.take(micro.batch.tokens, padding=0)
+        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(shard))
+
+    def _packed(self, shard: ContextShard) -> PackedSeqParams:
+        """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide
+        them by the context-parallel size. That they are the padded ones too says that nothing lies between sequences."""
+        lengths = shard.lengths
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope positions.
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                                 cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens,
                                  max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-        packed.sequence_lengths = lengths  # on the host, for PackedAttention
+        packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order  # on the host, for PackedAttention
         return packed
 
 

@@ -39,6 +39,7 @@ def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: b
 TP = dict(tensor_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 PP = dict(pipeline_model_parallel_size=2)
+CP = dict(context_parallel_size=2)
 VPP = PP | dict(virtual_pipeline_model_parallel_size=2)
 EP = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
@@ -49,13 +50,11 @@ SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("core_att
 LAYOUTS = {
     "tp2": _layout(2, **TP),
     "tp2_sp": _layout(2, **SP),
-    "tp2_sp_do": _layout(2, distributed=True, **SP),
     "tp2_sp_stacked": _layout(2, qkv_layout="stacked", **SP),
     "tp2_sp_full": _layout(2, **SP, **FULL),
     "tp2_sp_selective": _layout(2, **SP, **SELECTIVE),
     "tp2_sp_tied": _layout(2, "qwen2_tied", **SP),
     "pp2": _layout(2, **PP),
-    "pp2_do": _layout(2, distributed=True, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
     "pp2_vpp2": _layout(2, **VPP),
@@ -77,6 +76,15 @@ LAYOUTS = {
     "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),
     "tp2_sp_ep2_etp2_do": _layout(4, "qwen3_moe", distributed=True, **SP, **EP),
     "pp2_ep2_full": _layout(4, "qwen3_moe", **PP, **EP, **FULL),
+    "cp2": _layout(2, **CP),
+    "cp2_do": _layout(2, distributed=True, **CP),
+    "cp2_full": _layout(2, **CP, **FULL),
+    "cp2_ep2": _layout(2, "qwen3_moe", **CP, **EP),
+    "cp4_tied": _layout(4, "qwen2_tied", context_parallel_size=4),
+    "cp2_dp2_do": _layout(4, distributed=True, **CP),
+    "tp2_sp_cp2": _layout(4, **SP, **CP),
+    "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
+    "tp2_sp_cp2_ep2": _layout(4, "qwen3_moe", **SP, **CP, **EP, **ETP1),
     "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
     "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
     "pp2_vpp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **VPP),
@@ -90,9 +98,13 @@ LAYOUTS = {
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
 its micro-batch as a whole."""
-MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp"}
-"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know."""
+MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp", "own_key_gradient": "cp2"}
+"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know;
+gradients of keys and values from a rank's own queries alone."""
 
-CASES = [(layout, role, packing) for layout, of in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
-         if not (role == "critic" and (of.model == "qwen2_tied" or of.bf16))]  # fmt: skip
+CASES = [f"{name}/{role}/{packing}" for name, layout in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
+         if role == "actor" or not (layout.bf16 or layout.model == "qwen2_tied")]  # fmt: skip
 """A critic's embeddings are not tied."""
+QUICK = ("actor/packed", "critic/single")
+"""Of every layout; the others are its long tail."""
+PLANTED = [f"{layout}/actor/packed/{mutant}" for mutant, layout in MUTANTS.items()]

@@ -1,9 +1,9 @@
 """Run under torchrun with 4 ranks: a forward pass and two updates of every case of layouts.py, against one rank of the same job.
 
 Every rank cuts what it should hold out of the reference's full tensors, by its atlas, and compares: all copies are seen and
-nothing is gathered. Writes report_<rank>.json for test_equivalence.py; names of cases as arguments run those alone.
+nothing is gathered. Writes report_<rank>.json for test_equivalence.py.
 
-    torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]"""
+    torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]     # default: all cases"""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layouts import CASES, LAYOUTS, MODELS, MUTANTS, PACKINGS, Layout
+from layouts import CASES, LAYOUTS, MODELS, PACKINGS, PLANTED, Layout
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
@@ -43,7 +44,7 @@ def full_weights(shape: ModelShape) -> Tensors:
             for name, (rows, cols) in hf_sizes(shape).items()}  # fmt: skip
 
 
-def make_batch(vocab_size: int, count: int = 12) -> Batch:
+def make_batch(vocab_size: int, count: int = 9) -> Batch:
     """Prompts of 1 to 24 tokens, responses of 1 to 16: ranks that have equally much to do have unequal numbers of response tokens."""
     generator = torch.Generator().manual_seed(3)
 
@@ -66,8 +67,8 @@ def rectangles(atlas: Atlas, local: Tensors, full: Tensors) -> Iterator[tuple[st
 
 
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
-    """Largest difference and where it is; relative to the largest element of the canonical tensor, or absolute."""
-    return max(((mine - wanted).abs().max().item() / (full[name].abs().max().item() if relative else 1.0), name)
+    """Largest difference (infinite if one is no number) and where it is; relative to the largest element of the canonical tensor, or absolute."""
+    return max(((mine - wanted).abs().max().nan_to_num(nan=torch.inf).item() / (full[name].abs().max().item() if relative else 1.0), name)
                for name, mine, wanted in rectangles(atlas, local, full))  # fmt: skip
 
 
@@ -145,6 +146,11 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
     return gradients
 
 
+def own_part(out: torch.Tensor, of_ranks: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """A reduce-scatter without the sum."""
+    out.copy_(of_ranks.chunk(group.size())[group.rank()])
+
+
 @dataclass
 class Run:
     """What one rank has of a forward pass and two updates that follow it.
@@ -178,10 +184,11 @@ def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "")
                 parameter.sequence_parallel = False
     outputs, gradients = forward_only(model, micros), gradients_at_step(model)
     report = {"tokens": [len(micro.targets) for micro in micros], "loss": [], "grad_norm": []}
-    for _ in range(2):
-        metrics = update(model, micros, num_tokens, token_level=packing == "packed")
-        report["loss"].append(metrics.get("loss", 0.0))
-        report["grad_norm"].append(metrics.get(f"{model.prefix}/grad_norm", 0.0))
+    with patch.object(dist, "reduce_scatter_tensor", own_part) if mutant == "own_key_gradient" else contextlib.nullcontext():
+        for _ in range(2):
+            metrics = update(model, micros, num_tokens, token_level=packing == "packed")
+            report["loss"].append(metrics.get("loss", 0.0))
+            report["grad_norm"].append(metrics.get(f"{model.prefix}/grad_norm", 0.0))
     return Run(model, atlas, report, outputs, gradients)
 
 
@@ -198,12 +205,12 @@ def write_reference(folder: Path, path: Path, layout: Layout, role: str) -> None
     torch.save(found, path)
 
 
-def compare(folder: Path, reference: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> dict:
+def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: str, mutant: str = "") -> dict:
     """The report of this rank, with its differences from one rank."""
     with message_under_way(layout):
         mine = run(folder, layout, role, packing, mutant)
     wanted = torch.load(reference)
-    outputs = [((output - wanted["outputs"][sample]).abs().max().item(), f"sample {sample}") for sample, output in mine.outputs.items()]
+    outputs = [((output - wanted["outputs"][sample]).abs().max().nan_to_num(nan=torch.inf).item(), f"sample {sample}") for sample, output in mine.outputs.items()]
     return mine.report | {
         "one_rank": wanted["report"],
         "output": max(outputs, default=(0.0, "no sample")),
@@ -212,27 +219,25 @@ def compare(folder: Path, reference: Path, layout: Layout, role: str, packing: s
     }
 
 
-def main(out: Path, *only: str) -> None:
+def main(out: Path, *cases: str) -> None:
     join_world(60)
-    rank, report = dist.get_rank(), {}
-    cases = [(*case, "") for case in CASES] + [(layout, "actor", "packed", mutant) for mutant, layout in MUTANTS.items()]
-    cases = [case for case in cases if not only or "/".join(filter(None, case)) in only]
-    for layout, *_ in cases:
-        create_groups(megatron_mesh(tuple(range(LAYOUTS[layout].ranks)), ParallelConfig(**LAYOUTS[layout].parallel)))
+    rank, arguments, references = dist.get_rank(), {}, {}
+    for case in cases or CASES + PLANTED:
+        name, role, *how = case.split("/")
+        layout = LAYOUTS[name]
+        path = out / f"{layout.model}_{role}_{layout.bf16}.pt"
+        references[path] = layout, role
+        arguments[case] = layout, path, role, *how
+        create_groups(megatron_mesh(tuple(range(layout.ranks)), ParallelConfig(**layout.parallel)))
     create_groups(megatron_mesh((0,), ParallelConfig()))
-    references = {(of.model, role, of.bf16): (of, out / f"{of.model}_{role}_{of.bf16}.pt") for name, role, *_ in cases for of in [LAYOUTS[name]]}
     if rank == 0:
         for name, config in MODELS.items():
             (out / name).mkdir(exist_ok=True)
             (out / name / "config.json").write_text(json.dumps(config))
-        for (_, role, _), (layout, path) in references.items():
+        for path, (layout, role) in references.items():
             write_reference(out, path, layout, role)
     dist.barrier()
-    for name, role, packing, mutant in cases:
-        layout = LAYOUTS[name]
-        if rank < layout.ranks:
-            _, reference = references[layout.model, role, layout.bf16]
-            report["/".join(filter(None, (name, role, packing, mutant)))] = compare(out, reference, layout, role, packing, mutant)
+    report = {case: compare(out, *of_case) for case, of_case in arguments.items() if rank < of_case[0].ranks}
     (out / f"report_{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
