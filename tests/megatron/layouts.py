@@ -48,6 +48,7 @@ BLOCK = FULL | dict(recompute_method="block")
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "mlp"))
 
 LAYOUTS = {
+    "one": _layout(1),
     "tp2": _layout(2, **TP),
     "tp2_sp": _layout(2, **SP),
     "tp2_sp_stacked": _layout(2, qkv_layout="stacked", **SP),
@@ -91,9 +92,10 @@ LAYOUTS = {
     "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
     "pp4": _layout(4, pipeline_model_parallel_size=4),
     "pp4_vpp2": _layout(4, "llama_deep", **VPP | dict(pipeline_model_parallel_size=4)),
-    "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
+    "dp2_do_bf16": _layout(2, bf16=True, distributed=True),
+    "dp2_tied_do_bf16": _layout(2, "qwen2_tied", bf16=True, distributed=True),
     "pp2_bf16": _layout(2, bf16=True, **PP),
-    "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
+    "pp2_vpp2_do_bf16": _layout(2, bf16=True, distributed=True, **VPP),
 }
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
