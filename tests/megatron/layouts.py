@@ -9,10 +9,11 @@ _COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_a
 MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "llama_deep": dict(model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)),
     "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
                       num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
 }  # fmt: skip
-"""config.json of each: q/k norms; biases and tied embeddings; experts. Every vocabulary needs padding."""
+"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts. Most vocabularies need padding."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ TP = dict(tensor_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 PP = dict(pipeline_model_parallel_size=2)
 CP = dict(context_parallel_size=2)
+VPP = PP | dict(virtual_pipeline_model_parallel_size=2)
 EP = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -57,6 +59,11 @@ LAYOUTS = {
     "pp2_do": _layout(2, distributed=True, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
+    "pp2_vpp2": _layout(2, **VPP),
+    "pp2_vpp2_do": _layout(2, distributed=True, **VPP),
+    "pp2_vpp2_full": _layout(2, **VPP, **FULL),
+    "pp2_vpp2_tied": _layout(2, "qwen2_tied", **VPP),
+    "pp2_vpp2_moe": _layout(2, "qwen3_moe", **VPP),
     "dp2": _layout(2),
     "dp2_overlap": _layout(2, overlap=True),
     "dp2_do": _layout(2, distributed=True),
@@ -80,8 +87,15 @@ LAYOUTS = {
     "tp2_sp_cp2": _layout(4, **SP, **CP),
     "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
     "tp2_sp_cp2_ep2": _layout(4, "qwen3_moe", **SP, **CP, **EP, **ETP1),
+    "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
+    "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
+    "pp2_vpp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **VPP),
+    "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
+    "pp4": _layout(4, pipeline_model_parallel_size=4),
+    "pp4_vpp2": _layout(4, "llama_deep", **VPP | dict(pipeline_model_parallel_size=4)),
     "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
     "pp2_bf16": _layout(2, bf16=True, **PP),
+    "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
 }
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees

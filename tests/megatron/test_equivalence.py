@@ -1,6 +1,6 @@
-"""Every layout gives the losses, gradients, gradient norms and weights of one rank.
+"""Every layout gives the outputs, losses, gradients, gradient norms and weights of one rank.
 
-One torchrun job with four ranks (run_equivalence.py) makes two updates of each case of layouts.py and compares them, in the same job,
+One torchrun job with four ranks (run_equivalence.py) makes a forward pass and two updates of each case of layouts.py and compares them, in the same job,
 with those of one rank that packs its micro-batches otherwise; these tests judge what it wrote. Planted faults must be found.
 
     pytest tests/megatron/test_equivalence.py"""
@@ -16,10 +16,10 @@ import pytest
 from tests.megatron.cases import run_ranks
 from tests.megatron.layouts import CASES, LAYOUTS, MUTANTS
 
-FP32 = dict(loss=1e-6, grad_norm=2e-6, gradient=1e-5, weight=1e-4, output=1e-5)
-"""Relative, `gradient` to the largest element of its parameter, but `weight`: absolute, after two steps of Adam with a learning rate of 1e-2,
-and `output`: absolute, of log-probs down to -15 and of values."""
-BF16 = dict(loss=2e-3, grad_norm=2e-2, gradient=5e-2, weight=2e-2, output=0.2)
+FP32 = dict(output=2e-5, loss=1e-6, grad_norm=1e-6, gradient=1e-5, weight=1e-4)
+"""Loss and norm relative, `gradient` relative to the largest element of its parameter. Absolute: log-probs or values, and weights after
+two steps of Adam with a learning rate of 1e-2. Observed: at most OBSERVED."""
+BF16 = dict(output=0.1, loss=2e-3, grad_norm=2e-2, gradient=5e-2, weight=2e-2)
 """Sanity: 8 bits. A gradient that is lost or comes twice is off by a third or more."""
 
 
@@ -41,9 +41,7 @@ def faults(reports: list[dict], case: str) -> Iterator[str]:
             error = abs(sum(part[kind][step] for part in parts) - wanted) / abs(wanted)
             if not error <= limits[kind]:
                 yield f"{kind} {error:.1e} of update {step}"
-    if not (error := max(part["output"] for part in parts)) <= limits["output"]:
-        yield f"output {error:.1e}"
-    for kind in ("gradient", "weight"):
+    for kind in ("output", "gradient", "weight"):
         error, name = max((part[kind] for part in parts), key=lambda of: (math.isnan(of[0]), of[0]))
         if not error <= limits[kind]:
             yield f"{kind} {error:.1e} of {name}"
