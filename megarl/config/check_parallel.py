@@ -40,12 +40,12 @@ class MegatronRole:
         return self.parallel.pipeline_model_parallel_size
 
     @property
-    def cp(self) -> int:
-        return self.parallel.context_parallel_size
-
-    @property
     def vpp(self) -> int:
         return self.parallel.virtual_pipeline_model_parallel_size
+
+    @property
+    def cp(self) -> int:
+        return self.parallel.context_parallel_size
 
 
 def agreed_fields(config: TrainConfig, roles: Iterable[str]) -> frozenset[str]:

@@ -48,15 +48,14 @@ BLOCK = FULL | dict(recompute_method="block")
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "mlp"))
 
 LAYOUTS = {
+    "one": _layout(1),
     "tp2": _layout(2, **TP),
     "tp2_sp": _layout(2, **SP),
-    "tp2_sp_do": _layout(2, distributed=True, **SP),
     "tp2_sp_stacked": _layout(2, qkv_layout="stacked", **SP),
     "tp2_sp_full": _layout(2, **SP, **FULL),
     "tp2_sp_selective": _layout(2, **SP, **SELECTIVE),
     "tp2_sp_tied": _layout(2, "qwen2_tied", **SP),
     "pp2": _layout(2, **PP),
-    "pp2_do": _layout(2, distributed=True, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
     "pp2_vpp2": _layout(2, **VPP),
@@ -86,6 +85,7 @@ LAYOUTS = {
     "cp2_dp2_do": _layout(4, distributed=True, **CP),
     "tp2_sp_cp2": _layout(4, **SP, **CP),
     "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
+    "cp2_pp2_vpp2_full": _layout(4, **CP, **VPP, **FULL),
     "tp2_sp_cp2_ep2": _layout(4, "qwen3_moe", **SP, **CP, **EP, **ETP1),
     "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
     "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
@@ -93,9 +93,10 @@ LAYOUTS = {
     "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
     "pp4": _layout(4, pipeline_model_parallel_size=4),
     "pp4_vpp2": _layout(4, "llama_deep", **VPP | dict(pipeline_model_parallel_size=4)),
-    "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
+    "dp2_do_bf16": _layout(2, bf16=True, distributed=True),
+    "dp2_tied_do_bf16": _layout(2, "qwen2_tied", bf16=True, distributed=True),
     "pp2_bf16": _layout(2, bf16=True, **PP),
-    "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
+    "pp2_vpp2_do_bf16": _layout(2, bf16=True, distributed=True, **VPP),
 }
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
@@ -104,6 +105,9 @@ MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp", "own_key_grad
 """Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know;
 gradients of keys and values from a rank's own queries alone."""
 
-CASES = [(layout, role, packing) for layout, of in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
-         if not (role == "critic" and (of.model == "qwen2_tied" or of.bf16))]  # fmt: skip
+CASES = [f"{name}/{role}/{packing}" for name, layout in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
+         if role == "actor" or not (layout.bf16 or layout.model == "qwen2_tied")]  # fmt: skip
 """A critic's embeddings are not tied."""
+QUICK = ("actor/packed", "critic/single")
+"""Of every layout; the others are its long tail."""
+PLANTED = [f"{layout}/actor/packed/{mutant}" for mutant, layout in MUTANTS.items()]

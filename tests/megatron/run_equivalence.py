@@ -1,15 +1,16 @@
 """Run under torchrun with 4 ranks: a forward pass and two updates of every case of layouts.py, against one rank of the same job.
 
 Every rank cuts what it should hold out of the reference's full tensors, by its atlas, and compares: all copies are seen and
-nothing is gathered. Writes report_<rank>.json for test_equivalence.py; names of cases as arguments run those alone.
+nothing is gathered. Writes report_<rank>.json for test_equivalence.py.
 
-    torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]"""
+    torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]     # default: all cases"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layouts import CASES, LAYOUTS, MODELS, MUTANTS, PACKINGS, Layout
+from layouts import CASES, LAYOUTS, MODELS, PACKINGS, PLANTED, Layout
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
@@ -44,7 +45,7 @@ def full_weights(shape: ModelShape) -> Tensors:
             for name, (rows, cols) in hf_sizes(shape).items()}  # fmt: skip
 
 
-def make_batch(vocab_size: int, count: int = 12) -> Batch:
+def make_batch(vocab_size: int, count: int = 9) -> Batch:
     """Prompts of 1 to 24 tokens, responses of 1 to 16: ranks that have equally much to do have unequal numbers of response tokens."""
     generator = torch.Generator().manual_seed(3)
 
@@ -66,10 +67,22 @@ def rectangles(atlas: Atlas, local: Tensors, full: Tensors) -> Iterator[tuple[st
             yield piece.hf_name, local[name][piece.local_row : piece.local_row + rows, piece.local_col : piece.local_col + cols], part
 
 
+def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference; infinite if one is no number."""
+    return (mine - wanted).abs().max().nan_to_num(nan=torch.inf).item()
+
+
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
     """Largest difference and where it is; relative to the largest element of the canonical tensor, or absolute."""
-    return max(((mine - wanted).abs().max().item() / (full[name].abs().max().item() if relative else 1.0), name)
+    return max((distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
                for name, mine, wanted in rectangles(atlas, local, full))  # fmt: skip
+
+
+def checksums(atlas: Atlas, local: Tensors) -> dict[str, int]:
+    """Of every rectangle of a canonical tensor that this rank holds. Ranks that hold the same one have copies of it."""
+    return {f"{piece.hf_name}[{piece.row_start}:{piece.row_end}, {piece.col_start}:{piece.col_end}]":
+            zlib.crc32(local[name][piece.local_row :, piece.local_col :][: piece.row_end - piece.row_start, : piece.col_end - piece.col_start]
+                       .contiguous().numpy()) for name, param in atlas.items() for piece in param.pieces}  # fmt: skip
 
 
 def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]:
@@ -205,41 +218,40 @@ def write_reference(folder: Path, path: Path, layout: Layout, role: str) -> None
     torch.save(found, path)
 
 
-def compare(folder: Path, reference: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> dict:
+def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: str, mutant: str = "") -> dict:
     """The report of this rank, with its differences from one rank."""
     with message_under_way(layout):
         mine = run(folder, layout, role, packing, mutant)
     wanted = torch.load(reference)
-    outputs = [((output - wanted["outputs"][sample]).abs().max().item(), f"sample {sample}") for sample, output in mine.outputs.items()]
+    outputs = [(distance(output, wanted["outputs"][sample]), f"sample {sample}") for sample, output in mine.outputs.items()]
     return mine.report | {
         "one_rank": wanted["report"],
         "output": max(outputs, default=(0.0, "no sample")),
         "gradient": worst(mine.atlas, mine.gradients, wanted["gradients"], relative=True),
         "weight": worst(mine.atlas, mine.weights, wanted["weights"], relative=False),
+        "copies": checksums(mine.atlas, mine.weights),
     }
 
 
-def main(out: Path, *only: str) -> None:
+def main(out: Path, *cases: str) -> None:
     join_world(60)
-    rank, report = dist.get_rank(), {}
-    cases = [(*case, "") for case in CASES] + [(layout, "actor", "packed", mutant) for mutant, layout in MUTANTS.items()]
-    cases = [case for case in cases if not only or "/".join(filter(None, case)) in only]
-    for layout, *_ in cases:
-        create_groups(megatron_mesh(tuple(range(LAYOUTS[layout].ranks)), ParallelConfig(**LAYOUTS[layout].parallel)))
+    rank, arguments, references = dist.get_rank(), {}, {}
+    for case in cases or CASES + PLANTED:
+        name, role, *how = case.split("/")
+        layout = LAYOUTS[name]
+        path = out / f"{layout.model}_{role}_{layout.bf16}.pt"
+        references[path] = layout, role
+        arguments[case] = layout, path, role, *how
+        create_groups(megatron_mesh(tuple(range(layout.ranks)), ParallelConfig(**layout.parallel)))
     create_groups(megatron_mesh((0,), ParallelConfig()))
-    references = {(of.model, role, of.bf16): (of, out / f"{of.model}_{role}_{of.bf16}.pt") for name, role, *_ in cases for of in [LAYOUTS[name]]}
     if rank == 0:
         for name, config in MODELS.items():
             (out / name).mkdir(exist_ok=True)
             (out / name / "config.json").write_text(json.dumps(config))
-        for (_, role, _), (layout, path) in references.items():
+        for path, (layout, role) in references.items():
             write_reference(out, path, layout, role)
     dist.barrier()
-    for name, role, packing, mutant in cases:
-        layout = LAYOUTS[name]
-        if rank < layout.ranks:
-            _, reference = references[layout.model, role, layout.bf16]
-            report["/".join(filter(None, (name, role, packing, mutant)))] = compare(out, reference, layout, role, packing, mutant)
+    report = {case: compare(out, *of_case) for case, of_case in arguments.items() if rank < of_case[0].ranks}
     (out / f"report_{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
