@@ -85,6 +85,7 @@ LAYOUTS = {
     "cp2_dp2_do": _layout(4, distributed=True, **CP),
     "tp2_sp_cp2": _layout(4, **SP, **CP),
     "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
+    "cp2_pp2_vpp2_full": _layout(4, **CP, **VPP, **FULL),
     "tp2_sp_cp2_ep2": _layout(4, "qwen3_moe", **SP, **CP, **EP, **ETP1),
     "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
     "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
