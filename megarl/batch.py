@@ -66,6 +66,11 @@ class Batch:
         return self.cu_seqlens.diff()
 
     @property
+    def sample_of_token(self) -> torch.Tensor:
+        """[T] int64, the row of each token's sample."""
+        return torch.arange(len(self)).repeat_interleave(self.lengths)
+
+    @property
     def response_lengths(self) -> torch.Tensor:
         """[B] int64."""
         return _cumulative(self.response_mask)[self.cu_seqlens].diff()

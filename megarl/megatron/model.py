@@ -15,6 +15,7 @@ from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron.attention import StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.router import use_router
 
 with cpu_megatron():
     from megatron.core.models.gpt import GPTModel
@@ -145,7 +146,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
-    """The same for a mixture of experts. The router computes in fp32; no balancing loss."""
+    """The same for a mixture of experts. The router computes in fp32; its losses are ours (router.py)."""
     return dict(
         num_moe_experts=shape.num_moe_experts, moe_ffn_hidden_size=shape.moe_ffn_hidden_size, moe_router_topk=shape.moe_router_topk,
         # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to 1
@@ -173,6 +174,7 @@ def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
         spec = _local_layer_spec(config)
     if qkv_layout == "stacked":
         spec.submodules.self_attention.module = StackedQKVSelfAttention
+    use_router(spec)
     return spec
 
 

@@ -33,6 +33,7 @@ Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[to
 
 class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
+    routing_prefix: ClassVar[str] = "moe"
 
     def _build(self, parallel: ParallelConfig) -> PolicyModel:
         return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)

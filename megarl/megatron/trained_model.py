@@ -14,13 +14,14 @@ import torch
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
 from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
+from megarl.megatron.routing import Routing
 from megarl.metrics import combine
 
 with cpu_megatron():
@@ -42,9 +43,12 @@ Request = Callable[[MicroBatch], Any]
 class TrainedModel(ABC):
     prefix: ClassVar[str]
     """Of the names of this model's metrics."""
+    routing_prefix: ClassVar[str]
+    """Of those of its routers, if it is a mixture of experts."""
 
     def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
-                 optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None) -> None:
+                 optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
+                 experts: MoEConfig | None = None) -> None:
         """Build model and optimizer (None: frozen, forward only). The weights are undefined until they are loaded."""
         _initialize_process()
         self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
@@ -53,6 +57,7 @@ class TrainedModel(ABC):
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             self.model = self._build(parallel)
+            self.routing = Routing([self.model], experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
             self.ddp = self._wrap(optimizer) if optimizer else None
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
@@ -123,10 +128,22 @@ class TrainedModel(ABC):
         self.memory.use("gradients")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        of_experts = {}
+        if self.routing:
+            self._begin_routing(micro_batches, request)
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
+        if self.routing:
+            of_experts = self.routing.end_update(self.routing_prefix)
         of_step = self.step()
         metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if self.reports else {}
-        return metrics | of_step
+        return metrics | of_experts | of_step
+
+    def _begin_routing(self, micro_batches: list[MicroBatch], request: Request) -> None:
+        if self.routing.needs_counts:
+            with self.routing.counting():  # without responses: no log-probs are made
+                self._forward_only([MicroBatch(micro.batch, micro.response_positions[:0]) for micro in micro_batches], request,
+                                   keep=lambda output: torch.zeros(()))
+        self.routing.begin_update(micro_batches)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
                           loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
@@ -178,7 +195,17 @@ class TrainedModel(ABC):
         fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
         if fill:
             tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
-        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(lengths))
+        packed = self._packed(lengths)
+        if self.routing:
+            packed.routed = self.routing.of_pass(getattr(model, "module", model), micro, self._own_tokens(micro.batch.sample_of_token, fill))
+        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
+
+    def _own_tokens(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers see; -1 on padding."""
+        values = torch.cat([values, values.new_full((fill, *values.shape[1:]), -1)])
+        if self.config.sequence_parallel:
+            values = values.chunk(self.groups.tp.size())[self.groups.tp.rank()]
+        return values.to(self.device)
 
     def _packed(self, lengths: list[int]) -> PackedSeqParams:
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)

@@ -1,0 +1,116 @@
+"""What the routers of one model are told before a forward pass and asked after an update. `router.py` says what they do with it.
+
+    routing = Routing(chunks, options, groups, device)      collective over the mesh
+    packed.routed = routing.of_pass(chunk, micro, samples)  before every forward pass
+    routing.begin_update(micro_batches)                     collective over the mesh; every pass with gradients is then part of the update
+    routing.end_update()                                    collective over the mesh; its metrics"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import MicroBatch
+from megarl.config.schema import MoEConfig
+from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.router import STATISTICS, Balance, RoutedTokens, connect_routers
+
+with cpu_megatron():
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class Routing:
+    def __init__(self, chunks: list[torch.nn.Module], options: MoEConfig, groups: ProcessGroupCollection, device: torch.device) -> None:
+        self.options, self.groups, self.device = options, groups, device
+        self.routers = {id(chunk): connect_routers(chunk) for chunk in chunks}
+        self._all = [router for routers in self.routers.values() for router in routers]
+        num_layers = torch.tensor(len(self._all), device=device)
+        dist.all_reduce(num_layers, group=groups.pp)
+        self.num_layers = int(num_layers)
+        self._amounts: tuple[int, int] | None = None  # tokens and samples of the mini-batch that is trained on
+        self._counts: dict[int, torch.Tensor] = {}  # of each chunk, if the whole mini-batch was counted
+        self._counting = False
+        self._mode: str | None = None
+        self._choices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def of_pass(self, chunk: torch.nn.Module, micro: MicroBatch, samples: torch.Tensor) -> RoutedTokens:
+        """What the routers of `chunk` are to know of the next forward pass.
+
+        Args:
+            samples: [T] int64 of this rank's tokens: row of each one's sample in the micro-batch, -1 on padding."""
+        by_sample = self.options.moe_router_load_balancing_type == "seq_aux_loss"
+        routed = RoutedTokens(is_real=samples >= 0, groups=samples.clamp(min=0) if by_sample else torch.zeros_like(samples))
+        if self._counting:
+            routed.counts = True
+        elif self._amounts is not None:
+            routed.balance = self._balance(chunk, micro, *self._amounts)
+        return routed
+
+    def _balance(self, chunk: torch.nn.Module, micro: MicroBatch, num_tokens: int, num_samples: int) -> Balance:
+        options, routers = self.options, self.routers[id(chunk)]
+        weights = None
+        if routers and options.moe_router_load_balancing_type != "none":
+            tokens = micro.batch.lengths.sum().clamp(min=1)[None].double()
+            weights = {
+                "aux_loss": 1 / (tokens * num_tokens),
+                "seq_aux_loss": 1 / (micro.batch.lengths.double().square() * num_samples) if len(micro.batch) else torch.zeros(1),
+                "global_aux_loss": torch.tensor([1 / num_tokens**2], dtype=torch.float64),
+            }[options.moe_router_load_balancing_type]
+            weights = (weights * routers[0].num_experts / routers[0].topk).float().to(self.device)
+        return Balance(weights, options.moe_aux_loss_coeff, options.moe_z_loss_coeff, num_tokens, self._counts.get(id(chunk)))
+
+    @property
+    def needs_counts(self) -> bool:
+        """An update is to be preceded by a forward pass over its micro-batches inside `counting`."""
+        return self.options.moe_router_load_balancing_type == "global_aux_loss"
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Forward passes inside count the experts that the tokens of the mini-batch favour. Collective over the mesh."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+        for chunk, routers in self.routers.items():
+            if routers:
+                self._counts[chunk] = self._take(routers)[:, None, : routers[0].num_experts].float()
+
+    def begin_update(self, micro_batches: list[MicroBatch]) -> None:
+        """Until `end_update`, forward passes with gradients have losses of this mini-batch and are counted."""
+        amounts = torch.tensor([[len(m.batch.tokens), len(m.batch)] for m in micro_batches], device=self.device).sum(0)
+        dist.all_reduce(amounts, group=self.groups.dp)
+        self._amounts = tuple(amounts.tolist())
+
+    def end_update(self, prefix: str) -> dict[str, float]:
+        """Metrics of the update, on one rank of each pipeline stage: shares that add up over stages, and maxima."""
+        self._amounts, self._counts = None, {}
+        if not self._all:
+            return {}
+        statistics = self._take(self._all)
+        if self.groups.tp_dp_cp.rank() != 0:
+            return {}
+        loads, sums = statistics.split([self._all[0].num_experts, len(STATISTICS)], dim=1)
+        of = dict(zip(STATISTICS, sums.t(), strict=True))
+        shares = loads.amax(1) / loads.sum(1)
+        per_layer = {
+            "load_ratio": shares * loads.shape[1],
+            "entropy": of["entropy"] / of["tokens"],
+            "z": of["z"] / of["tokens"],
+            **({"balance_loss": of["balance"]} if self.options.moe_router_load_balancing_type != "none" else {}),
+            **({"z_loss": of["z_squared"] / of["tokens"]} if self.options.moe_z_loss_coeff else {}),
+        }  # fmt: skip
+        metrics = {name: float(value.sum()) / self.num_layers for name, value in per_layer.items()}
+        metrics |= {"max_share": float(shares.max()), "dead_experts": float((loads == 0).sum())}
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+    def _take(self, routers: list) -> torch.Tensor:
+        """[layers, E + len(STATISTICS)] fp64, of all ranks of this stage since it was taken last."""
+        taken = torch.stack([router.statistics for router in routers])
+        for router in routers:
+            router.statistics = None
+        dist.all_reduce(taken, group=self.groups.tp_dp_cp)
+        return taken
