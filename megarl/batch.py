@@ -42,6 +42,8 @@ class Batch:
     """[T] fp32; 0 where masked."""
     returns: torch.Tensor | None = None
     """[T] fp32, what the critic learns to predict; NaN where the sample's reward failed, 0 where masked."""
+    routed_experts: torch.Tensor | None = None
+    """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer; anything in layers without experts."""
 
     @staticmethod
     def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],
@@ -87,8 +89,8 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """The token columns that are there, by name."""
-        return {name: column for name in TOKEN_COLUMNS if (column := getattr(self, name)) is not None}
+        """The columns that are there, by name."""
+        return {name: column for name in (*TOKEN_COLUMNS, "routed_experts") if (column := getattr(self, name)) is not None}
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] fp32 token column under its name, without its gradient, on the CPU.

@@ -22,7 +22,7 @@ def _dense(experts: MoEConfig, shapes: list[ModelShape]) -> Iterator[str]:
     if not shapes or any(shape.is_moe for shape in shapes):
         return
     default = MoEConfig()
-    for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
+    for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_routing_replay"):
         if (value := getattr(experts, field)) != getattr(default, field):
             yield f"--{flag_name(field)} ({value}): needs a mixture of experts, and {shapes[0].model_type} is none. Leave it out."
 

@@ -11,9 +11,10 @@ stage; other stages return None for them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -44,7 +45,8 @@ class Policy(TrainedModel):
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
         """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage."""
-        return self._forward_only(micro_batches, lambda micro: self._response_tokens(micro, temperature), keep=lambda output: output[0])
+        with self._experts("record"):
+            return self._forward_only(micro_batches, lambda micro: self._response_tokens(micro, temperature), keep=lambda output: output[0])
 
     def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False,
                token_level: bool = True) -> dict[str, float]:
@@ -65,7 +67,13 @@ class Policy(TrainedModel):
             value, metrics = loss(micro, *output, slice(0, len(output[0])))
             return value, [metrics]
 
-        return self._update(micro_batches, request, finish)
+        with self._experts("replay"):
+            return self._update(micro_batches, request, finish)
+
+    def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
+        """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for itself."""
+        source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
+        return contextlib.nullcontext() if source == "none" else self.routing.choices("replay" if source == "engine" else what)
 
     def _response_tokens(self, micro: MicroBatch, temperature: float, with_entropy: bool = False,
                          loss: TokenLoss | None = None) -> ResponseTokens:

@@ -56,7 +56,7 @@ class RoutedTokens:
     counts: bool = False
     """A pass without gradients that adds to the statistics which experts the tokens favour."""
     choices: torch.Tensor | None = None
-    """[T, layers of this chunk, topk] integers: the experts of each token, read if `replays`, else written."""
+    """[T, layers of this chunk, topk] integers: the experts of each token, to be written, or read if `replays`."""
     replays: bool = False
 
 
@@ -83,6 +83,8 @@ class Router(TopKRouter):
     def __init__(self, config, pg_collection=None) -> None:
         super().__init__(config, pg_collection)
         self.router_replay = _Choices(self)
+        self.num_changed: torch.Tensor | None = None
+        """[T] int64, in a pass that replays: experts that each token would choose now and did not then."""
         self.statistics: torch.Tensor | None = None
         """[E + len(STATISTICS)] fp64, sums over the passes since it was None."""
 
@@ -93,10 +95,6 @@ class Router(TopKRouter):
         if self.routed.counts or (self.routed.balance is not None and torch.is_grad_enabled()):
             probs = self._observe(logits.flatten(0, 1), probs, chosen)
         return probs, chosen
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        if self.enable_expert_bias:
-            super()._apply_expert_bias(routing_map & self.routed.is_real[:, None])
 
     def _observe(self, logits: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Add to the statistics, and to the loss if the pass has one."""
@@ -110,8 +108,7 @@ class Router(TopKRouter):
                 probs = _AddToLoss.apply(probs, loss.to(probs.dtype))
         with torch.no_grad():
             entropy = torch.special.entr(scores).sum(-1) * real
-            # Of equal sets of k experts none is missing in the other.
-            changed = (favoured & ~chosen).sum(-1) * real
+            changed = self.num_changed * real if self.routed.replays else real * 0
             sums = torch.stack([x.sum().double() for x in (real, entropy, z, z.square(), spread, changed)])
             per_expert = ((favoured if self.routed.counts else chosen) & real[:, None]).sum(0).double()
             new = torch.cat([per_expert, sums])
@@ -142,7 +139,8 @@ class Router(TopKRouter):
 
 
 class _Choices:
-    """Stands where Megatron has its RouterReplay, which keeps the routers of all models of the process in one list."""
+    """Stands where Megatron has its RouterReplay, which keeps the routers of all models of the process in one list and finds the choices
+    of a layer that is computed again by popping another."""
 
     def __init__(self, router: Router) -> None:
         self.router = (router,)  # hidden from torch.nn.Module
@@ -151,10 +149,11 @@ class _Choices:
         """Scores and indices [T, topk] of the experts."""
         (router,) = self.router
         routed = router.routed
-        if routed.replays:
-            indices = routed.choices[:, router.index].long()
-            return scores.gather(1, indices), indices
         values, indices = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if routed.replays:
+            given = routed.choices[:, router.index].long()
+            router.num_changed = (indices[:, :, None] != given[:, None, :]).all(-1).sum(-1)
+            return scores.gather(1, given), given
         if routed.choices is not None:
             routed.choices[:, router.index] = indices
         return values, indices

@@ -1,14 +1,18 @@
 """What the routers of one model are told before a forward pass and asked after an update. `router.py` says what they do with it.
 
     routing = Routing(chunks, options, groups, device)      collective over the mesh
-    packed.routed = routing.of_pass(chunk, micro, samples)  before every forward pass
+    packed.routed = routing.of_pass(chunk, micro, own)      before every forward pass; after it:
+    routing.end_pass(chunk, micro, packed.routed)
+    with routing.choices("record"):                         forward passes inside keep which experts they chose,
+    with routing.choices("replay"):                         or choose what was kept; neither: as the router does now
     routing.begin_update(micro_batches)                     collective over the mesh; every pass with gradients is then part of the update
-    routing.end_update()                                    collective over the mesh; its metrics"""
+    routing.end_update(prefix)                              collective over the mesh; its metrics"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,21 +37,53 @@ class Routing:
         self._amounts: tuple[int, int] | None = None  # tokens and samples of the mini-batch that is trained on
         self._counts: dict[int, torch.Tensor] = {}  # of each chunk, if the whole mini-batch was counted
         self._counting = False
-        self._mode: str | None = None
-        self._choices: dict[tuple[int, ...], torch.Tensor] = {}
+        self._choosing: Literal["record", "replay"] | None = None
+        self._kept: dict[tuple[int, ...], torch.Tensor] = {}  # chunk and samples of a forward pass -> choices, on the CPU
 
-    def of_pass(self, chunk: torch.nn.Module, micro: MicroBatch, samples: torch.Tensor) -> RoutedTokens:
+    def of_pass(self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]) -> RoutedTokens:
         """What the routers of `chunk` are to know of the next forward pass.
 
         Args:
-            samples: [T] int64 of this rank's tokens: row of each one's sample in the micro-batch, -1 on padding."""
-        by_sample = self.options.moe_router_load_balancing_type == "seq_aux_loss"
+            own: a tensor with a row per token of the micro-batch -> the rows of the T tokens that this rank's layers see, on its
+                device; -1 on padding."""
+        samples, by_sample = own(micro.batch.sample_of_token), self.options.moe_router_load_balancing_type == "seq_aux_loss"
         routed = RoutedTokens(is_real=samples >= 0, groups=samples.clamp(min=0) if by_sample else torch.zeros_like(samples))
         if self._counting:
             routed.counts = True
         elif self._amounts is not None:
             routed.balance = self._balance(chunk, micro, *self._amounts)
+        if self._choosing is not None and self.routers[id(chunk)] and len(micro.batch):
+            routed.choices, routed.replays = self._choices(chunk, micro, own), self._choosing == "replay"
         return routed
+
+    def end_pass(self, chunk: torch.nn.Module, micro: MicroBatch, routed: RoutedTokens) -> None:
+        if routed.choices is not None and not routed.replays:
+            self._kept[_key(chunk, micro)] = routed.choices.cpu()
+
+    def _choices(self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """[T, layers, topk] of this rank's tokens: to be written, of the engine, or as they were kept."""
+        routers = self.routers[id(chunk)]
+        if self._choosing == "record":
+            num_tokens = len(own(micro.batch.sample_of_token))
+            dtype = torch.uint8 if routers[0].num_experts <= 256 else torch.int16
+            return torch.empty(num_tokens, len(routers), routers[0].topk, dtype=dtype, device=self.device)
+        if micro.batch.routed_experts is None:
+            return self._kept[_key(chunk, micro)].to(self.device)
+        layers = [router.layer_number - 1 for router in routers]
+        choices = own(micro.batch.routed_experts[:, layers].int())
+        return torch.where(choices < 0, torch.arange(routers[0].topk, dtype=torch.int32, device=self.device), choices)
+
+    @contextlib.contextmanager
+    def choices(self, what: Literal["record", "replay"]) -> Iterator[None]:
+        """Forward passes inside record which experts they choose, in place of what was recorded before, or replay it; where the batch has
+        the column routed_experts, that. A replay needs the passes of the recording: as many samples in each."""
+        if what == "record":
+            self._kept.clear()
+        self._choosing = what
+        try:
+            yield
+        finally:
+            self._choosing = None
 
     def _balance(self, chunk: torch.nn.Module, micro: MicroBatch, num_tokens: int, num_samples: int) -> Balance:
         options, routers = self.options, self.routers[id(chunk)]
@@ -102,6 +138,7 @@ class Routing:
             "z": of["z"] / of["tokens"],
             **({"balance_loss": of["balance"]} if self.options.moe_router_load_balancing_type != "none" else {}),
             **({"z_loss": of["z_squared"] / of["tokens"]} if self.options.moe_z_loss_coeff else {}),
+            **({"replay_changed": of["changed"] / loads.sum(1)} if self._choosing == "replay" else {}),
         }  # fmt: skip
         metrics = {name: float(value.sum()) / self.num_layers for name, value in per_layer.items()}
         metrics |= {"max_share": float(shares.max()), "dead_experts": float((loads == 0).sum())}
@@ -114,3 +151,7 @@ class Routing:
             router.statistics = None
         dist.all_reduce(taken, group=self.groups.tp_dp_cp)
         return taken
+
+
+def _key(chunk: torch.nn.Module, micro: MicroBatch) -> tuple[int, ...]:
+    return id(chunk), *micro.batch.sample_ids.tolist()

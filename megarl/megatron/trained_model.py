@@ -195,10 +195,13 @@ class TrainedModel(ABC):
         fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
         if fill:
             tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
-        packed = self._packed(lengths)
+        packed, chunk = self._packed(lengths), getattr(model, "module", model)
         if self.routing:
-            packed.routed = self.routing.of_pass(getattr(model, "module", model), micro, self._own_tokens(micro.batch.sample_of_token, fill))
-        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
+            packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, fill))
+        output = model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
+        if self.routing:
+            self.routing.end_pass(chunk, micro, packed.routed)
+        return output
 
     def _own_tokens(self, values: torch.Tensor, fill: int) -> torch.Tensor:
         """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers see; -1 on padding."""

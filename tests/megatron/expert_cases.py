@@ -9,6 +9,7 @@ from megarl.packing import Sample, plan_mini_batches
 
 TEMPERATURE, MAX_TOKENS = 0.8, 50
 COEFF, Z_COEFF = 0.5, 0.1  # large, so that a wrong factor shows beside the loss of the policy
+REPLAYS = ("policy", "engine")
 BALANCES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 CONFIG = dict(vocab_size=150, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
               head_dim=32, max_position_embeddings=128, rope_theta=10000.0, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
@@ -35,6 +36,12 @@ def make_batch(vocab_size: int, count: int = 12) -> Batch:
     batch = Batch.from_samples(list(range(count)), [ids(1, 9) for _ in range(count)], [ids(1, 17) for _ in range(count)])
     batch.advantages = torch.randn(len(batch.tokens), generator=generator) * batch.response_mask
     return batch
+
+
+def engine_choices(batch: Batch) -> torch.Tensor:
+    """[T, layers, topk]: experts that no router would choose, but for one in fourteen tokens."""
+    scores = torch.rand(len(batch.tokens), CONFIG["num_hidden_layers"], CONFIG["num_experts"], generator=torch.Generator().manual_seed(5))
+    return scores.topk(CONFIG["num_experts_per_tok"]).indices.to(torch.uint8)
 
 
 def micro_batches(batch: Batch, dp: int, max_tokens: int) -> list[list[MicroBatch]]:

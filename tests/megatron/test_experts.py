@@ -1,4 +1,4 @@
-"""Balancing losses and the statistics of routers: every layout against transformers in float64 with the formulas written out.
+"""Balancing losses, statistics and replay of routers: every layout against transformers in float64 with the formulas written out.
 
 One torchrun job with two ranks (run_experts.py) does all the work. Mutations that made tests fail are named at them.
 
@@ -16,7 +16,19 @@ from safetensors.torch import load_file
 
 from megarl.metrics import combine
 from tests.megatron.cases import run_ranks
-from tests.megatron.expert_cases import BALANCES, COEFF, CONFIG, LAYOUTS, MAX_TOKENS, TEMPERATURE, Z_COEFF, make_batch, micro_batches
+from tests.megatron.expert_cases import (
+    BALANCES,
+    COEFF,
+    CONFIG,
+    LAYOUTS,
+    MAX_TOKENS,
+    REPLAYS,
+    TEMPERATURE,
+    Z_COEFF,
+    engine_choices,
+    make_batch,
+    micro_batches,
+)
 
 CASES = [(layout, balance) for layout in LAYOUTS for balance in BALANCES]
 
@@ -32,6 +44,10 @@ def folder(tmp_path_factory) -> Path:
         for name, p in model.named_parameters():
             p.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name else 0.1)
     model.save_pretrained(out / "model")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.add_(torch.randn_like(layer.mlp.gate.weight) * 0.05)
+    model.save_pretrained(out / "moved")
     run_ranks("run_experts.py", out, 2)
     return out
 
@@ -39,7 +55,8 @@ def folder(tmp_path_factory) -> Path:
 class Reference:
     """Router logits and the policy's loss by transformers in float64, one unpadded sequence at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, choices: torch.Tensor | None = None) -> None:
+        """choices: [T, layers, topk] experts of every token, in place of the router's."""
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager",
@@ -53,6 +70,10 @@ class Reference:
         self.logits, losses = [], []
         for row in range(len(self.batch)):
             sample = self.batch.select([row])
+            if choices is not None:
+                rows = slice(*self.batch.cu_seqlens[row : row + 2].tolist())
+                for layer, given in zip(self.model.model.layers, choices[rows].unbind(1), strict=True):
+                    layer.mlp.gate.forward = forced(layer.mlp.gate, given.long())
             logits = self.model(sample.tokens[None], use_cache=False).logits[0] / TEMPERATURE
             log_probs = F.log_softmax(logits, -1)[:-1].gather(1, sample.tokens[1:, None])[:, 0]
             losses.append(-(log_probs * sample.advantages[1:].double()).sum())
@@ -90,6 +111,16 @@ class Reference:
         return dict(zip(names, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True))
 
 
+def forced(gate: torch.nn.Module, given: torch.Tensor):
+    """The router's forward with its choice of experts given: their weights are the softmax over their logits."""
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(hidden.reshape(-1, CONFIG["hidden_size"]), gate.weight)
+        return logits, logits.gather(1, given).softmax(-1), given
+
+    return forward
+
+
 @pytest.fixture(scope="module")
 def reference(folder) -> Reference:
     return Reference(folder / "model")
@@ -122,15 +153,24 @@ def test_gradients_are_those_of_the_formula(folder, reference, layout, balance):
     if balance != "none":
         loss = loss + COEFF * reference.of(balance, data_parallel(layout)) + Z_COEFF * reference.z.square().mean(1).sum()
     wanted, got = exported_names(reference.gradients(loss)), load_file(folder / f"{layout}_{balance}" / "model.safetensors")
+    assert_close(got, wanted)
+
+
+def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
+    for name, value in wanted.items():  # an expert without tokens has a gradient of exactly 0
         assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def updates(folder: Path, layout: str, case: str) -> list[dict[str, float]]:
+    """The metrics of the two updates, of all ranks together."""
+    reports = [json.loads((folder / f"report_{rank}.json").read_text())[f"{layout}/{case}"] for rank in range(LAYOUTS[layout][0])]
+    return [combine(of_ranks) for of_ranks in zip(*reports, strict=True)]
 
 
 @pytest.mark.parametrize("layout, balance", CASES)
 def test_metrics_are_of_all_ranks_layers_and_tokens(folder, reference, layout, balance):
-    first, second = (combine(json.loads((folder / f"report_{rank}.json").read_text())[f"{layout}/{balance}"][update]
-                             for rank in range(LAYOUTS[layout][0])) for update in (0, 1))  # fmt: skip
+    first, second = updates(folder, layout, balance)
     logits = torch.cat(reference.logits, dim=1).detach()
     load = F.one_hot(logits.topk(CONFIG["num_experts_per_tok"]).indices, CONFIG["num_experts"]).sum((1, 2)).double()
     share, layers = load.amax(1) / load.sum(1), len(logits)
@@ -145,6 +185,27 @@ def test_metrics_are_of_all_ranks_layers_and_tokens(folder, reference, layout, b
 
 
 def test_the_cases_tell_packings_apart_and_have_padding(reference):
-    assert abs(float(reference.of("aux_loss", 1) - reference.of("aux_loss", 2))) > 1e-3
+    assert (reference.of("aux_loss", 1) - reference.of("aux_loss", 2)).abs() > 1e-3
     assert reference.of("seq_aux_loss", 1) == reference.of("seq_aux_loss", 2)
     assert any(len(micro.batch.tokens) % 2 for micro in micro_batches(reference.batch, 1, MAX_TOKENS)[0])
+
+
+@pytest.fixture(scope="module")
+def replayed(folder, reference) -> dict[str, Reference]:
+    """By source: the moved router with the experts of the recording."""
+    recorded = torch.cat(reference.logits, dim=1).topk(CONFIG["num_experts_per_tok"]).indices.transpose(0, 1)
+    given = {"policy": recorded, "engine": engine_choices(reference.batch)}
+    return {source: Reference(folder / "moved", given[source]) for source in REPLAYS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", REPLAYS)
+def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder, replayed, layout, source):
+    """Failed with the router's own choice in the update, with the layers of a stage counted from its first one, and with rows of another
+    tensor-parallel rank."""
+    wanted = exported_names(replayed[source].gradients(replayed[source].loss))
+    assert_close(load_file(folder / f"{layout}_{source}" / "model.safetensors"), wanted)
+    unmoved, moved = updates(folder, layout, source)
+    assert unmoved["ratio_deviation_max"] == 0 < moved["ratio_deviation_max"]
+    assert (unmoved["moe/replay_changed"] == 0) == (source == "policy") and 0.02 < moved["moe/replay_changed"] < 1
+    assert moved["moe/load_ratio"] == unmoved["moe/load_ratio"]
