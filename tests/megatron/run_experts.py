@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from expert_cases import (
-    BALANCES,
+    CASES,
     COEFF,
     LAYOUTS,
     MAX_TOKENS,
-    REPLAYS,
+    REPLAY_CASES,
     TEMPERATURE,
     Z_COEFF,
     engine_choices,
@@ -29,7 +29,7 @@ from expert_cases import (
 
 from megarl.batch import Batch
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec
+from megarl.config.mesh import megatron_mesh
 from megarl.config.schema import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
@@ -42,7 +42,7 @@ class Held(Policy):
     """A policy that keeps its gradients instead of making a step."""
 
     def step(self) -> dict[str, float]:
-        self.gradients = {name: p.main_grad.view(p.shape[0], -1).clone() for name, p in self.model.named_parameters()}
+        self.gradients = {name: p.main_grad.view(p.shape[0], -1).clone() for name, p in self.named_parameters()}
         return {}
 
 
@@ -50,8 +50,7 @@ def build(folder: Path, name: str, experts: MoEConfig) -> tuple[Held, dict] | No
     """The policy and the atlases of its ranks, if this is one of them. Collective over the world."""
     count, flags = LAYOUTS[name]
     parallel = ParallelConfig(**flags)
-    mesh = MeshSpec(tuple(range(count)), tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size,
-                    ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
+    mesh = megatron_mesh(tuple(range(count)), parallel)
     create_groups(mesh)
     if dist.get_rank() >= count:
         return None
@@ -118,8 +117,8 @@ def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]
 
 def main(out: Path) -> None:
     join_world(60)
-    report = {f"{name}/{balance}": check_balance(out / "model", name, balance) for name in LAYOUTS for balance in BALANCES}
-    report |= {f"{name}/{source}": check_replay(out / "model", name, source) for name in LAYOUTS for source in REPLAYS}
+    report = {f"{name}/{balance}": check_balance(out / "model", name, balance) for name, balance in CASES}
+    report |= {f"{name}/{source}": check_replay(out / "model", name, source) for name, source in REPLAY_CASES}
     (out / f"report_{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

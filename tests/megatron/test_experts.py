@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from megarl.metrics import combine
 from tests.megatron.cases import run_ranks
 from tests.megatron.expert_cases import (
-    BALANCES,
+    CASES,
     COEFF,
     CONFIG,
     LAYOUTS,
     MAX_TOKENS,
+    REPLAY_CASES,
     REPLAYS,
     TEMPERATURE,
     Z_COEFF,
@@ -29,8 +30,6 @@ from tests.megatron.expert_cases import (
     make_batch,
     micro_batches,
 )
-
-CASES = [(layout, balance) for layout in LAYOUTS for balance in BALANCES]
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +197,7 @@ def replayed(folder, reference) -> dict[str, Reference]:
     return {source: Reference(folder / "moved", given[source]) for source in REPLAYS}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source", REPLAYS)
+@pytest.mark.parametrize("layout, source", REPLAY_CASES)
 def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder, replayed, layout, source):
     """Failed with the router's own choice in the update, with the layers of a stage counted from its first one, and with rows of another
     tensor-parallel rank."""
