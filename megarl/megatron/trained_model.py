@@ -18,7 +18,7 @@ from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
-from megarl.megatron.model import transformer_config
+from megarl.megatron.model import transformer_config, weights
 from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
 from megarl.metrics import combine
@@ -56,7 +56,7 @@ class TrainedModel(ABC):
             self.ddp = self._wrap(optimizer) if optimizer else None
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.model.named_parameters()}  # after DDP moved them
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in weights(self.model)}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
