@@ -21,7 +21,6 @@ with cpu_megatron():
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
 STATISTICS = ("tokens", "entropy", "z", "z_squared", "balance", "changed")
 """Sums over a rank's tokens: what follows the tokens of each expert in `Router.statistics`."""
@@ -157,13 +156,6 @@ class _Choices:
         if routed.choices is not None:
             routed.choices[:, router.index] = indices
         return values, indices
-
-
-def use_router(layer: ModuleSpec) -> None:
-    """Put `Router` into the specification of a layer; one without experts stays what it is."""
-    mlp = layer.submodules.mlp
-    if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
-        mlp.submodules.router = Router
 
 
 def connect_routers(model: torch.nn.Module) -> list[Router]:

@@ -58,7 +58,7 @@ class TrainedModel(ABC):
             self.ddp = self._wrap(optimizer) if optimizer else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters()}  # after DDP moved them
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
@@ -69,8 +69,18 @@ class TrainedModel(ABC):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        for prefix, chunk in self._named_chunks():
+            yield from chunk.named_parameters(prefix)
+
+    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
+        yield from self.named_parameters()
+        for prefix, chunk in self._named_chunks():
+            yield from ((name, buffer) for name, buffer in chunk.named_buffers(prefix) if name.endswith("router.expert_bias"))
+
+    def _named_chunks(self) -> Iterator[tuple[str, GPTModel]]:
         for number, chunk in enumerate(self.chunks):
-            yield from chunk.named_parameters(prefix=f"chunks.{number}" if len(self.chunks) > 1 else "")
+            yield f"chunks.{number}" if len(self.chunks) > 1 else "", chunk
 
     @abstractmethod
     def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
