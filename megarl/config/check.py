@@ -14,6 +14,7 @@ from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
+from megarl.config.installed import megatron_finding
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
@@ -76,7 +77,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
-    return [*findings, *reward_findings(config), *path_findings(config, new_run)]
+    return [*filter(None, [megatron_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> ModelShape:

@@ -43,7 +43,7 @@ TRANSFORMER_REFUSED = {
     "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have not, and flex was never tried.": """
         moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend""",
     "every token goes to all of its experts: a dropped one would have other log-probs in the engine.": """
-        moe_expert_capacity_factor moe_token_drop_policy moe_pad_expert_input_to_capacity""",
+        moe_expert_capacity_factor moe_token_dropping moe_token_drop_policy moe_pad_expert_input_to_capacity""",
     "the router sees what the engine's sees.": "moe_input_jitter_eps moe_router_force_load_balancing",
     "set --moe-routing-replay.": "moe_enable_routing_replay",
     "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",

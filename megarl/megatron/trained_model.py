@@ -17,6 +17,7 @@ from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
@@ -242,7 +243,8 @@ class TrainedModel(ABC):
 
 
 def _initialize_process() -> None:
-    """The only process-wide Megatron state: the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    """The only process-wide Megatron state: its fixes, the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    fix_megatron()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         with cpu_megatron():
             parallel_state._set_global_memory_buffer()
