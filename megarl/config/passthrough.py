@@ -40,7 +40,13 @@ TRANSFORMER_REFUSED = {
         rotary_* rope_* use_rotary_position_embeddings position_embedding_type no_rope_freq mrope_section window_size
         window_attn_skip_freq softmax_scale softmax_type attention_output_gate apply_residual_connection_post_layernorm
         group_query_attention untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
-    "the experts come from --model's config.json, and balancing losses are not supported yet.": "num_moe_experts num_experts moe_*",
+    "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have not, and flex was never tried.": """
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend""",
+    "every token goes to all of its experts: a dropped one would have other log-probs in the engine.": """
+        moe_expert_capacity_factor moe_token_dropping moe_token_drop_policy moe_pad_expert_input_to_capacity""",
+    "the router sees what the engine's sees.": "moe_input_jitter_eps moe_router_force_load_balancing",
+    "set --moe-routing-replay.": "moe_enable_routing_replay",
+    "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",
     "overlapping the experts' communication is not supported yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",

@@ -96,6 +96,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """mixtures of experts (of every role that is trained)"""
+
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Balancing loss: E * sum over experts of (share of the choices) * (mean probability), 1 where all are equal, with shares taken within
+    each packed micro-batch (aux_loss; depends on the packing), each sample (seq_aux_loss), or the mini-batch (global_aux_loss; one more
+    forward pass per update). The mean over all tokens, or samples, of the mini-batch, prompts included."""
+    moe_aux_loss_coeff: float = 0.0
+    """Factor of the balancing loss. Every layer adds its own, as in Megatron."""
+    moe_z_loss_coeff: float = 0.0
+    """Factor of the router z-loss, the mean over the mini-batch's tokens of (log sum exp of the router's logits)^2 in each layer; 0 is off."""
+
+    moe_routing_replay: Literal["none", "policy", "engine"] = "none"
+    """Experts that the actor's updates send each token to. none: those that the router favours now. policy: those of the pass that made the
+    old log-probs. engine: those of the engine that sampled, for that pass too (GPU only). Their weights are always the router's of now."""
+
+    def __post_init__(self) -> None:
+        require(self, at_least={"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementConfig:
     """placement"""
 
@@ -438,6 +459,7 @@ class TrainConfig:
     reference: ParallelConfig | None = None
     reward: ParallelConfig | None = None
     """Of the reward models that run on Megatron."""
+    experts: MoEConfig = field(default_factory=MoEConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

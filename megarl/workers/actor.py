@@ -32,7 +32,8 @@ class PolicyRole(MegatronRole):
         from megarl.megatron.policy import Policy
 
         config = self.config
-        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
+        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
+                      config.experts)
 
     def write_log_probs(self, column: str) -> None:
         share = self.share

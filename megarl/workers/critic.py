@@ -28,7 +28,8 @@ class CriticRole(MegatronRole):
         from megarl.megatron.value_model import ValueModel
 
         config = self.config
-        return ValueModel(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
+        return ValueModel(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
+                          config.experts)
 
     @needs("parameters")
     def values(self) -> None:

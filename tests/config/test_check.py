@@ -66,6 +66,28 @@ RULES = {
         "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out.",
         "",
     ),
+    "losses of experts that a dense model has not": (
+        "--moe-z-loss-coeff 1e-3",
+        2,
+        {},
+        "--moe-z-loss-coeff (0.001): needs a mixture of experts, and qwen3 is none. Leave it out.",
+        "",
+    ),
+    "a factor of no balancing loss": (
+        "--moe-aux-loss-coeff 1e-3",
+        2,
+        EXPERTS,
+        "--moe-aux-loss-coeff (0.001): has no effect without --moe-router-load-balancing-type. Leave it out, or try "
+        "--moe-router-load-balancing-type seq_aux_loss.",
+        "--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss",
+    ),
+    "a balancing loss without a factor": (
+        "--moe-router-load-balancing-type aux_loss",
+        2,
+        EXPERTS,
+        "--moe-router-load-balancing-type (aux_loss): has no effect with --moe-aux-loss-coeff 0. Try --moe-aux-loss-coeff 1e-3.",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3",
+    ),
     "expert count": (
         "--expert-model-parallel-size 2",
         2,

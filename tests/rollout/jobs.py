@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +31,7 @@ CONFIGS = {
     "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **_COMMON),
     "mistral": MistralConfig(vocab_size=140, sliding_window=None, tie_word_embeddings=False, **_COMMON),
     "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
+    "mixtral": MixtralConfig(vocab_size=141, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **_COMMON),
 }
 
 
