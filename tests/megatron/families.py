@@ -1,0 +1,47 @@
+"""Which model families are built from which Hugging Face configurations and in which layouts they are compared with transformers. Read by
+run_families.py and by the test that judges it: rows only, so that another family is another row.
+
+Every configuration is odd in its own way: key heads, head sizes, tied embeddings, biases, vocabularies that need padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+               max_position_embeddings=128, rope_theta=10000.0, tie_word_embeddings=False)  # fmt: skip
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+
+# name -> (configuration class of transformers, its arguments beyond _COMMON)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", dict(vocab_size=130, tie_word_embeddings=True, rms_norm_eps=1e-5)),
+    "qwen2_odd_heads": ("Qwen2Config", dict(vocab_size=331, hidden_size=60, num_attention_heads=6, num_key_value_heads=2)),
+    "qwen3": ("Qwen3Config", dict(vocab_size=150, head_dim=32)),
+    "qwen3_tied_small_heads": ("Qwen3Config", dict(vocab_size=67, head_dim=8, tie_word_embeddings=True, rope_theta=1e6)),
+    "llama": ("LlamaConfig", dict(vocab_size=128, rms_norm_eps=1e-5)),
+    "llama_every_head_its_own_key": ("LlamaConfig", dict(vocab_size=193, num_key_value_heads=None, rms_norm_eps=1e-5)),
+    "mistral": ("MistralConfig", dict(vocab_size=140, head_dim=24, sliding_window=None)),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(vocab_size=150, head_dim=32, norm_topk_prob=True, **_EXPERTS)),
+    "qwen3_moe_unscaled": ("Qwen3MoeConfig", dict(vocab_size=97, head_dim=32, norm_topk_prob=False, **_EXPERTS)),
+}
+
+_DENSE = ("one", "tp2", "pp2", "tp2_stacked")
+_MOE = ("one", "tp2_sp", "pp2", "ep2", "tp2_sp_ep2")  # Megatron splits attention beside experts with sequence parallelism only
+LAYOUTS = {name: _MOE if "moe" in name else _DENSE for name in CONFIGS}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+
+# name -> what a fault would make of the model's shape, each of which must show in the log-probs: fields of ModelShape.
+FAULTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen2": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
+    "qwen3": ({"rope_theta": 5e3},),
+    "llama": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
+    "mistral": ({"rope_theta": 5e3},),
+    "qwen3_moe": ({"norm_topk_prob": False}, {"moe_router_topk": 3}),
+}
+
+
+def config(name: str):
+    """The family's configuration as transformers has it."""
+    import transformers
+
+    kind, arguments = CONFIGS[name]
+    return getattr(transformers, kind)(**(_COMMON | arguments))
