@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,6 @@ ONLY = {
     "mlp_only_layers": (([],), "every layer must be a mixture of experts"),
     "shared_expert_intermediate_size": ((0,), "shared experts are not supported"),
 }
-ROPE_TYPES = ("default", "llama3")
-LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Megatron-Core 0.16.1 takes the factor only and has the rest built in (RotaryEmbedding._apply_scaling).
-LLAMA3_BUILT_IN = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +69,7 @@ class ModelShape:
         vocab_size: rows of the embedding in the folder, unpadded.
         qkv_bias: biases on q, k, v (never on o).
         qk_layernorm: RMSNorm over the head dimension of q and k.
-        rope_scaling: None, or llama3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+        rope_scaling: None, or rope_type (linear, llama3, yarn) and its keys, by transformers' names.
         eos_token_ids: of config.json, then those that only generation_config.json has.
         torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
         num_moe_experts: 0 for a dense model; then the three fields that follow mean nothing, otherwise ffn_hidden_size does not.
@@ -94,7 +91,7 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, float] | None
+    rope_scaling: dict[str, object] | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -119,7 +116,7 @@ class ModelShape:
         if family is None:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
-        findings = [*_missing(config, family), *_unsupported(config, family, value_head), *_unsupported_rope(config)]
+        findings = [*_missing(config, family), *_unsupported(config, family, value_head), *rope_findings(rope_parameters(config))]
         findings += _unsupported_experts(config) if family.is_moe else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
         shape = _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
@@ -227,35 +224,8 @@ def _unsupported_experts(config: dict[str, object]) -> Iterator[str]:
         yield "norm_topk_prob (true): with num_experts_per_tok 1 every weight is 1 and the router learns nothing. Write false."
 
 
-def _rope(config: dict[str, object]) -> dict[str, object]:
-    """The rope parameters in the form of transformers 5: older folders have rope_theta and rope_scaling beside each other."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", _value(config, "rope_theta", 10000.0))
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] == "llama3":
-        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return rope
-
-
-def _unsupported_rope(config: dict[str, object]) -> Iterator[str]:
-    rope = _rope(config)
-    nested = [key for key, value in rope.items() if isinstance(value, dict)]
-    if nested:
-        yield f"rope_parameters ({', '.join(nested)}): different rotary embeddings per kind of layer are not supported."
-    elif rope["rope_type"] not in ROPE_TYPES:
-        yield f"rope_type ({rope['rope_type']}): must be one of {', '.join(ROPE_TYPES)}."
-    elif rope["rope_type"] == "llama3" and (missing := [key for key in LLAMA3_KEYS if not isinstance(rope.get(key), (int, float))]):
-        yield f"rope_type (llama3): needs {' and '.join(missing)}."
-    elif rope["rope_type"] == "llama3":
-        for key, value in LLAMA3_BUILT_IN.items():
-            if rope[key] != value:
-                yield f"{key} ({rope[key]}): Megatron-Core has {value} built in."
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        yield f"partial_rotary_factor ({rope['partial_rotary_factor']}): {ONLY['partial_rotary_factor'][1]}."
-
-
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    rope, heads, experts = _rope(config), config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
+    rope, heads, experts = rope_parameters(config), config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
     return ModelShape(
         model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
@@ -263,7 +233,7 @@ def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, 
         ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
         rms_norm_eps=float(_value(config, "rms_norm_eps", 1e-6)), rope_theta=float(rope["rope_theta"]),
-        rope_scaling={key: rope[key] for key in LLAMA3_KEYS} if rope["rope_type"] == "llama3" else None,
+        rope_scaling=scaling(rope),
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         num_moe_experts=experts["num_experts"] if experts else 0, moe_ffn_hidden_size=experts["moe_intermediate_size"] if experts else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,9 +13,10 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
-from megarl.megatron.attention import StackedQKVSelfAttention
+from megarl.megatron.attention import SharedKeySelfAttention, StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
     from megatron.core.models.gpt import GPTModel
@@ -126,7 +128,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        softmax_scale=_softmax_scale(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
@@ -142,6 +144,12 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
     return TransformerConfig(**(fields | extra))
+
+
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Of queries times keys; None: 1 / sqrt(head_dim)."""
+    factor = attention_factor(shape.rope_scaling)
+    return factor**2 / math.sqrt(shape.head_dim) if factor != 1.0 else None
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
@@ -171,7 +179,9 @@ def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
             config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
     else:
         spec = _local_layer_spec(config)
-    if qkv_layout == "stacked":
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = SharedKeySelfAttention
+    elif qkv_layout == "stacked":
         spec.submodules.self_attention.module = StackedQKVSelfAttention
     return spec
 
@@ -209,8 +219,8 @@ def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, grou
             config, spec, vocab_size=shape.padded_vocab_size(),
             max_sequence_length=shape.max_position_embeddings, pre_process=groups.pp.rank() == 0,
             post_process=groups.pp.rank() == groups.pp.size() - 1, position_embedding_type="rope", rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
             share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling)
         if not config.use_cpu_initialization:
             model.cuda()
     _check_tensor_parallel_marks(model, config)

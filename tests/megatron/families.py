@@ -18,6 +18,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", dict(vocab_size=150, head_dim=32)),
     "qwen3_tied_small_heads": ("Qwen3Config", dict(vocab_size=67, head_dim=8, tie_word_embeddings=True, rope_theta=1e6)),
     "llama": ("LlamaConfig", dict(vocab_size=128, rms_norm_eps=1e-5)),
+    "llama3": ("LlamaConfig", dict(vocab_size=128, rms_norm_eps=1e-5, rope_parameters=dict(
+        rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=24))),
+    "llama_linear": ("LlamaConfig", dict(vocab_size=128, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+    "qwen2_yarn": ("Qwen2Config", dict(vocab_size=130, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32))),
+    "llama_yarn_of_deepseek": ("LlamaConfig", dict(vocab_size=130, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16, beta_fast=8, beta_slow=2, mscale=1.0,
+        mscale_all_dim=0.5, truncate=False))),
+    "qwen3_one_key": ("Qwen3Config", dict(vocab_size=101, head_dim=24, num_key_value_heads=1)),
+    "qwen2_one_key": ("Qwen2Config", dict(vocab_size=101, num_key_value_heads=1)),
     "llama_every_head_its_own_key": ("LlamaConfig", dict(vocab_size=193, num_key_value_heads=None, rms_norm_eps=1e-5)),
     "mistral": ("MistralConfig", dict(vocab_size=140, head_dim=24, sliding_window=None)),
     "qwen3_moe": ("Qwen3MoeConfig", dict(vocab_size=150, head_dim=32, norm_topk_prob=True, **_EXPERTS)),
@@ -26,14 +36,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _DENSE = ("one", "tp2", "pp2", "tp2_stacked")
 _MOE = ("one", "tp2_sp", "pp2", "ep2", "tp2_sp_ep2")  # Megatron splits attention beside experts with sequence parallelism only
-LAYOUTS = {name: _MOE if "moe" in name else _DENSE for name in CONFIGS}
+_ONE_KEY = ("one", "tp2", "tp2_sp", "pp2")  # --qkv-layout stacked needs whole key heads on each rank
+_ROPE = ("one", "tp2")
+LAYOUTS = {
+    name: _MOE if "moe" in name else _ONE_KEY if "one_key" in name else _ROPE if "rope_parameters" in arguments else _DENSE
+    for name, (_, arguments) in CONFIGS.items()
+}
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
+_LLAMA3_OF_MEGATRON = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 # name -> what a fault would make of the model's shape, each of which must show in the log-probs: fields of ModelShape.
 FAULTS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
     "qwen3": ({"rope_theta": 5e3},),
     "llama": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
+    "llama3": ({"rope_scaling": None}, {"rope_scaling": _LLAMA3_OF_MEGATRON}),
+    "llama_linear": ({"rope_scaling": None},),
+    "qwen2_yarn": ({"rope_scaling": None}, {"rope_scaling": _YARN | {"attention_factor": 1.0}}, {"rope_scaling": _YARN | {"beta_slow": 4}}),
     "mistral": ({"rope_theta": 5e3},),
     "qwen3_moe": ({"norm_topk_prob": False}, {"moe_router_topk": 3}),
 }
