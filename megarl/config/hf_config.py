@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
 from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
@@ -28,11 +29,15 @@ class Family:
     eos_token_id: int | None = None
     sliding_window: int | None = None  # not None: every layer slides unless the key says null
     is_moe: bool = False
+    is_gemma: bool = False
+    tie_word_embeddings: bool = False
+    only: dict[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)  # as ONLY, and before it
 
     @property
     def sequence_classifier(self) -> str:
         """The transformers class with a value head in place of the output layer."""
-        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+        stem = "Gemma3Text" if self.is_gemma else self.architecture.removesuffix("ForCausalLM")  # Gemma3For... sees images
+        return f"{stem}ForSequenceClassification"
 
 
 FAMILIES = {
@@ -41,6 +46,8 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
     "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2),
     "mistral": Family("MistralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, sliding_window=4096),
+    "gemma3_text": Family("Gemma3ForCausalLM", qk_layernorm=True, head_dim=256, num_key_value_heads=4, max_position_embeddings=131072,
+                          eos_token_id=1, is_gemma=True, tie_word_embeddings=True, only=ONLY_GEMMA),
 }
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
@@ -75,6 +82,12 @@ class ModelShape:
         num_moe_experts: 0 for a dense model; then the three fields that follow mean nothing, otherwise ffn_hidden_size does not.
         moe_ffn_hidden_size: of one expert. moe_router_topk: experts per token.
         norm_topk_prob: the weights of a token's experts sum to 1.
+        activation: silu or gelu_tanh, of the MLP's gate.
+        sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that sliding_layers says True of.
+        local_rope_theta: rotary base of these layers, which have no scaling then; None: as others.
+        query_pre_attn_scalar: queries times keys are divided by its square root; None: head_dim.
+        zero_centered_norms: norms multiply by 1 + weight. output_norms: attention and MLP have one after them as well as before.
+        scaled_embeddings: by sqrt(hidden_size).
         value_head: a critic or reward model: `score.weight` [1, hidden_size] in place of the output layer. Embeddings are not tied then.
     """
 
@@ -99,6 +112,14 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     moe_router_topk: int = 0
     norm_topk_prob: bool = False
+    activation: str = "silu"
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    local_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    zero_centered_norms: bool = False
+    output_norms: bool = False
+    scaled_embeddings: bool = False
     value_head: bool = False
 
     @classmethod
@@ -116,7 +137,8 @@ class ModelShape:
         if family is None:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
-        findings = [*_missing(config, family), *_unsupported(config, family, value_head), *rope_findings(rope_parameters(config))]
+        findings = [*_missing(config, family), *_unsupported(config, family, value_head)]
+        findings += unsupported_gemma(config) if family.is_gemma else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
         findings += _unsupported_experts(config) if family.is_moe else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
         shape = _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
@@ -134,6 +156,10 @@ class ModelShape:
     @property
     def is_dense(self) -> bool:
         return not self.is_moe
+
+    @property
+    def input_norms_only(self) -> bool:
+        return not self.output_norms
 
     @property
     def architecture(self) -> str:
@@ -170,24 +196,26 @@ def _missing(config: dict[str, object], family: Family) -> Iterator[str]:
 
 
 def _unsupported(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
-    for key, (accepted, reason) in ONLY.items():
+    for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
     head_dim, heads, hidden_size = config.get("head_dim"), config.get("num_attention_heads"), config.get("hidden_size")
     if head_dim is not None and not family.head_dim_is_a_key and heads and hidden_size and head_dim * heads != hidden_size:
         yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
     yield from _unsupported_architecture(config, family, value_head)
+
+
+def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[str]:
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
     window, full_layers = config.get("sliding_window"), _value(config, "max_window_layers", 28)
     if config.get("use_sliding_window") and window is not None and full_layers < _value(config, "num_hidden_layers", 0):
-        yield f"use_sliding_window (true, sliding_window {window}): sliding-window attention is not supported."
-    if window is not None and config["model_type"] in ("llama", "mistral"):
-        yield f"sliding_window ({window}): sliding-window attention is not supported."
-    if family.sliding_window is not None and "sliding_window" not in config:
-        yield (f"sliding_window (missing, which means {family.sliding_window}): sliding-window attention is not supported. "
-               f'Write "sliding_window": null if the model has none.')
+        yield f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers for this family."
+    if window is not None and family.sliding_window is not None and (not isinstance(window, int) or window < 1):
+        yield f"sliding_window ({window}): must be a positive whole number, or null."
+    if window is not None and config["model_type"] == "llama":
+        yield f"sliding_window ({window}): vLLM would slide and transformers would not."
 
 
 def _unsupported_architecture(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
@@ -225,20 +253,27 @@ def _unsupported_experts(config: dict[str, object]) -> Iterator[str]:
 
 
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    rope, heads, experts = rope_parameters(config), config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
+    window, heads, experts = config.get("sliding_window", family.sliding_window) if family.sliding_window else None, config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
     return ModelShape(
         model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
         head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
-        rms_norm_eps=float(_value(config, "rms_norm_eps", 1e-6)), rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling(rope),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
+        rms_norm_eps=float(_value(config, "rms_norm_eps", 1e-6)),
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         num_moe_experts=experts["num_experts"] if experts else 0, moe_ffn_hidden_size=experts["moe_intermediate_size"] if experts else 0,
         moe_router_topk=experts["num_experts_per_tok"] if experts else 0, norm_topk_prob=bool(experts and experts["norm_topk_prob"]),
+        **(gemma_fields(config) if family.is_gemma else _plain_fields(config, window)),
     )  # fmt: skip
+
+
+def _plain_fields(config: dict[str, object], window: int | None) -> dict[str, object]:
+    """One rotary embedding for all layers, and a window in all of them or in none."""
+    rope = rope_parameters(config)
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling(rope), "sliding_window": window,
+            "sliding_layers": (True,) * config["num_hidden_layers"] if window else ()}  # fmt: skip
 
 
 def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:

@@ -11,26 +11,29 @@ TYPES = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (("factor", "original_max_position_embeddings"), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
 }
 REFUSED_TYPES = {
     "dynamic": "transformers scales by the length of each sequence, vLLM by the longest possible one",
     "longrope": "two sets of frequencies, by the length of the sequence, are not supported",
     "proportional": "frequencies that differ over the heads' parts are not supported",
 }
-_KNOWN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *(key for needed, optional in TYPES.values() for key in (*needed, *optional))}
+_KEYS = {key for needed, optional in TYPES.values() for key in (*needed, *optional)} | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
-def rope_parameters(config: dict[str, object]) -> dict[str, object]:
-    """In the form of transformers 5: older folders have rope_theta and rope_scaling beside each other."""
-    return standard(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, 10000.0)
+def rope_parameters(config: dict[str, object], theta: float = 10000.0) -> dict[str, object]:
+    """In the form of transformers 5: older folders have rope_theta and rope_scaling beside each other. `theta`: of a config.json without."""
+    return standard(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, theta)
 
 
 def standard(parameters: dict[str, object], config: dict[str, object], theta: float) -> dict[str, object]:
-    """`parameters` with the keys that may be beside them in config.json or left out; `theta`: of a config.json without any."""
+    """`parameters` with the keys that may be beside them in config.json or left out."""
     rope = dict(parameters)
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
-    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_type", rope.get("type", "default"))
     if "original_max_position_embeddings" in TYPES.get(str(rope["rope_type"]), ((),))[0]:
         if config.get("original_max_position_embeddings") is not None:  # transformers lets it win
             rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -53,7 +56,9 @@ def rope_findings(rope: dict[str, object]) -> Iterator[str]:
     if kind not in TYPES:
         yield f"rope_type ({kind}): {REFUSED_TYPES.get(kind, 'is not known')}; must be one of {', '.join(TYPES)}."
         return
-    if unknown := sorted(rope.keys() - _KNOWN):
+    if rope.get("type", kind) != kind:
+        yield f"type ({rope['type']}): contradicts rope_type ({kind}). Write one of them."
+    if unknown := sorted(rope.keys() - _KEYS):
         yield f"rope_parameters ({', '.join(unknown)}): keys that change the rotary embedding in a way that is not supported."
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         yield f"partial_rotary_factor ({rope['partial_rotary_factor']}): rotary embeddings of a part of each head are not supported."
@@ -65,8 +70,11 @@ def _scaling_findings(kind: str, rope: dict[str, object]) -> Iterator[str]:
     if missing := [key for key in needed if not _is_number(rope.get(key))]:
         yield f"rope_type ({kind}): needs {' and '.join(missing)}."
         return
-    if wrong := [key for key in optional if key in rope and not (isinstance(rope[key], bool) if key == "truncate" else _is_number(rope[key]))]:
-        yield f"rope_type ({kind}): {wrong[0]} ({rope[wrong[0]]}) must be {'true or false' if wrong[0] == 'truncate' else 'a positive number'}."
+    for key in (key for key in optional if key in rope):
+        if key == "truncate" and not isinstance(rope[key], bool):
+            yield f"rope_type ({kind}): truncate ({rope[key]}) must be true or false."
+        elif key != "truncate" and not _is_number(rope[key]):
+            yield f"rope_type ({kind}): {key} ({rope[key]}) must be a positive number."
     if needed and rope["factor"] < 1:
         yield f"factor ({rope['factor']}): must be at least 1."
     elif kind == "linear" and isinstance(rope["factor"], int):

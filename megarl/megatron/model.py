@@ -13,6 +13,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
+from megarl.megatron import gemma
 from megarl.megatron.attention import SharedKeySelfAttention, StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
@@ -29,6 +30,14 @@ with cpu_megatron():
 
 
 Model = TypeVar("Model", bound=GPTModel)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+"""ModelShape.activation -> of the MLP's gate."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +135,9 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden_size,
         normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.qkv_bias,
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        gated_linear_unit=True, activation_func=ACTIVATIONS[shape.activation], layernorm_zero_centered_gamma=shape.zero_centered_norms, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        softmax_scale=_softmax_scale(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        softmax_scale=_softmax_scale(shape), **_window_fields(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
@@ -148,8 +157,15 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
 
 def _softmax_scale(shape: ModelShape) -> float | None:
     """Of queries times keys; None: 1 / sqrt(head_dim)."""
-    factor = attention_factor(shape.rope_scaling)
-    return factor**2 / math.sqrt(shape.head_dim) if factor != 1.0 else None
+    factor, scalar = attention_factor(shape.rope_scaling), shape.query_pre_attn_scalar
+    return None if factor == 1.0 and scalar is None else factor**2 / math.sqrt(scalar or shape.head_dim)
+
+
+def _window_fields(shape: ModelShape) -> dict[str, object]:
+    """window_size counts the tokens before a token, sliding_window itself too."""
+    if shape.sliding_window is None:
+        return {}
+    return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": [int(slides) for slides in shape.sliding_layers]}
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
@@ -173,12 +189,14 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available()
 
 
-def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> ModuleSpec:
     if uses_transformer_engine():
         spec = get_gpt_layer_with_transformer_engine_spec(
             config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
     else:
         spec = _local_layer_spec(config)
+    if shape.output_norms:
+        gemma.adapt_spec(spec)
     if config.num_query_groups < config.tensor_model_parallel_size:
         spec.submodules.self_attention.module = SharedKeySelfAttention
     elif qkv_layout == "stacked":
@@ -211,7 +229,7 @@ def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups:
 def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
            **options: object) -> Model:
     with cpu_megatron():
-        spec = _layer_spec(config, qkv_layout)
+        spec = _layer_spec(config, shape, qkv_layout)
         if not uses_transformer_engine():
             num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
             spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)
@@ -221,6 +239,8 @@ def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, grou
             post_process=groups.pp.rank() == groups.pp.size() - 1, position_embedding_type="rope", rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
         model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling)
+        if shape.output_norms:
+            gemma.adapt_model(model, shape)
         if not config.use_cpu_initialization:
             model.cuda()
     _check_tensor_parallel_marks(model, config)

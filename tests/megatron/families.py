@@ -10,6 +10,9 @@ from typing import Any
 _COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                max_position_embeddings=128, rope_theta=10000.0, tie_word_embeddings=False)  # fmt: skip
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+_GEMMA = dict(head_dim=32, sliding_window=8, query_pre_attn_scalar=24, tie_word_embeddings=True, rope_parameters={
+    "full_attention": dict(rope_type="default", rope_theta=1e4), "sliding_attention": dict(rope_type="default", rope_theta=3e2)},
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"])  # fmt: skip
 
 # name -> (configuration class of transformers, its arguments beyond _COMMON)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,6 +33,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_one_key": ("Qwen2Config", dict(vocab_size=101, num_key_value_heads=1)),
     "llama_every_head_its_own_key": ("LlamaConfig", dict(vocab_size=193, num_key_value_heads=None, rms_norm_eps=1e-5)),
     "mistral": ("MistralConfig", dict(vocab_size=140, head_dim=24, sliding_window=None)),
+    "mistral_sliding": ("MistralConfig", dict(vocab_size=140, head_dim=24, sliding_window=7)),
+    "gemma3": ("Gemma3TextConfig", dict(vocab_size=150, num_key_value_heads=1, **_GEMMA)),
+    "gemma3_27b": ("Gemma3TextConfig", dict(vocab_size=131, hidden_size=48, **(_GEMMA | {"query_pre_attn_scalar": 12, "rope_parameters": {
+        "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e4), "sliding_attention": dict(rope_type="default", rope_theta=5e2)}}))),
     "qwen3_moe": ("Qwen3MoeConfig", dict(vocab_size=150, head_dim=32, norm_topk_prob=True, **_EXPERTS)),
     "qwen3_moe_unscaled": ("Qwen3MoeConfig", dict(vocab_size=97, head_dim=32, norm_topk_prob=False, **_EXPERTS)),
 }
@@ -39,7 +46,7 @@ _MOE = ("one", "tp2_sp", "pp2", "ep2", "tp2_sp_ep2")  # Megatron splits attentio
 _ONE_KEY = ("one", "tp2", "tp2_sp", "pp2")  # --qkv-layout stacked needs whole key heads on each rank
 _ROPE = ("one", "tp2")
 LAYOUTS = {
-    name: _MOE if "moe" in name else _ONE_KEY if "one_key" in name else _ROPE if "rope_parameters" in arguments else _DENSE
+    name: _MOE if "moe" in name else _ONE_KEY if "one_key" in name or name == "gemma3" else _ROPE if name != "gemma3_27b" and "rope_parameters" in arguments else _DENSE
     for name, (_, arguments) in CONFIGS.items()
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
@@ -55,6 +62,10 @@ FAULTS: dict[str, tuple[dict[str, Any], ...]] = {
     "llama_linear": ({"rope_scaling": None},),
     "qwen2_yarn": ({"rope_scaling": None}, {"rope_scaling": _YARN | {"attention_factor": 1.0}}, {"rope_scaling": _YARN | {"beta_slow": 4}}),
     "mistral": ({"rope_theta": 5e3},),
+    "mistral_sliding": ({"sliding_window": None}, {"sliding_window": 8}, {"sliding_layers": (True, True, True, False)}),
+    "gemma3": ({"rope_theta": 5e3}, {"local_rope_theta": 1e4}, {"sliding_window": 9}, {"sliding_layers": (True, True, True, True)},
+               {"query_pre_attn_scalar": 32.0}, {"activation": "silu"}, {"zero_centered_norms": False}),
+    "gemma3_27b": ({"rope_scaling": None},),
     "qwen3_moe": ({"norm_topk_prob": False}, {"moe_router_topk": 3}),
 }
 

@@ -1,7 +1,7 @@
 """Run under torchrun with 2 ranks: every family in every layout of families.py against transformers. Writes JSON reports and the folders
-of the round trips for test_families.py.
+of the round trips for test_families.py; names of families as arguments run those alone.
 
-    torchrun --nproc-per-node 2 tests/megatron/run_families.py OUT_FOLDER"""
+    torchrun --nproc-per-node 2 tests/megatron/run_families.py OUT_FOLDER [gemma3 ...]"""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def make_folder(folder: Path, name: str) -> None:
     model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():  # away from 1 and 0, so that a norm or bias that is not loaded shows
         for parameter_name, p in model.named_parameters():
-            small = "norm" in parameter_name or "bias" in parameter_name
-            p.normal_(1.0 if "norm" in parameter_name else 0.0, 0.2 if small else 0.1)
+            norm, bias = "norm" in parameter_name, "bias" in parameter_name
+            p.normal_((0.3 if "gemma" in name else 1.0) if norm else 0.0, 0.2 if norm or bias else 0.1)  # Gemma's multiply by 1 + weight
     model.save_pretrained(folder)
     batch = make_batch(model.config.vocab_size)
     torch.save(reference(model, batch), folder / "reference.pt")
@@ -122,17 +122,17 @@ def logits_error(policy: Policy, micros: list[MicroBatch], batch: Batch, expecte
     return max(float((h @ weight.t() - at(expected, batch, micro)).abs().max()) for h, micro in zip(hidden, micros, strict=True))
 
 
-def main(out: Path) -> None:
-    rank, report = int(os.environ["RANK"]), {}
-    for name in list(CONFIGS)[rank :: int(os.environ["WORLD_SIZE"])]:  # before the world is there: in one, transformers writes on rank 0 only
+def main(out: Path, *only: str) -> None:
+    rank, report, names = int(os.environ["RANK"]), {}, only or tuple(CONFIGS)
+    for name in names[rank :: int(os.environ["WORLD_SIZE"])]:  # before the world is there: in one, transformers writes on rank 0 only
         make_folder(out / name, name)
     join_world(60)
     for mesh in MESHES.values():
         create_groups(mesh)
     dist.barrier()
-    for name, layouts in LAYOUTS.items():
+    for name in names:
         expected, batch = torch.load(out / name / "reference.pt"), make_batch(config(name).vocab_size)
-        for layout in layouts:
+        for layout in LAYOUTS[name]:
             if rank not in MESHES[layout].ranks:
                 continue
             policy, atlases = build(out / name, layout)
@@ -149,4 +149,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
