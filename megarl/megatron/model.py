@@ -16,7 +16,7 @@ from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron import gemma
 from megarl.megatron.attention import SharedKeySelfAttention, StackedQKVSelfAttention
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
 from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
@@ -195,6 +195,11 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -
             config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
     else:
         spec = _local_layer_spec(config)
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    if shape.o_bias:
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if shape.mlp_bias:
+        mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
     if shape.output_norms:
         gemma.adapt_spec(spec)
     if config.num_query_groups < config.tensor_model_parallel_size:

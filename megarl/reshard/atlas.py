@@ -66,15 +66,19 @@ LAYER_TENSORS = (
     HFTensor("self_attn.q_norm.weight", "head", "one", needs="qk_layernorm"),
     HFTensor("self_attn.k_norm.weight", "head", "one", needs="qk_layernorm"),
     HFTensor("self_attn.o_proj.weight", "hidden", "query"),
+    HFTensor("self_attn.o_proj.bias", "hidden", "one", needs="o_bias"),
     HFTensor("post_attention_layernorm.weight", "hidden", "one"),
     HFTensor("pre_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate_proj.weight", "ffn", "hidden", needs="is_dense"),
     HFTensor("mlp.up_proj.weight", "ffn", "hidden", needs="is_dense"),
     HFTensor("mlp.down_proj.weight", "hidden", "ffn", needs="is_dense"),
+    HFTensor("mlp.gate_proj.bias", "ffn", "one", needs="mlp_bias"),
+    HFTensor("mlp.up_proj.bias", "ffn", "one", needs="mlp_bias"),
+    HFTensor("mlp.down_proj.bias", "hidden", "one", needs="mlp_bias"),
     HFTensor("post_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate.weight", "experts", "hidden", needs="is_moe"),
 )
-"""Qwen2 (qkv_bias), Qwen3 (qk_layernorm), Qwen3-MoE (that and is_moe), Llama and Mistral (none), Gemma 3 (qk_layernorm and output_norms); names are relative to
+"""Qwen2 (qkv_bias), Qwen3 (qk_layernorm), Qwen3-MoE (that and is_moe), Llama (none, or o_bias and mlp_bias) and Mistral (none), Gemma 3 (qk_layernorm and output_norms); names are relative to
 `model.layers.<i>.`."""
 
 EXPERT_TENSORS = (

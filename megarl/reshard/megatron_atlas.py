@@ -64,12 +64,15 @@ LAYER = (
     Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
     Row("self_attention.k_layernorm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
     Row("self_attention.linear_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
+    Row("self_attention.linear_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
     Row("self_attention.linear_proj.post_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="output_norms"),
     Row("pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="input_norms_only"),
     Row("pre_mlp_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
     Row("mlp.linear_fc2.post_layernorm.weight", replicated, ("post_feedforward_layernorm.weight",), needs="output_norms"),
     Row("mlp.linear_fc1.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
     Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
+    Row("mlp.linear_fc1.bias", stacked_row_shards, ("mlp.gate_proj.bias", "mlp.up_proj.bias"), needs="mlp_bias"),
+    Row("mlp.linear_fc2.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
     Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="is_moe"),
 )
 
