@@ -59,7 +59,6 @@ FAULTS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
     "qwen3": ({"rope_theta": 5e3},),
     "llama": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
-    "llama_biases": ("LlamaConfig", dict(vocab_size=129, attention_bias=True, mlp_bias=True)),
     "llama3": ({"rope_scaling": None}, {"rope_scaling": _LLAMA3_OF_MEGATRON}),
     "llama_linear": ({"rope_scaling": None},),
     "qwen2_yarn": ({"rope_scaling": None}, {"rope_scaling": _YARN | {"attention_factor": 1.0}}, {"rope_scaling": _YARN | {"beta_slow": 4}}),
