@@ -62,8 +62,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat([self._attend(q, k, v) for q, k, v in pieces], dim=2)[0].transpose(0, 1).flatten(1)  # [T, heads * d]
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """[1, heads, tokens, d] of one sequence."""
-        length, mask = query.shape[2], None
-        if self.window is not None and length > self.window:
-            mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
+        """[1, heads, tokens, d] of one sequence, or of the last of its tokens."""
+        before, tokens, mask = key.shape[2] - query.shape[2], key.shape[2], None
+        if before or (self.window is not None and tokens > self.window):
+            mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=key.device).tril(before)
+            mask = mask if self.window is None else mask.triu(before + 1 - self.window)
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True, scale=self.softmax_scale)

@@ -33,6 +33,7 @@ CONFIGS = {
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
     "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **(_COMMON | {"rope_parameters": _YARN})),
+    "llama_biases": LlamaConfig(vocab_size=129, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),
     "mistral": MistralConfig(vocab_size=140, sliding_window=8, tie_word_embeddings=False, **_COMMON),
     "gemma3": Gemma3TextConfig(vocab_size=150, sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=24, **_COMMON, **_LOCAL),
     "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
