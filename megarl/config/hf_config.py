@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.config.hf_experts import expert_fields, unsupported_experts
 from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
+from megarl.config.hf_latent import latent_fields, unsupported_latents
 from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
@@ -26,9 +28,12 @@ class Family:
     head_dim_is_a_key: bool = True  # False: vLLM ignores the key
     num_key_value_heads: int | None = 32  # None: num_attention_heads
     max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     eos_token_id: int | None = None
     sliding_window: int | None = None  # not None: every layer slides unless the key says null
     is_moe: bool = False
+    has_latents: bool = False  # multi-head latent attention
     is_gemma: bool = False
     tie_word_embeddings: bool = False
     only: dict[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)  # as ONLY, and before it
@@ -45,11 +50,19 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", qkv_bias=True, head_dim_is_a_key=False, num_key_value_heads=16, is_moe=True,
+                        only={"qkv_bias": ((True,), "models without it are not supported")}),
     "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, only=BIASES),
     "mistral": Family("MistralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, sliding_window=4096),
+    "mixtral": Family("MixtralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, rms_norm_eps=1e-5,
+                      rope_theta=1e6, is_moe=True),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, is_moe=True,
+                          has_latents=True),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", num_key_value_heads=None, max_position_embeddings=4096, eos_token_id=1, is_moe=True,
+                          has_latents=True),
     "gemma3_text": Family("Gemma3ForCausalLM", qk_layernorm=True, head_dim=256, num_key_value_heads=4, max_position_embeddings=131072,
                           eos_token_id=1, is_gemma=True, tie_word_embeddings=True, only=ONLY_GEMMA),
-}
+}  # fmt: skip
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
     "hidden_act": (("silu",), "only SwiGLU (silu) is supported"),
@@ -62,9 +75,6 @@ ONLY = {
     "is_causal": ((True,), "only causal language models are supported"),
     "dual_chunk_attention_config": ((), "dual chunk attention is not supported"),
     "quantization_config": ((), "quantized weights cannot be trained; use the unquantized model"),
-    "decoder_sparse_step": ((1,), "every layer must be a mixture of experts"),
-    "mlp_only_layers": (([],), "every layer must be a mixture of experts"),
-    "shared_expert_intermediate_size": ((0,), "shared experts are not supported"),
 }
 
 
@@ -80,9 +90,16 @@ class ModelShape:
         rope_scaling: None, or rope_type (linear, llama3, yarn) and its keys, by transformers' names.
         eos_token_ids: of config.json, then those that only generation_config.json has.
         torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
-        num_moe_experts: 0 for a dense model; then the three fields that follow mean nothing, otherwise ffn_hidden_size does not.
-        moe_ffn_hidden_size: of one expert. moe_router_topk: experts per token.
-        norm_topk_prob: the weights of a token's experts sum to 1.
+        num_moe_experts: 0 for a dense model; then the fields up to moe_router_enable_expert_bias mean nothing.
+        moe_ffn_hidden_size: of one expert; ffn_hidden_size is that of the dense layers. moe_router_topk: experts per token.
+        norm_topk_prob: the weights of a token's experts sum to 1, before moe_router_topk_scaling_factor.
+        dense_layers: the layers of a mixture that have no experts.
+        moe_shared_expert_intermediate_size: of all shared experts together, 0: there is none. moe_shared_expert_gate: a weight per token.
+        moe_router_num_groups: 0, or a token's experts are in moe_router_group_topk of that many groups, the best ones by the sum of the
+            scores of their moe_router_group_best best experts.
+        moe_router_enable_expert_bias: a correction of the scores (arXiv:2408.15664), which choose experts but do not weigh them. Frozen.
+        kv_lora_rank: 0, or attention is multi-head latent: head_dim is that of queries and keys, of which the last qk_rope_head_dim
+            have rotary embeddings; q_lora_rank 0: queries have no latent.
         activation: silu or gelu_tanh, of the MLP's gate.
         sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that sliding_layers says True of.
         local_rope_theta: rotary base of these layers, which have no scaling then; None: as others.
@@ -115,6 +132,19 @@ class ModelShape:
     norm_topk_prob: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    dense_layers: tuple[int, ...] = ()
+    moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
+    moe_router_group_best: int = 0
+    moe_router_enable_expert_bias: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     activation: str = "silu"
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
@@ -142,7 +172,8 @@ class ModelShape:
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
         findings = [*_missing(config, family), *_unsupported(config, family, value_head)]
         findings += unsupported_gemma(config) if family.is_gemma else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
-        findings += _unsupported_experts(config) if family.is_moe else ()
+        findings += unsupported_experts(config["model_type"], config) if family.is_moe else ()
+        findings += unsupported_latents(config) if family.has_latents else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
         shape = _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
         return replace(shape, value_head=True, tie_word_embeddings=False) if value_head else shape
@@ -153,12 +184,65 @@ class ModelShape:
 
     @property
     def is_moe(self) -> bool:
-        """Every layer is a mixture of experts."""
+        """A layer is a mixture of experts; every layer that is not in dense_layers."""
         return self.num_moe_experts > 0
 
     @property
     def is_dense(self) -> bool:
+        """No layer is a mixture of experts."""
         return not self.is_moe
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.is_moe and layer not in self.dense_layers
+
+    def of_layer(self, layer: int) -> ModelShape:
+        """The shape of a model whose layers are all like this one."""
+        kind = self if self.is_moe_layer(layer) else replace(self, num_moe_experts=0)
+        return replace(kind, dense_layers=()) if self.dense_layers else kind
+
+    @property
+    def names_blocks_sparse(self) -> bool:
+        """The checkpoint has block_sparse_moe.experts.<e>.w1, w3 and w2 where others have mlp.experts.<e>.gate_proj, up_proj and down_proj."""
+        return self.is_moe and self.model_type == "mixtral"
+
+    @property
+    def names_experts(self) -> bool:
+        return self.is_moe and not self.names_blocks_sparse
+
+    @property
+    def shares_experts(self) -> bool:
+        """mlp.shared_experts; Qwen2-MoE, where there is a gate, calls them mlp.shared_expert."""
+        return self.is_moe and self.moe_shared_expert_intermediate_size > 0 and not self.moe_shared_expert_gate
+
+    @property
+    def gates_shared_expert(self) -> bool:
+        return self.is_moe and self.moe_shared_expert_intermediate_size > 0 and self.moe_shared_expert_gate
+
+    @property
+    def corrects_scores(self) -> bool:
+        return self.is_moe and self.moe_router_enable_expert_bias
+
+    @property
+    def is_mla(self) -> bool:
+        """Multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def is_gqa(self) -> bool:
+        return not self.is_mla
+
+    @property
+    def has_query_latent(self) -> bool:
+        return self.is_mla and self.q_lora_rank > 0
+
+    @property
+    def has_query_projection(self) -> bool:
+        """Queries are a projection of the hidden states."""
+        return not self.has_query_latent
+
+    @property
+    def has_plain_query(self) -> bool:
+        return self.is_mla and self.has_query_projection
 
     @property
     def input_norms_only(self) -> bool:
@@ -219,6 +303,8 @@ def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[
         yield f"sliding_window ({window}): must be a positive whole number, or null."
     if window is not None and config["model_type"] == "llama":
         yield f"sliding_window ({window}): vLLM would slide and transformers would not."
+    if window is not None and config["model_type"] == "mixtral":
+        yield f"sliding_window ({window}): transformers would slide and vLLM would not."
 
 
 def _unsupported_architecture(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
@@ -232,50 +318,29 @@ def _unsupported_architecture(config: dict[str, object], family: Family, value_h
         yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
-_EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
-
-
-def _expert_sizes(config: dict[str, object]) -> dict[str, object]:
-    """The keys of a mixture of experts. transformers 5 also writes num_experts as num_local_experts."""
-    found = {key: _value(config, key, default) for key, default in _EXPERT_DEFAULTS.items()}
-    return found | {"num_experts": _value(config, "num_experts", _value(config, "num_local_experts", 128))}
-
-
-def _unsupported_experts(config: dict[str, object]) -> Iterator[str]:
-    sizes = _expert_sizes(config)
-    experts, per_token = sizes["num_experts"], sizes["num_experts_per_tok"]
-    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        if not isinstance(sizes[key], int) or sizes[key] < 1:
-            yield f"{key} ({sizes[key]}): must be a positive whole number."
-    if not isinstance(sizes["norm_topk_prob"], bool):
-        yield f"norm_topk_prob ({sizes['norm_topk_prob']}): must be true or false."
-    if isinstance(experts, int) and isinstance(per_token, int) and per_token > experts:
-        yield f"num_experts_per_tok ({per_token}): must be at most num_experts ({experts})."
-    if per_token == 1 and sizes["norm_topk_prob"]:
-        yield "norm_topk_prob (true): with num_experts_per_tok 1 every weight is 1 and the router learns nothing. Write false."
-
-
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    window, heads, experts = config.get("sliding_window", family.sliding_window) if family.sliding_window else None, config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
-    return ModelShape(
+    window, heads = config.get("sliding_window", family.sliding_window) if family.sliding_window else None, config["num_attention_heads"]
+    shape = ModelShape(
         model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
         head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)), qkv_bias=family.qkv_bias or bool(config.get("attention_bias")), o_bias=bool(config.get("attention_bias")),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
+        qkv_bias=family.qkv_bias or bool(config.get("attention_bias")), o_bias=bool(config.get("attention_bias")),
         mlp_bias=bool(config.get("mlp_bias")), qk_layernorm=family.qk_layernorm,
-        rms_norm_eps=float(_value(config, "rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(_value(config, "rms_norm_eps", family.rms_norm_eps)),
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        num_moe_experts=experts["num_experts"] if experts else 0, moe_ffn_hidden_size=experts["moe_intermediate_size"] if experts else 0,
-        moe_router_topk=experts["num_experts_per_tok"] if experts else 0, norm_topk_prob=bool(experts and experts["norm_topk_prob"]),
-        **(gemma_fields(config) if family.is_gemma else _plain_fields(config, window)),
+        **(gemma_fields(config) if family.is_gemma else _plain_fields(config, family, window)),
     )  # fmt: skip
+    fields = expert_fields(config["model_type"], config) if family.is_moe else {}
+    fields |= latent_fields(config) if family.has_latents else {}
+    return replace(shape, **fields)
 
 
-def _plain_fields(config: dict[str, object], window: int | None) -> dict[str, object]:
+def _plain_fields(config: dict[str, object], family: Family, window: int | None) -> dict[str, object]:
     """One rotary embedding for all layers, and a window in all of them or in none."""
-    rope = rope_parameters(config)
+    rope = rope_parameters(config, family.rope_theta)
     return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling(rope), "sliding_window": window,
             "sliding_layers": (True,) * config["num_hidden_layers"] if window else ()}  # fmt: skip
 

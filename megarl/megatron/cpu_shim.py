@@ -155,6 +155,10 @@ def _fix_megatron() -> None:
     # the first gathers into the copy, the second all-reduces it. In place the same sums take no memory and a quarter of the time.
     buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = _reduce_scatter_in_place, _all_gather_in_place
     _fix_experts()
+    # multi_latent_attention.py:62 takes Transformer Engine to be there, as mocks of it can be imported, and :185 asks isinstance of one.
+    import megatron.core.transformer.multi_latent_attention as latents
+
+    latents.HAVE_TE = isinstance(latents.TELinear, type)
 
 
 def _fix_experts() -> None:

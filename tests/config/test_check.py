@@ -145,6 +145,28 @@ RULES = {
         "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1 or 3.",
         "--pipeline-model-parallel-size 1",
     ),
+    "virtual pipeline": (
+        "--virtual-pipeline-model-parallel-size 2",
+        2,
+        {},
+        "--virtual-pipeline-model-parallel-size (2): needs --pipeline-model-parallel-size above 1",
+        "--virtual-pipeline-model-parallel-size 1 --pipeline-model-parallel-size 2",
+    ),
+    "layers of a stage": (
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        2,
+        {"num_layers": 6},
+        "--virtual-pipeline-model-parallel-size (2): must divide the actor's layers per pipeline stage (3). Try 1 or 3.",
+        "--virtual-pipeline-model-parallel-size 3 --pipeline-model-parallel-size 2",
+    ),
+    "recompute layers of a chunk": (
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+        2,
+        {"num_layers": 4},
+        "--recompute-num-layers (2): must be at most the actor's layers per model chunk (1). Try 1.",
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ),
     "too few ranks": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         2,

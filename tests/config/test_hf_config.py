@@ -24,6 +24,11 @@ LLAMA = {"model_type": "llama", **SIZES}
 MISTRAL = {"model_type": "mistral", **SIZES, "sliding_window": None}
 GEMMA = {"model_type": "gemma3_text", **SIZES, "num_key_value_heads": 1, "head_dim": 32}
 MOE = {"model_type": "qwen3_moe", **SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
+_LATENTS = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
+DEEPSEEK_V2 = {"model_type": "deepseek_v2", **_LATENTS}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", **_LATENTS, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 # As in Qwen2.5-0.5B-Instruct, Qwen3-0.6B and Llama-3.2-1B, smaller; then the way transformers 5 writes them; then with keys left out.
 CONFIGS = {
@@ -308,12 +313,35 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**QWEN2, "num_key_value_heads": 3}, "num_key_value_heads (3): "),
         ({**QWEN2, "hidden_size": "64"}, "hidden_size (64): must be a positive whole number."),
         ({"model_type": "qwen3"}, "hidden_size (missing): "),
-        ({**SIZES, "model_type": "gemma"}, "model_type (gemma): must be one of qwen2, qwen3, qwen3_moe, llama, mistral, gemma3_text."),
-        ({**SIZES, "model_type": "qwen2_moe"}, "model_type (qwen2_moe): must be one of qwen2, qwen3, qwen3_moe, llama, mistral, gemma3_text. Did"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window (0): must be a positive whole number, or null."),
         ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types (sliding_attention): only full_attention"),
-        ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step (2): every layer must be a mixture of experts"),
-        ({**MOE, "mlp_only_layers": [0]}, "mlp_only_layers ([0]): every layer"),
+        ({**SIZES, "model_type": "gemma"}, "model_type (gemma): must be one of qwen2, qwen3, qwen3_moe, qwen2_moe, llama"),
+        ({**SIZES, "model_type": "qwen4_moe"}, "model_type (qwen4_moe): must be one of qwen2, qwen3, qwen3_moe, qwen2_moe, llama"),
+        ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step (0): must be a positive whole number."),
+        ({**MOE, "decoder_sparse_step": 99}, "num_hidden_layers (2): none of them is a mixture of experts by decoder_sparse_step."),
+        ({**MOE, "mlp_only_layers": 1}, "mlp_only_layers (1): must be a list of layer numbers."),
+        ({**MOE, "shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size (8): must be 0; this model has no shared experts"),
+        ({**MIXTRAL, "sliding_window": 4096}, "sliding_window (4096): "),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise (0.1): must be 0.0; noise"),
+        ({**MIXTRAL, "num_local_experts": 1}, "num_experts_per_tok (2): must be at most num_local_experts (1)."),
+        ({**MIXTRAL, "num_experts_per_tok": 1}, "norm_topk_prob (true): with num_experts_per_tok 1"),
+        ({**DEEPSEEK_V2, "topk_method": "noaux_tc"}, "topk_method (noaux_tc): must be greedy or group_limited_greedy; transformers"),
+        ({**DEEPSEEK_V2, "scoring_func": "sigmoid"}, "scoring_func (sigmoid): must be softmax; transformers ignores the key"),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob (True): must be False; transformers ignores the key"),
+        ({**DEEPSEEK_V2, "moe_layer_freq": 2}, "moe_layer_freq (2): must be 1; transformers ignores the key"),
+        ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy"}, "n_group (None): must divide n_routed_experts (4)"),
+        ({**DEEPSEEK_V2, "num_key_value_heads": 2}, "num_key_value_heads (2): must be num_attention_heads (4)"),
+        ({**DEEPSEEK_V2, "num_experts_per_tok": None}, "num_experts_per_tok (missing): must be a positive whole number."),
+        ({**DEEPSEEK_V2, "first_k_dense_replace": 2}, "num_hidden_layers (2): none of them is a mixture of experts by first_k_dense_replace"),
+        ({**DEEPSEEK_V2, "rms_norm_eps": 1e-5}, "rms_norm_eps (1e-05): must be 1e-06."),
+        ({**DEEPSEEK_V2, "qk_rope_head_dim": 7}, "qk_rope_head_dim (7): must be even."),
+        ({**DEEPSEEK_V3, "scoring_func": None}, "scoring_func (missing): must be sigmoid; transformers takes it to be this"),
+        ({**DEEPSEEK_V3, "topk_method": None}, "topk_method (missing): must be noaux_tc; transformers takes it to be this"),
+        ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob (False): must be True; Megatron"),
+        ({**DEEPSEEK_V3, "n_group": 4}, "n_group (4): must divide n_routed_experts (4) into groups of at least 2."),
+        ({**DEEPSEEK_V3, "topk_group": 3}, "topk_group (3): must be at most n_group (2)"),
+        ({**DEEPSEEK_V3, "topk_group": 1, "num_experts_per_tok": 3}, "topk_group (1): must be at most n_group (2), and its groups must have"),
+        ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave (false): must be true"),
         ({**MOE, "num_experts_per_tok": 5}, "num_experts_per_tok (5): must be at most num_experts (4)."),
         ({**MOE, "num_experts": 0}, "num_experts (0): must be a positive whole number."),
         ({**MOE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob (true): with num_experts_per_tok 1"),

@@ -28,8 +28,9 @@ VALUE_LAYOUTS = {
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
 
 
-def run_ranks(script: str, out: Path, count: int) -> None:
+def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:
     """A script of this folder under torchrun; its ranks write to `out`."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
-                           str(Path(__file__).with_name(script)), str(out)], capture_output=True, text=True, timeout=240, cwd=out)  # fmt: skip
+                           str(Path(__file__).with_name(script)), str(out), *arguments],
+                          capture_output=True, text=True, timeout=600, cwd=out)  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -49,7 +49,8 @@ def make_folder(folder: Path, name: str) -> None:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():  # away from 1 and 0, so that a norm or bias that is not loaded shows
-        for parameter_name, p in model.named_parameters():
+        corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for parameter_name, p in [*model.named_parameters(), *corrections]:
             norm, bias = "norm" in parameter_name, "bias" in parameter_name
             p.normal_((0.3 if "gemma" in name else 1.0) if norm else 0.0, 0.2 if norm or bias else 0.1)  # Gemma's multiply by 1 + weight
     model.save_pretrained(folder)
@@ -113,11 +114,11 @@ def at(column: torch.Tensor, batch: Batch, micro: MicroBatch) -> torch.Tensor:
 @torch.no_grad()
 def logits_error(policy: Policy, micros: list[MicroBatch], batch: Batch, expected: torch.Tensor) -> float:
     """Of the whole [T, V] logits at every token, prompts too. One rank: the decoder's output meets the whole output layer."""
-    hidden = []
-    hook = policy.model.decoder.register_forward_hook(lambda module, arguments, output: hidden.append(output[:, 0]))
+    hidden, (model,) = [], policy.chunks
+    hook = model.decoder.register_forward_hook(lambda module, arguments, output: hidden.append(output[:, 0]))
     policy.log_probs(micros, TEMPERATURE)
     hook.remove()
-    layer = policy.model.embedding.word_embeddings if policy.shape.tie_word_embeddings else policy.model.output_layer
+    layer = model.embedding.word_embeddings if policy.shape.tie_word_embeddings else model.output_layer
     weight = layer.weight[: policy.shape.vocab_size]
     return max(float((h @ weight.t() - at(expected, batch, micro)).abs().max()) for h, micro in zip(hidden, micros, strict=True))
 

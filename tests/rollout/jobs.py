@@ -11,6 +11,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -37,6 +38,7 @@ CONFIGS = {
     "mistral": MistralConfig(vocab_size=140, sliding_window=8, tie_word_embeddings=False, **_COMMON),
     "gemma3": Gemma3TextConfig(vocab_size=150, sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=24, **_COMMON, **_LOCAL),
     "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
+    "mixtral": MixtralConfig(vocab_size=141, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **_COMMON),
 }
 
 
