@@ -9,7 +9,11 @@ _COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_a
 MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "biases": dict(model_type="llama", vocab_size=150, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),
     "llama_deep": dict(model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)),
+    "one_key": dict(model_type="qwen3", vocab_size=150, head_dim=24, tie_word_embeddings=True, **(_COMMON | {"num_key_value_heads": 1})),
+    "gemma3": dict(model_type="gemma3_text", vocab_size=150, head_dim=24, query_pre_attn_scalar=20, sliding_window=8, sliding_window_pattern=3,
+                   **(_COMMON | {"num_key_value_heads": 1})),
     "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
                       num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
 }  # fmt: skip
@@ -55,6 +59,11 @@ LAYOUTS = {
     "tp2_sp_full": _layout(2, **SP, **FULL),
     "tp2_sp_selective": _layout(2, **SP, **SELECTIVE),
     "tp2_sp_tied": _layout(2, "qwen2_tied", **SP),
+    "tp2_sp_biases": _layout(2, "biases", **SP),
+    "tp2_one_key": _layout(2, "one_key", **TP),
+    "tp2_sp_one_key": _layout(2, "one_key", **SP),
+    "tp2_sp_selective_gemma3": _layout(2, "gemma3", **SP, **SELECTIVE),
+    "pp2_block_gemma3": _layout(2, "gemma3", **PP, **BLOCK),
     "pp2": _layout(2, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
