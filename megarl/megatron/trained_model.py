@@ -56,7 +56,8 @@ class TrainedModel(ABC):
             self.ddp = self._wrap(optimizer) if optimizer else None
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.model.named_parameters()}  # after DDP moved them
+        self.named_parameters = dict(self.model.named_parameters())
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters.items()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
