@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.crew import Crew
-from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
+from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, check_tensors
 from megarl.checkpoint.rectangles import Box, Rectangle, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
 
@@ -65,16 +65,9 @@ class Checkpoint:
         if found != box.area:
             raise CheckpointError(f"{self.folder}: {kind} of {name} lacks {box.area - found} elements of {tuple(box)}.")
 
-    def check_names(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
-        """Raises: CheckpointError listing the tensors of this kind that are missing, too many or of another size."""
-        stored = self.tensors(kind)
-        problems = [f"{name} is missing" for name in sizes if name not in stored]
-        problems += [f"{name} is not a tensor of this model" for name in stored if name not in sizes]
-        problems += [f"{name} is {list(stored[name].shape)} there and {[n for n in size if n != 1] or [1]} by config.json"
-                     for name, size in sizes.items() if name in stored and matrix_size(stored[name].shape) != size]  # fmt: skip
-        if problems:
-            more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(f"{kind} in {self.folder} do not fit the model: {'; '.join(problems[:5])}{more}.")
+    def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
+        """Raises: CheckpointError if the tensors of this kind are not these."""
+        check_tensors(f"{kind} in {self.folder}", {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()}, sizes)
 
 
 def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], sizes: dict[str, dict[str, tuple[int, int]]],
@@ -90,7 +83,7 @@ def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], sizes: dict
     def check() -> Checkpoint:
         checkpoint = Checkpoint(folder)
         for kind, of_kind in sizes.items():
-            checkpoint.check_names(kind, of_kind)
+            checkpoint.check(kind, of_kind)
         checkpoint.manifest.check_digests(checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size])
         return checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,6 +110,22 @@ class Manifest:
         for name in names:
             if file_digest(folder / name) != self.files[name][1]:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one that was written.")
+
+
+def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str, tuple[int, int]]) -> None:
+    """Compare (rows, cols) by name. Raises: CheckpointError listing what is missing, too many or of another size than config.json says."""
+    problems = [f"{name} is missing" for name in sizes if name not in found]
+    problems += [f"{name} is not a tensor of this model" for name in found if name not in sizes]
+    problems += [f"{name} is {'x'.join(map(str, found[name]))} there and {'x'.join(map(str, size))} by config.json"
+                 for name, size in sizes.items() if found.get(name, size) != size]  # fmt: skip
+    raise_problems(what, problems)
+
+
+def raise_problems(what: str, problems: Sequence[str]) -> None:
+    """Raises: CheckpointError if there are any."""
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{what} do not fit the model: {'; '.join(problems[:5])}{more}.")
 
 
 def _digest(body: dict[str, object]) -> str:
