@@ -5,24 +5,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
+import unittest.mock
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import CASES
+from cases import CASES, MEGATRON_CASES
 from tiny import make_folder
 
+from megarl.algorithms import REGISTRY
 from megarl.batch import Batch, MicroBatch
+from megarl.checkpoint import save as save_module
 from megarl.checkpoint.load import Checkpoint
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import whole
 from megarl.config.hf_config import ModelShape
+from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import OFFLOAD_PARTS, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.trained_model import TrainedModel
@@ -31,7 +38,10 @@ from megarl.megatron.value_model import ValueModel
 from megarl.packing import Sample, plan_mini_batches
 from megarl.reshard.transfer import load_hf
 from megarl.workers.megatron_role import megatron_atlases
-from megarl.workers.worker import join_world
+from megarl.workers.worker import build_roles, join_world
+
+with cpu_megatron():
+    from megatron.core import dist_checkpointing
 
 # Name -> (mesh, parallel flags)
 LAYOUTS = {
@@ -57,7 +67,7 @@ class Job:
         shape = ModelShape.load(folder, value_head=self.critic)
         model = ModelConfig(model=str(folder), bf16="bf16" in flags)
         # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
-        optimizer = OptimizerConfig(lr=1e-3, lr_warmup_iters=3, adam_eps=1e-5, use_distributed_optimizer="sharded" in flags)
+        optimizer = OptimizerConfig(lr=1e-3, lr_warmup_iters=3, lr_decay_style="linear", adam_eps=1e-5, use_distributed_optimizer="sharded" in flags)
         self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10)
         self.atlas = megatron_atlases(shape, self.mesh, parallel)[dist.get_rank()]
         load_hf(folder, self.atlas, self.model.parameters, shape)
@@ -161,20 +171,49 @@ def refusals(out: Path) -> dict[str, list[str]]:
             file.write(bytes([byte[0] ^ 1]))
     dist.barrier()
     attempt("flipped", lambda: load_checkpoint(saved, job.model, job.atlas))
-    attempt("weights are whole", lambda: load_checkpoint(saved, critic.model, critic.atlas, weights_only=True))
     messages["untouched"] = str(all(map(same_bits, before, job.weights())))
-    from megarl.checkpoint import save as save_module
-
-    full_disk = save_module.write_tensors
-    if dist.get_rank() == 1:
-        def write_tensors(path, entries):
-            raise OSError(28, "No space left on device", str(path))
-        save_module.write_tensors = write_tensors
-    attempt("disk full", lambda: save_checkpoint(out / "full", job.model, job.atlas))
-    save_module.write_tensors = full_disk
+    attempt("weights are whole", lambda: load_checkpoint(saved, job.model, job.atlas, weights_only=True))
+    messages["loaded"] = str(not all(map(same_bits, before, job.weights())))
+    with unittest.mock.patch.object(save_module, "write_tensors", full_disk if dist.get_rank() == 1 else save_module.write_tensors):
+        attempt("disk full", lambda: save_checkpoint(out / "full", job.model, job.atlas))
     dist.barrier()
     messages["left"] = str(sorted(p.name for p in out.glob("*full*")))
     return messages
+
+
+def full_disk(path: Path, entries: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def run_roles(out: Path) -> dict[str, bool]:
+    """Actor and critic of a job, in layouts of their own, with everything in host memory between calls: is what was saved there again?"""
+    config = load_config(["--algorithm", "ppo", "--model", str(out / "qwen3"), "--train-data", str(out / "report_0.json"), "--save", str(out / "run"),
+                          "--train-iters", "2", "--nproc-per-node", "2", "--tensor-model-parallel-size", "2", "--critic-tensor-model-parallel-size",
+                          "1", "--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS], REGISTRY)  # fmt: skip
+    roles, report = build_roles(config, world_size=2), {}
+    for name in ("actor", "critic"):
+        roles[name].setup()
+    for name in ("actor", "critic"):
+        role, folder = roles[name], str(out / f"role_{name}")
+        role.save_checkpoint(folder, {"step": 3})
+        before = [values.clone() for values in role.model.parameters.values()]
+        for values in role.model.parameters.values():
+            values.add_(1.0)
+        state = role.load_checkpoint(folder)
+        report[name] = state == {"step": 3} and all(map(same_bits, before, role.model.parameters.values()))
+    return report
+
+
+def save_by_megatron(folder: Path, job: Job) -> None:
+    """As Megatron-LM does with --ckpt-format torch_dist. Collective over the world."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    # the process that Megatron starts for a queue would import all of this file first
+    with cpu_megatron(), unittest.mock.patch.object(sys.modules["__main__"], "__file__", None):
+        metadata = {"dp_cp_group": job.model.groups.dp_cp}
+        (model,) = [job.model.model]
+        dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata), "iteration": 3}, str(folder))
 
 
 def main(out: Path) -> None:
@@ -190,6 +229,9 @@ def main(out: Path) -> None:
         report[f"{family}/{writer}"] = run_case(out, family, writer, readers)
         dist.barrier()
     report["refusals"] = refusals(out)
+    report["roles"] = run_roles(out)
+    for family, layout in MEGATRON_CASES:
+        save_by_megatron(out / f"megatron-{family}-{layout}", Job(out / family, layout))
     (out / f"report_{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
