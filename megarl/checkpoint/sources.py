@@ -40,15 +40,14 @@ class HFWeights:
     dtype = None
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        file_of = {name: path for name, path in weight_files(folder).items()
-                   if not name.endswith(IGNORED_SUFFIXES) and not (shape.tie_word_embeddings and name == OUTPUT)}  # fmt: skip
-        for path in file_of.values():
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing; the folder's index names it.")
-        files = {path: TensorFile(path) for path in dict.fromkeys(file_of.values())}
+        files, file_of = _hf_files(folder)
         for name, path in file_of.items():
+            if path not in files:
+                raise CheckpointError(f"{path} is missing; the folder's index names it.")
             if name not in files[path]:
                 raise CheckpointError(f"{name} is not in {path}, where the folder's index says.")
+        file_of = {name: path for name, path in file_of.items()
+                   if not name.endswith(IGNORED_SUFFIXES) and not (shape.tie_word_embeddings and name == OUTPUT)}  # fmt: skip
         self._file_of = {name: files[path] for name, path in file_of.items()}
         self.tensors = {name: (file.dtype(name), file.shape(name)) for name, file in self._file_of.items()}
 
@@ -73,6 +72,17 @@ class CheckpointWeights:
 
     def check(self) -> None:
         self.checkpoint.manifest.check_digests(self.checkpoint.folder, self.checkpoint.files([WEIGHTS]))
+
+
+def _hf_files(folder: Path) -> tuple[dict[Path, TensorFile], dict[str, Path]]:
+    """(the files that are there, tensor name -> the file that the index names, or that has it)"""
+    files = {path: TensorFile(path) for path in sorted(folder.glob("*.safetensors"))}
+    if (folder / "model.safetensors.index.json").exists():
+        try:
+            return files, weight_files(folder)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{folder / 'model.safetensors.index.json'} is not an index: {type(error).__name__}: {error}.") from error
+    return files, {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
 def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
