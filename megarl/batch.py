@@ -132,11 +132,11 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass takes: a batch plus where its N response tokens are."""
+    """What one forward pass takes: a batch plus where its N response tokens are, or those of one context-parallel rank."""
 
     batch: Batch
     response_positions: torch.Tensor
-    """[N] int64, indices into batch.tokens."""
+    """[N] int64, indices into batch.tokens, ascending."""
 
     @staticmethod
     def of(batch: Batch) -> MicroBatch:
@@ -160,5 +160,5 @@ class MicroBatch:
     @property
     def response_length_of_token(self) -> torch.Tensor:
         """[N] int64: for each response token the response length of its sample."""
-        lengths = self.batch.response_lengths
-        return lengths.repeat_interleave(lengths)
+        rows = torch.searchsorted(self.batch.cu_seqlens, self.response_positions, right=True) - 1
+        return self.batch.response_lengths[rows]

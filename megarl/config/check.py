@@ -38,8 +38,8 @@ class _Job:
     @property
     def data_parallel_size(self) -> int | None:
         actor, ranks = self.config.actor, self.ranks["actor"]
-        model_parallel_size = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
-        return len(ranks) // model_parallel_size if ranks and len(ranks) % model_parallel_size == 0 else None
+        replica = actor.tensor_model_parallel_size * actor.context_parallel_size * actor.pipeline_model_parallel_size
+        return len(ranks) // replica if ranks and len(ranks) % replica == 0 else None
 
     def megatron_roles(self) -> Iterator[MegatronRole]:
         present = [role for role in ROLES if getattr(self.config, role) is not None]

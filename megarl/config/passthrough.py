@@ -44,11 +44,13 @@ TRANSFORMER_REFUSED = {
     "overlapping the experts' communication is not supported yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",
-    "context parallelism is not supported yet.": """
+    "keys and values of packed sequences go round the ranks of --context-parallel-size in one way only (p2p).": """
         hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
-    "an uneven or interleaved pipeline is not supported yet.": """
-        microbatch_group_size_per_vp_stage pipeline_model_parallel_layout num_layers_in_*_pipeline_stage
-        account_for_*_in_pipeline_split""",
+    "set --virtual-pipeline-model-parallel-size, the number of model chunks per stage.": """
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank""",
+    "a pipeline whose stages differ in their number of layers is not supported yet.": """
+        pipeline_model_parallel_layout num_layers_in_*_pipeline_stage account_for_*_in_pipeline_split""",
+    "the pipeline's schedule decides it.": "microbatch_group_size_per_vp_stage overlap_p2p_* batch_p2p_* use_ring_exchange_p2p",
     "float16 training is not supported. Use --bf16, or fp32.": "fp16",
     "fp8 and fp4 training are not supported yet.": """
         fp8* fp4* tp_only_amax_red first_last_layers_bf16 num_layers_at_*_in_bf16 use_kitchen* kitchen_*""",
@@ -65,9 +67,6 @@ TRANSFORMER_REFUSED = {
     "set --model, a Hugging Face folder.": "load",
     "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
 }
-
-# Parallel sizes that other versions of the field can raise: 1 is fine, more is not supported yet.
-ONLY_ONE = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 def find_engine_flag(name: str) -> Flag | str | None:
@@ -97,11 +96,6 @@ def _find(
     if kind is None:
         return f"takes a Python object of {library}, which no flag can carry."
     return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
-
-
-def unsupported_value(field: str, value: object) -> str | None:
-    """The rule that a TransformerConfig value breaks in this version of megarl."""
-    return "more than 1 is not supported yet. Leave it out." if field in ONLY_ONE and value not in (None, 1) else None
 
 
 def passthrough_names() -> list[str]:

@@ -14,17 +14,17 @@ from megarl.megatron.cpu_shim import cpu_megatron
 with cpu_megatron():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Megatron's names -> the coordinates that vary inside the group. Context parallelism is of size 1 here, so every group over it
-# collapses to the one without.
+# Megatron's names -> the coordinates that vary inside the group.
 _GROUPS = {
-    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": (), "mp": ("tp", "pp"),
-    "tp_cp": ("tp",), "dp_cp": ("dp",), "intra_dp_cp": ("dp",), "tp_dp_cp": ("tp", "dp"),
+    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"), "dp_cp": ("cp", "dp"), "intra_dp_cp": ("cp", "dp"), "tp_dp_cp": ("tp", "cp", "dp"),
     "ep": ("ep",), "expt_tp": ("etp",), "expt_dp": ("edp",), "intra_expt_dp": ("edp",), "tp_ep": ("etp", "ep"),
     "tp_ep_pp": ("etp", "ep", "pp"),
-    "intra_dist_opt": ("tp", "dp", "pp"),
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }  # fmt: skip
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_second_channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def create_groups(mesh: MeshSpec) -> None:
@@ -36,6 +36,15 @@ def create_groups(mesh: MeshSpec) -> None:
     for ranks in dict.fromkeys(wanted):
         if ranks not in _groups:
             _groups[ranks] = dist.new_group(list(ranks))
+    if mesh.vpp > 1 and mesh.pp == 2:
+        for pipeline in dict.fromkeys(mesh.peers(rank, "pp") for rank in mesh.ranks):
+            if pipeline not in _second_channels:
+                _second_channels[pipeline] = dist.new_group(list(pipeline))
+
+
+def second_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the two ranks of an interleaved pipeline, for the messages that go the other way; of other groups themselves."""
+    return _second_channels.get(tuple(dist.get_process_group_ranks(group)), group)
 
 
 def groups_of(mesh: MeshSpec) -> ProcessGroupCollection:

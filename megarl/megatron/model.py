@@ -13,6 +13,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron.attention import StackedQKVSelfAttention
+from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.modules import PackedAttention, RMSNorm
 
@@ -34,20 +35,24 @@ class ResponseTokens:
     """Which log-probs a forward pass is asked for; travels as GPTModel's `labels`."""
 
     predict_positions: torch.Tensor
-    """[N] int64 into the packed tokens."""
+    """[n] int64 into the tokens that this rank has, of the n response tokens that it predicts."""
     targets: torch.Tensor
-    """[N] int64 token ids."""
+    """[n] int64 token ids."""
     temperature: float
     with_entropy: bool
     method: Method = "chunked"
     """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then exactly 1."""
     loss: TokenLoss | None = None
     """Computed, with its gradients, in the forward pass; a sum over tokens."""
+    rows: torch.Tensor | None = None
+    """[n] int64: which of the N response tokens of all context-parallel ranks they are. None: all."""
+    count: int = 0
+    """N, with `rows`."""
 
 
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens, or (loss, metrics of
-    each chunk of them) if it is given a loss.
+    each chunk of them) if it is given a loss. Log-probs without a loss are those of all context-parallel ranks, a loss is this rank's part.
 
     Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do responses, more than a
     chunk at a time: `output_layer` holds the weight, its forward is not called."""
@@ -73,7 +78,8 @@ class PolicyModel(GPTModel):
         options = dict(vocab_size=self.real_vocab_size, group=self.pg_collection.tp, temperature=labels.temperature,
                        with_entropy=labels.with_entropy, main_grad=main_grad)  # fmt: skip
         if labels.loss is None:
-            return linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
+            outputs = linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
+            return tuple(x if x is None else gather_rows(x, labels.rows, labels.count, self.pg_collection.cp) for x in outputs)
         fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
         return fused.loss, fused.metrics
 
@@ -83,7 +89,7 @@ class ValueHead(torch.nn.Module):
 
     Under sequence parallelism each rank's tokens are a part of the sequence, so its gradient is a part of the weight's: marked
     sequence_parallel, finalize_model_grads sums them. Otherwise every rank has all tokens and the whole gradient. The gradient norm
-    counts the weight once, as it is not marked tensor_model_parallel."""
+    counts the weight once, as it is not marked tensor_model_parallel. Of context-parallel ranks' parts DDP makes the sum."""
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
@@ -103,8 +109,20 @@ class ValueHead(torch.nn.Module):
         return (hidden.float() @ self.weight.float().t()).flatten()
 
 
+@dataclass(frozen=True)
+class ValuePositions:
+    """Where a forward pass is asked for values; travels as GPTModel's `labels`."""
+
+    positions: torch.Tensor
+    """[n] int64 into the tokens that this rank has."""
+    rows: torch.Tensor | None
+    """[n] int64: which of all N wanted values they are. None: all."""
+    count: int
+    """N."""
+
+
 class ValueHeadModel(GPTModel):
-    """GPTModel whose last stage returns values [N] fp32 at the positions [N] int64 that travel as `labels`."""
+    """GPTModel whose last stage returns the values [N] fp32 of all context-parallel ranks' positions."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -112,8 +130,10 @@ class ValueHeadModel(GPTModel):
             del self.output_layer
             self.value_head = ValueHead(self.config, self.pg_collection.tp)
 
-    def _postprocess(self, hidden_states, input_ids, position_ids, labels: torch.Tensor, *args, **kwargs):
-        return self.value_head(hidden_states, labels) if self.post_process else hidden_states
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels: ValuePositions, *args, **kwargs):
+        if not self.post_process:
+            return hidden_states
+        return gather_rows(self.value_head(hidden_states, labels.positions), labels.rows, labels.count, self.pg_collection.cp)
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:
@@ -131,7 +151,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size, context_parallel_size=parallel.context_parallel_size,
+        **_virtual_pipeline_fields(parallel),
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=parallel.recompute_granularity, recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
@@ -142,6 +163,12 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
     return TransformerConfig(**(fields | extra))
+
+
+def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
+    """Messages are not batched: between two stages both chunks' go to the same rank, and a batch would match them in the wrong order."""
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    return dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False) if chunks > 1 else {}
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
@@ -186,29 +213,38 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> PolicyModel:
-    """This rank's stage and shard of the model, weights uninitialised. Collective over the mesh (tied embeddings)."""
+def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> list[PolicyModel]:
+    """This rank's stage and shard of the model, weights uninitialised, one for each virtual stage. Collective over the mesh (tied
+    embeddings)."""
     assert not shape.value_head, "a policy needs the shape of a causal language model"
     return _build(PolicyModel, config, shape, groups, qkv_layout, real_vocab_size=shape.vocab_size)
 
 
-def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> ValueHeadModel:
+def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection,
+                           qkv_layout: str) -> list[ValueHeadModel]:  # fmt: skip
     """The same with a value head."""
     assert shape.value_head, "a value model needs ModelShape.load(folder, value_head=True)"
     return _build(ValueHeadModel, config, shape, groups, qkv_layout)
 
 
 def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
-           **options: object) -> Model:
+           **options: object) -> list[Model]:
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    return [_build_chunk(kind, config, shape, groups, qkv_layout, chunk, num_chunks, **options) for chunk in range(num_chunks)]
+
+
+def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
+                 chunk: int, num_chunks: int, **options: object) -> Model:
+    stage, last_stage = groups.pp.rank(), groups.pp.size() - 1
+    vp_stage = chunk if num_chunks > 1 else None
     with cpu_megatron():
         spec = _layer_spec(config, qkv_layout)
         if not uses_transformer_engine():
-            num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
-            spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)
+            spec = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage, stage), layer_norm=RMSNorm)
         model = kind(
-            config, spec, vocab_size=shape.padded_vocab_size(),
-            max_sequence_length=shape.max_position_embeddings, pre_process=groups.pp.rank() == 0,
-            post_process=groups.pp.rank() == groups.pp.size() - 1, position_embedding_type="rope", rotary_base=shape.rope_theta,
+            config, spec, vocab_size=shape.padded_vocab_size(), max_sequence_length=shape.max_position_embeddings,
+            pre_process=(chunk, stage) == (0, 0), post_process=(chunk, stage) == (num_chunks - 1, last_stage), vp_stage=vp_stage,
+            position_embedding_type="rope", rotary_base=shape.rope_theta,
             rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
             share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
         if not config.use_cpu_initialization:

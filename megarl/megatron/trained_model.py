@@ -6,7 +6,7 @@ call every method, with equally many micro-batches. Outputs and losses exist on 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +15,14 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
 from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
+from megarl.megatron.pipeline import run_schedule
 from megarl.metrics import combine
 
 with cpu_megatron():
@@ -28,15 +30,10 @@ with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.schedules import (
-        forward_backward_no_pipelining,
-        forward_backward_pipelining_without_interleaving,
-    )
 
 Metrics = dict[str, torch.Tensor]
-Request = Callable[[MicroBatch], Any]
-"""What the last stage is asked for; travels as GPTModel's `labels`."""
+Request = Callable[[MicroBatch, ContextShard], Any]
+"""What the last stage is asked for on this rank; travels as GPTModel's `labels`."""
 
 
 class TrainedModel(ABC):
@@ -52,12 +49,11 @@ class TrainedModel(ABC):
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
-            self.model = self._build(parallel)
-            self.ddp = self._wrap(optimizer) if optimizer else None
+            self.chunks = self._build(parallel)  # one for each virtual stage
+            self.ddp = self._wrap(optimizer) if optimizer else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self.named_parameters = dict(self.model.named_parameters())
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters.items()}  # after DDP moved them
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
@@ -66,9 +62,14 @@ class TrainedModel(ABC):
         self.memory.use("parameters")
         return self._parameters
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        for number, chunk in enumerate(self.chunks):
+            yield from chunk.named_parameters(prefix=f"chunks.{number}" if len(self.chunks) > 1 else "")
+
     @abstractmethod
-    def _build(self, parallel: ParallelConfig) -> GPTModel:
-        """This rank's stage and shard, weights uninitialised. Collective over the mesh."""
+    def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
+        """This rank's stage and shard, weights uninitialised, as chunks. Collective over the mesh."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,16 +78,24 @@ class TrainedModel(ABC):
     @property
     def reports(self) -> bool:
         """True on one rank of every data-parallel replica: the one whose numbers are counted."""
+        return self._reports_shard and self.groups.cp.rank() == 0
+
+    @property
+    def _reports_shard(self) -> bool:
+        """The same for numbers of which every context-parallel rank has a part."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
-    def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True)
-        ddp = DistributedDataParallel(self.config, ddp_config, self.model, pg_collection=self.groups)
+        # The gradients of later chunks are ready while the first one's backward still goes on: nothing is gained by reducing parts of them.
+        ddp = [DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups)
+               for number, chunk in enumerate(self.chunks)]  # fmt: skip
         if self.bf16 and self.device.type == "cpu":
-            accumulate_in_pieces(self.model)
-        self.config.no_sync_func = ddp.no_sync
+            for chunk in self.chunks:
+                accumulate_in_pieces(chunk)
+        self.config.no_sync_func = [chunk.no_sync for chunk in ddp] if len(ddp) > 1 else ddp[0].no_sync
         # Losses are divided by global denominators already: no token count for Megatron to divide by.
         self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
             chunks, None, pg_collection=self.groups)
@@ -119,14 +128,18 @@ class TrainedModel(ABC):
         return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
 
     def _update(self, micro_batches: list[MicroBatch], request: Request,
-                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> dict[str, float]:
-        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch."""
+                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], of_shards: bool = False) -> dict[str, float]:
+        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
+
+        of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each."""
         self.memory.use("gradients")
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
         of_step = self.step()
-        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if self.reports else {}
+        reports = self._reports_shard if of_shards else self.reports
+        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
         return metrics | of_step
 
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
@@ -140,7 +153,8 @@ class TrainedModel(ABC):
                 value, metrics = loss(micro, output)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-            return self._forward(model, micro, request(micro)), finish
+            shard = self._shard(micro)
+            return self._forward(model, micro, shard, request(micro, shard)), finish
 
         return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
 
@@ -153,40 +167,38 @@ class TrainedModel(ABC):
 
         def forward_step(iterator, model):
             micro = next(iterator)
-            output = self._forward(model, micro, request(micro))
+            shard = self._shard(micro)
+            output = self._forward(model, micro, shard, request(micro, shard))
             # one tensor: with experts in the model, Megatron asks the output for its device
-            return (keep(output) if self.is_last_stage else output), lambda kept, non_loss_data: kept
+            return (keep(output) if model.post_process else output), lambda kept, non_loss_data: kept
 
-        out = self._run(self.model, forward_step, micro_batches, forward_only=True)
+        out = self._run(self.chunks, forward_step, micro_batches, forward_only=True)
         return [kept.cpu() for kept in out] if self.is_last_stage else None
 
-    def _run(self, model: torch.nn.Module, forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
+    def _run(self, chunks: list[torch.nn.Module], forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
         self.memory.use("parameters")
-        arguments = dict(
-            forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
-            seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only, pg_collection=self.groups)
         with cpu_megatron():
-            if self.groups.pp.size() == 1:
-                return forward_backward_no_pipelining(**arguments)
-            return forward_backward_pipelining_without_interleaving(
-                **arguments, p2p_communicator=P2PCommunicator(self.groups.pp, self.config))
+            return run_schedule(chunks, forward_step, micro_batches, forward_only, self.groups, self.config)
 
-    def _forward(self, model: torch.nn.Module, micro: MicroBatch, wanted: object):
-        tokens, lengths = micro.batch.tokens, micro.batch.lengths.tolist()
-        # Sequence parallelism needs a multiple of the tensor-parallel size: close with a sample of its own that no loss looks at.
+    def _shard(self, micro: MicroBatch) -> ContextShard:
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
-        fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
-        if fill:
-            tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
-        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(lengths))
+        return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
-    def _packed(self, lengths: list[int]) -> PackedSeqParams:
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
+        tokens = shard.take(micro.batch.tokens, padding=0)
+        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(shard))
+
+    def _packed(self, shard: ContextShard) -> PackedSeqParams:
+        """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide
+        them by the context-parallel size. That they are the padded ones too says that nothing lies between sequences."""
+        lengths = shard.lengths
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope positions.
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                                 cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens,
                                  max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-        packed.sequence_lengths = lengths  # on the host, for PackedAttention
+        packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order  # on the host, for PackedAttention
         return packed
 
 

@@ -63,7 +63,7 @@ def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: s
     held = {dst: sum(n for pair, n in moved.items() if pair[1] == dst) for dst in destinations}
     lines = [
         f"{shape.model_type}, {shape.num_layers} layers{f', {shape.num_moe_experts} experts' if shape.is_moe else ''}: "
-        f"Megatron tp {train.tp} pp {train.pp} dp {train.dp}{f' ep {train.ep} etp {train.expert_tp}' if shape.is_moe else ''} "
+        f"Megatron tp {train.tp}{f' cp {train.cp}' if train.cp > 1 else ''} pp {train.pp} dp {train.dp}{f' ep {train.ep} etp {train.expert_tp}' if shape.is_moe else ''} "
         f"({train_dtype}) -> {rollout.dp} vLLM engines of tp {rollout.tp} ({rollout_dtype})",
         f"planned in {seconds:.2f} s: {copies} copies between {len(moved)} pairs of ranks, each destination element written once",
         f"written: {_gb(total)}, at most {_gb(max(held.values()))} on one rank; padding that is not written: "

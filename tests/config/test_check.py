@@ -138,12 +138,50 @@ RULES = {
         "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1 or 3.",
         "--pipeline-model-parallel-size 1",
     ),
+    "virtual pipeline": (
+        "--virtual-pipeline-model-parallel-size 2",
+        2,
+        {},
+        "--virtual-pipeline-model-parallel-size (2): needs --pipeline-model-parallel-size above 1",
+        "--virtual-pipeline-model-parallel-size 1 --pipeline-model-parallel-size 2",
+    ),
+    "layers of a stage": (
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        2,
+        {"num_layers": 6},
+        "--virtual-pipeline-model-parallel-size (2): must divide the actor's layers per pipeline stage (3). Try 1 or 3.",
+        "--virtual-pipeline-model-parallel-size 3 --pipeline-model-parallel-size 2",
+    ),
+    "recompute layers of a chunk": (
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+        2,
+        {"num_layers": 4},
+        "--recompute-num-layers (2): must be at most the actor's layers per model chunk (1). Try 1.",
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ),
     "too few ranks": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         2,
         {},
         "needs as many ranks, and the actor has 2. Try --nproc-per-node 4.",
         "--tensor-model-parallel-size 2",
+    ),
+    "context parallel ranks": (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        6,
+        {},
+        "--tensor-model-parallel-size (2) x --context-parallel-size (2) x --pipeline-model-parallel-size (1) = 4: must divide the actor's "
+        "ranks (6). Try --nproc-per-node 4.",
+        "--context-parallel-size 2 --num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "experts on context parallel ranks": (
+        "--context-parallel-size 2 --expert-model-parallel-size 4",
+        2,
+        EXPERTS,
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "Try 1 or 2.",
+        "--context-parallel-size 2 --expert-model-parallel-size 2",
     ),
     "ranks that do not fit": (
         "--tensor-model-parallel-size 2",

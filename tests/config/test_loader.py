@@ -349,14 +349,11 @@ def test_megatron_transformer_fields():
         "--no-gradient-accumulation-fusion",
         "--cross-entropy-fusion-impl",
         "te",
-        "--context-parallel-size",
-        "1",
     )
     assert config.transformer == {
         "attention_dropout": 0.1,
         "gradient_accumulation_fusion": False,
         "cross_entropy_fusion_impl": "te",
-        "context_parallel_size": 1,
     }
     for name in (
         "num-layers",
@@ -376,8 +373,9 @@ def test_megatron_transformer_fields():
     ):
         assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
     assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
-    for name in ("context-parallel-size", "virtual-pipeline-model-parallel-size"):
-        assert errors(f"--{name}", "2")[0].startswith(f"--{name} (2): more than 1 is not supported yet.")
+    assert "in one way only" in errors("--cp-comm-type", "a2a")[0]
+    for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
+        assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "not supported yet" in errors("--moe-router-topk", "2")[0] and "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
 

@@ -23,9 +23,9 @@ EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
 _COMMON = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                max_position_embeddings=256, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, rope_theta=10000.0)  # fmt: skip
 _EXPERTS = _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-# Biases and tied embeddings; q/k norms; neither, and a vocabulary that needs no padding; experts whose width vLLM pads.
+# Biases and tied embeddings, and layers for two stages of two chunks; q/k norms; neither, and a vocabulary that needs no padding; experts whose width vLLM pads.
 CONFIGS = {
-    "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
     "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **_COMMON),
     "mistral": MistralConfig(vocab_size=140, sliding_window=None, tie_word_embeddings=False, **_COMMON),

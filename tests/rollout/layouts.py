@@ -6,7 +6,7 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 NAMES = (*FAMILIES, "qwen2_untied", "qwen3_tied", "llama_tied", "mistral_tied", "qwen3_moe_tied")
 
 COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and untied
-    ("qwen2", 2): ("tp2", "pp2"),
+    ("qwen2", 2): ("tp2", "pp2", "pp2_vpp2"),
     ("qwen3", 1): ("one", "tp2", "pp2"),
     ("llama_tied", 2): ("pp2",),
     ("mistral", 2): ("tp2",),
