@@ -96,6 +96,25 @@ class MegatronRole:
         """Write the weights as a Hugging Face folder. Collective over the mesh."""
         save_hf(folder, self.folder, self.shape, self.atlases, self.model.parameters)
 
+    @needs("parameters", "optimizer")
+    def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
+        """Write the model, its optimizer and its schedule, and what else to remember (for JSON). Collective over the mesh.
+
+        Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not there."""
+        from megarl.megatron.training_state import save_checkpoint
+
+        save_checkpoint(folder, self.model, self.atlases[self.rank], state)
+
+    @needs("parameters", "optimizer")
+    def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
+        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`.
+
+        Returns: the state that was saved with it.
+        Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
+        from megarl.megatron.training_state import load_checkpoint
+
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
+
 
 def peak_memory_bytes() -> int:
     """Most memory this process has held: on the GPU if there is one, else resident."""
