@@ -372,7 +372,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        _publish(partial, folder)
+        publish(partial, folder)
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
@@ -401,7 +401,7 @@ def _start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dt
     return partial
 
 
-def _publish(partial: Path, folder: Path) -> None:
+def publish(partial: Path, folder: Path) -> None:
     """Rename into place. A reader sees the old export or the new one, except for an instant in which there is none."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():

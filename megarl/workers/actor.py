@@ -25,13 +25,14 @@ class PolicyRole(MegatronRole):
 
     def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None) -> None:  # fmt: skip
-        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer)
+        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer, config.lora if optimizer else None)
 
     def build(self):
         from megarl.megatron.policy import Policy
 
         config = self.config
-        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
+        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
+                      self.lora)
 
     def write_log_probs(self, column: str) -> None:
         share = self.share
@@ -63,7 +64,8 @@ class ActorRole(PolicyRole):
         """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
         if self.sender is None:
             plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp, self.config.reshard.reshard_timeout_s)
-            self.sender = WeightSync(plan, self.rank, speakers, self.model.parameters, None, self.config.reshard)
+            self.sender = WeightSync(plan, self.rank, speakers, self.model.weights, None, self.config.reshard)
+        self.model.merge_adapters()
         self.sender.begin(version)
         self.sender.finish()
 
