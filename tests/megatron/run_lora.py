@@ -109,6 +109,8 @@ class Case:
         self.atlases = {rank: with_adapters(atlas, self.lora) for rank, atlas in base.items()}
         load_hf(str(self.folder), base[dist.get_rank()], self.model.parameters, self.shape)
         draw(self.atlases[dist.get_rank()], adapter_sizes(base.values(), sizes, self.lora), self.model.parameters)
+        if (head := self.model.parameters.get("value_head.weight")) is not None:
+            head.fill_(0.1)  # from 0, with which a critic starts, no gradient reaches the adapters
         self.model.parameters_changed()
 
     def micro_batches(self) -> list[MicroBatch]:
