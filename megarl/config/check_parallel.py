@@ -39,6 +39,10 @@ class MegatronRole:
     def pp(self) -> int:
         return self.parallel.pipeline_model_parallel_size
 
+    @property
+    def vpp(self) -> int:
+        return self.parallel.virtual_pipeline_model_parallel_size
+
 
 def agreed_fields(config: TrainConfig, roles: Iterable[str]) -> frozenset[str]:
     """Fields of ParallelConfig that have one value for all these roles."""
@@ -50,6 +54,7 @@ def parallel_findings(role: MegatronRole) -> Iterator[str]:
     """Every rule that the role breaks."""
     yield from _recompute(role)
     yield from _ranks(role)
+    yield from _virtual_pipeline(role)
     if role.shape is not None:
         yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"))
         yield from _experts(role)
@@ -69,6 +74,15 @@ def _ranks(role: MegatronRole) -> Iterator[str]:
         yield f"{product}: must divide the {role.name}'s ranks ({len(ranks)}). Try --nproc-per-node {len(ranks) // size * size}."
 
 
+def _virtual_pipeline(role: MegatronRole) -> Iterator[str]:
+    flag, pp_flag = role.flag("virtual_pipeline_model_parallel_size"), role.flag("pipeline_model_parallel_size")
+    if role.vpp > 1 and role.pp == 1:
+        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out, or try {pp_flag} 2."
+    elif role.shape is not None and role.shape.num_layers % role.pp == 0 and role.shape.num_layers // role.pp % role.vpp:
+        stage = role.shape.num_layers // role.pp
+        yield f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage ({stage}).{try_(divisors(stage), role.vpp)}"
+
+
 def _recompute(role: MegatronRole) -> Iterator[str]:
     """As TransformerConfig.__post_init__ and TransformerBlock demand, and what they would silently ignore."""
     parallel, flag = role.parallel, role.flag
@@ -84,9 +98,9 @@ def _recompute(role: MegatronRole) -> Iterator[str]:
         yield (f"{flag('recompute_modules')} ({modules}): has no effect without {flag('recompute_granularity')} selective. Leave it out, or "
                "set that.")  # fmt: skip
     if role.shape is not None and granularity == "full" and layers is not None:
-        stage = max(1, role.shape.num_layers // role.pp)
-        if layers > stage:
-            yield f"{flag('recompute_num_layers')} ({layers}): must be at most the {role.name}'s layers per pipeline stage ({stage}). Try {stage}."
+        held, what = max(1, role.shape.num_layers // (role.pp * role.vpp)), "model chunk" if role.vpp > 1 else "pipeline stage"
+        if layers > held:
+            yield f"{flag('recompute_num_layers')} ({layers}): must be at most the {role.name}'s layers per {what} ({held}). Try {held}."
 
 
 def _experts(role: MegatronRole) -> Iterator[str]:

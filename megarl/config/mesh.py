@@ -22,13 +22,15 @@ class MeshSpec:
 
     Args:
         ep: ranks over which a layer's experts are dealt out.
-        etp: ranks that split each expert. None: as tp."""
+        etp: ranks that split each expert. None: as tp.
+        vpp: model chunks of each pipeline stage. They say which layers a rank holds and change no group of ranks."""
 
     ranks: tuple[int, ...]
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int | None = None
+    vpp: int = 1
 
     def __post_init__(self) -> None:
         if len(self.ranks) % (self.tp * self.pp):
@@ -80,12 +82,13 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
 
 def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
     return MeshSpec(ranks, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
+                    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size,
+                    vpp=parallel.virtual_pipeline_model_parallel_size)
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
     """Role -> key of the share of a step's data that it works on: the first role on the same ranks with the same sizes (but for those
-    of the experts, which do not say who has which sample).
+    of the experts and of virtual pipelines, which do not say who has which sample).
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference "actor", critic "critic"."""
     first: dict[tuple, str] = {}

@@ -46,9 +46,11 @@ TRANSFORMER_REFUSED = {
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",
     "context parallelism is not supported yet.": """
         hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
-    "an uneven or interleaved pipeline is not supported yet.": """
-        microbatch_group_size_per_vp_stage pipeline_model_parallel_layout num_layers_in_*_pipeline_stage
-        account_for_*_in_pipeline_split""",
+    "set --virtual-pipeline-model-parallel-size, the number of model chunks per stage.": """
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank""",
+    "a pipeline whose stages differ in their number of layers is not supported yet.": """
+        pipeline_model_parallel_layout num_layers_in_*_pipeline_stage account_for_*_in_pipeline_split""",
+    "the pipeline's schedule decides it.": "microbatch_group_size_per_vp_stage overlap_p2p_* batch_p2p_* use_ring_exchange_p2p",
     "float16 training is not supported. Use --bf16, or fp32.": "fp16",
     "fp8 and fp4 training are not supported yet.": """
         fp8* fp4* tp_only_amax_red first_last_layers_bf16 num_layers_at_*_in_bf16 use_kitchen* kitchen_*""",
@@ -67,7 +69,7 @@ TRANSFORMER_REFUSED = {
 }
 
 # Parallel sizes that other versions of the field can raise: 1 is fine, more is not supported yet.
-ONLY_ONE = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
+ONLY_ONE = ("context_parallel_size",)
 
 
 def find_engine_flag(name: str) -> Flag | str | None:

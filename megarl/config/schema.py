@@ -46,6 +46,9 @@ class ParallelConfig:
     """Ranks that split each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Parts of the stack that each pipeline stage holds (Megatron-LM's --num-virtual-stages-per-pipeline-rank). Above 1 the stages take
+    turns (interleaved 1F1B): they idle that many times less at the ends of a step, and send that many times more messages."""
     expert_model_parallel_size: int = 1
     """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage.
     With tensor parallelism Megatron wants --sequence-parallel as well."""
@@ -74,6 +77,7 @@ class ParallelConfig:
             at_least={
                 "tensor_model_parallel_size": 1,
                 "pipeline_model_parallel_size": 1,
+                "virtual_pipeline_model_parallel_size": 1,
                 "expert_model_parallel_size": 1,
                 "expert_tensor_parallel_size": 1,
                 "recompute_num_layers": 1,

@@ -25,6 +25,7 @@ _GROUPS = {
 }  # fmt: skip
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_second_channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def create_groups(mesh: MeshSpec) -> None:
@@ -36,6 +37,15 @@ def create_groups(mesh: MeshSpec) -> None:
     for ranks in dict.fromkeys(wanted):
         if ranks not in _groups:
             _groups[ranks] = dist.new_group(list(ranks))
+    if mesh.vpp > 1 and mesh.pp == 2:
+        for pipeline in dict.fromkeys(mesh.peers(rank, "pp") for rank in mesh.ranks):
+            if pipeline not in _second_channels:
+                _second_channels[pipeline] = dist.new_group(list(pipeline))
+
+
+def second_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the two ranks of an interleaved pipeline, for the messages that go the other way; of other groups themselves."""
+    return _second_channels.get(tuple(dist.get_process_group_ranks(group)), group)
 
 
 def groups_of(mesh: MeshSpec) -> ProcessGroupCollection:

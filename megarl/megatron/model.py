@@ -132,6 +132,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        **_virtual_pipeline_fields(parallel),
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=parallel.recompute_granularity, recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
@@ -142,6 +143,12 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
     return TransformerConfig(**(fields | extra))
+
+
+def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
+    """Messages are not batched: between two stages both chunks' go to the same rank, and a batch would match them in the wrong order."""
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    return dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False) if chunks > 1 else {}
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
@@ -186,29 +193,38 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> PolicyModel:
-    """This rank's stage and shard of the model, weights uninitialised. Collective over the mesh (tied embeddings)."""
+def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> list[PolicyModel]:
+    """This rank's stage and shard of the model, weights uninitialised, one for each virtual stage. Collective over the mesh (tied
+    embeddings)."""
     assert not shape.value_head, "a policy needs the shape of a causal language model"
     return _build(PolicyModel, config, shape, groups, qkv_layout, real_vocab_size=shape.vocab_size)
 
 
-def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> ValueHeadModel:
+def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection,
+                           qkv_layout: str) -> list[ValueHeadModel]:  # fmt: skip
     """The same with a value head."""
     assert shape.value_head, "a value model needs ModelShape.load(folder, value_head=True)"
     return _build(ValueHeadModel, config, shape, groups, qkv_layout)
 
 
 def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
-           **options: object) -> Model:
+           **options: object) -> list[Model]:
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    return [_build_chunk(kind, config, shape, groups, qkv_layout, chunk, num_chunks, **options) for chunk in range(num_chunks)]
+
+
+def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
+                 chunk: int, num_chunks: int, **options: object) -> Model:
+    stage, last_stage = groups.pp.rank(), groups.pp.size() - 1
+    vp_stage = chunk if num_chunks > 1 else None
     with cpu_megatron():
         spec = _layer_spec(config, qkv_layout)
         if not uses_transformer_engine():
-            num_layers = get_num_layers_to_build(config, pp_rank=groups.pp.rank())
-            spec = TransformerBlockSubmodules([spec] * num_layers, layer_norm=RMSNorm)
+            spec = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage, stage), layer_norm=RMSNorm)
         model = kind(
-            config, spec, vocab_size=shape.padded_vocab_size(),
-            max_sequence_length=shape.max_position_embeddings, pre_process=groups.pp.rank() == 0,
-            post_process=groups.pp.rank() == groups.pp.size() - 1, position_embedding_type="rope", rotary_base=shape.rope_theta,
+            config, spec, vocab_size=shape.padded_vocab_size(), max_sequence_length=shape.max_position_embeddings,
+            pre_process=(chunk, stage) == (0, 0), post_process=(chunk, stage) == (num_chunks - 1, last_stage), vp_stage=vp_stage,
+            position_embedding_type="rope", rotary_base=shape.rope_theta,
             rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
             share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
         if not config.use_cpu_initialization:

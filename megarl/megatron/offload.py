@@ -93,9 +93,9 @@ class ModelMemory:
     def _tensors(self, part: str) -> Iterator[torch.Tensor]:
         model = self._model
         if part == "parameters":
-            yield from (parameter.data for parameter in model.model.parameters())
+            yield from (parameter.data for chunk in model.chunks for parameter in chunk.parameters())
         elif part == "gradients":
-            yield from (buffer.grad_data for buffer in (*model.ddp.buffers, *model.ddp.expert_parallel_buffers))
+            yield from (buffer.grad_data for ddp in model.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
         else:
             for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
                 if (adam := getattr(inner, "optimizer", None)) is not None:  # none on a rank without parameters

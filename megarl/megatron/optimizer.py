@@ -19,14 +19,14 @@ with cpu_megatron():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-def build_optimizer(config: OptimizerConfig, ddp: DistributedDataParallel, groups: ProcessGroupCollection, bf16: bool) -> MegatronOptimizer:
-    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm.
+def build_optimizer(config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection, bf16: bool) -> MegatronOptimizer:
+    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm, over all model chunks.
 
     Raises: ValueError for --optimizer-cpu-offload without a GPU."""
     if config.optimizer_cpu_offload and not torch.cuda.is_available():
         raise ValueError("--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine has none. Leave it out.")
     with _world_is(groups.intra_dist_opt):
-        optimizer = get_megatron_optimizer(megatron_config(config, bf16), [ddp], pg_collection=groups, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(megatron_config(config, bf16), ddp, pg_collection=groups, use_gloo_process_groups=False)
     _fuse_adam(optimizer)
     return optimizer
 

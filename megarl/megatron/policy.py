@@ -34,11 +34,12 @@ Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[to
 class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
 
-    def _build(self, parallel: ParallelConfig) -> PolicyModel:
+    def _build(self, parallel: ParallelConfig) -> list[PolicyModel]:
         return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)
 
-    def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
-        self.model.accumulates_into_main_grad = not optimizer.overlap_grad_reduce
+    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
+        for chunk in self.chunks:
+            chunk.accumulates_into_main_grad = not optimizer.overlap_grad_reduce
         return super()._wrap(optimizer)
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:

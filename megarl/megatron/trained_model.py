@@ -6,7 +6,7 @@ call every method, with equally many micro-batches. Outputs and losses exist on 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
 from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
+from megarl.megatron.pipeline import run_schedule
 from megarl.metrics import combine
 
 with cpu_megatron():
@@ -29,11 +30,6 @@ with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.schedules import (
-        forward_backward_no_pipelining,
-        forward_backward_pipelining_without_interleaving,
-    )
 
 Metrics = dict[str, torch.Tensor]
 Request = Callable[[MicroBatch], Any]
@@ -55,12 +51,12 @@ class TrainedModel(ABC):
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
-            self.model = self._build(parallel)
-            self.adapters = Adapters([self.model], lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
-            self.ddp = self._wrap(optimizer) if optimizer else None
+            self.chunks = self._build(parallel)  # one for each virtual stage
+            self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
+            self.ddp = self._wrap(optimizer) if optimizer else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.model.named_parameters()}  # after DDP moved them
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
@@ -90,9 +86,14 @@ class TrainedModel(ABC):
             self.adapters.allocate_merged(self.parameters)
             self.memory.add("parameters", self.adapters.merged.values())
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        for number, chunk in enumerate(self.chunks):
+            yield from chunk.named_parameters(prefix=f"chunks.{number}" if len(self.chunks) > 1 else "")
+
     @abstractmethod
-    def _build(self, parallel: ParallelConfig) -> GPTModel:
-        """This rank's stage and shard, weights uninitialised. Collective over the mesh."""
+    def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
+        """This rank's stage and shard, weights uninitialised, as chunks. Collective over the mesh."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -103,14 +104,17 @@ class TrainedModel(ABC):
         """True on one rank of every data-parallel replica: the one whose numbers are counted."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
-    def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True)
-        ddp = DistributedDataParallel(self.config, ddp_config, self.model, pg_collection=self.groups)
+        # The gradients of later chunks are ready while the first one's backward still goes on: nothing is gained by reducing parts of them.
+        ddp = [DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups)
+               for number, chunk in enumerate(self.chunks)]  # fmt: skip
         if self.bf16 and self.device.type == "cpu":
-            accumulate_in_pieces(self.model)
-        self.config.no_sync_func = ddp.no_sync
+            for chunk in self.chunks:
+                accumulate_in_pieces(chunk)
+        self.config.no_sync_func = [chunk.no_sync for chunk in ddp] if len(ddp) > 1 else ddp[0].no_sync
         # Losses are divided by global denominators already: no token count for Megatron to divide by.
         self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
             chunks, None, pg_collection=self.groups)
@@ -146,7 +150,8 @@ class TrainedModel(ABC):
                 loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> dict[str, float]:
         """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch."""
         self.memory.use("gradients")
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
         of_step = self.step()
@@ -179,22 +184,16 @@ class TrainedModel(ABC):
             micro = next(iterator)
             output = self._forward(model, micro, request(micro))
             # one tensor: with experts in the model, Megatron asks the output for its device
-            return (keep(output) if self.is_last_stage else output), lambda kept, non_loss_data: kept
+            return (keep(output) if model.post_process else output), lambda kept, non_loss_data: kept
 
-        out = self._run(self.model, forward_step, micro_batches, forward_only=True)
+        out = self._run(self.chunks, forward_step, micro_batches, forward_only=True)
         return [kept.cpu() for kept in out] if self.is_last_stage else None
 
-    def _run(self, model: torch.nn.Module, forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
+    def _run(self, chunks: list[torch.nn.Module], forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
         self.memory.use("parameters")
-        arguments = dict(
-            forward_step_func=forward_step, data_iterator=iter(micro_batches), model=[model], num_microbatches=len(micro_batches),
-            seq_length=1, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only, pg_collection=self.groups)
         with cpu_megatron():
-            if self.groups.pp.size() == 1:
-                return forward_backward_no_pipelining(**arguments)
-            return forward_backward_pipelining_without_interleaving(
-                **arguments, p2p_communicator=P2PCommunicator(self.groups.pp, self.config))
+            return run_schedule(chunks, forward_step, micro_batches, forward_only, self.groups, self.config)
 
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, wanted: object):
         tokens, lengths = micro.batch.tokens, micro.batch.lengths.tolist()

@@ -10,10 +10,12 @@ the matrices, by any kind of parallelism, is one of the adapters too. In the PEF
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LoRAConfig
-from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes
+from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes, hf_sizes
+from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 
 
 def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
@@ -28,30 +30,30 @@ def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
     return atlas | adapters
 
 
-def adapter_sizes(atlases: Iterable[Atlas], sizes: Sizes, lora: LoRAConfig) -> Sizes:
-    """Every canonical tensor of the adapters -> (rows, cols), from the atlases of all ranks and the sizes of what they adapt."""
+def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
+    """Every canonical tensor of the model's adapters -> (rows, cols)."""
     found: Sizes = {}
-    for hf_name, target in _canonical(atlases, lora):
-        rows, cols = sizes[hf_name]
+    for hf_name, target, rows, cols in _canonical(shape, lora):
         found |= {_down(hf_name, target): (lora.lora_rank, cols), _up(hf_name): (rows, lora.lora_rank)}
     return found
 
 
-def peft_atlas(atlases: Iterable[Atlas], sizes: Sizes, lora: LoRAConfig) -> Atlas:
-    """The tensors of a PEFT adapter by their names there, whole; arguments as above."""
+def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
+    """The tensors of a PEFT adapter by their names there, whole."""
     atlas: Atlas = {}
-    for hf_name, target in _canonical(atlases, lora):
-        (rows, cols), module = sizes[hf_name], hf_name.removesuffix(".weight")
+    for hf_name, target, rows, cols in _canonical(shape, lora):
+        module = hf_name.removesuffix(".weight")
         atlas[f"base_model.model.{module}.lora_A.weight"] = _whole(_down(hf_name, target), lora.lora_rank, cols)
         atlas[f"base_model.model.{module}.lora_B.weight"] = _whole(_up(hf_name), rows, lora.lora_rank)
     return atlas
 
 
-def _canonical(atlases: Iterable[Atlas], lora: LoRAConfig) -> list[tuple[str, str]]:
-    """(matrix that is adapted, Megatron's layer that holds it), sorted."""
-    distinct = {id(atlas): atlas for atlas in atlases}.values()  # ranks that hold the same may share one
-    return sorted({(piece.hf_name, target) for atlas in distinct for _, target, param in _adapted(atlas, lora.lora_target_modules)
-                   for piece in param.pieces})  # fmt: skip
+def _canonical(shape: ModelShape, lora: LoRAConfig) -> Iterator[tuple[str, str, int, int]]:
+    """(canonical matrix that is adapted, last part of the name of the layer that holds it, rows, cols)."""
+    sizes = hf_sizes(shape)
+    for _, target, param in _adapted(place_atlas(shape, MegatronPlace()), lora.lora_target_modules):
+        for hf_name in sorted({piece.hf_name for piece in param.pieces}):
+            yield hf_name, target, *sizes[hf_name]
 
 
 def _adapted(atlas: Atlas, targets: Sequence[str]) -> Iterator[tuple[str, str, LocalParam]]:

@@ -117,9 +117,9 @@ class MegatronPlace:
     etp_rank: int | None = None
 
     @classmethod
-    def of(cls, mesh: MeshSpec, rank: int, vpp_size: int = 1) -> MegatronPlace:
+    def of(cls, mesh: MeshSpec, rank: int) -> MegatronPlace:
         at = mesh.coordinates(rank)
-        return cls(mesh.tp, at["tp"], mesh.pp, at["pp"], vpp_size, mesh.ep, at["ep"], mesh.expert_tp, at["etp"])
+        return cls(mesh.tp, at["tp"], mesh.pp, at["pp"], mesh.vpp, mesh.ep, at["ep"], mesh.expert_tp, at["etp"])
 
     @property
     def expert_tp(self) -> tuple[int, int]:
@@ -193,8 +193,8 @@ def check_place(shape: ModelShape, place: MegatronPlace) -> None:
         check_divides("--expert-tensor-parallel-size", place.expert_tp[0], "moe_intermediate_size", shape.moe_ffn_hidden_size)
 
 
-def megatron_atlases(shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, vpp_size: int = 1, qkv_layout: str = "grouped") -> dict[int, Atlas]:
+def megatron_atlases(shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped") -> dict[int, Atlas]:
     """Atlas of every rank of a mesh. Ranks that hold the same share one."""
-    places = {rank: MegatronPlace.of(mesh, rank, vpp_size) for rank in mesh.ranks}
+    places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     built = {place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())}
     return {rank: built[place] for rank, place in places.items()}

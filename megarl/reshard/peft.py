@@ -30,10 +30,9 @@ def save_peft(folder: str | os.PathLike, base_model: str, shape: ModelShape, atl
         atlases: with adapters. tensors: this rank's [rows, cols] parameters by the names of its atlas.
     Raises: FileExistsError if `folder` holds something that is not an adapter."""
     folder, root, rank = Path(folder), min(atlases), dist.get_rank() if dist.is_initialized() else 0
-    sizes = hf_sizes(shape)
-    wanted = peft_atlas(atlases.values(), sizes, lora)
+    wanted = peft_atlas(shape, lora)
     if shape.value_head:
-        rows, cols = sizes[VALUE_HEAD]
+        rows, cols = hf_sizes(shape)[VALUE_HEAD]
         wanted[f"base_model.model.{VALUE_HEAD}"] = LocalParam(rows, cols, (Piece(VALUE_HEAD, 0, rows, 0, cols, 0, 0),))
     plan, example = make_plan(atlases, {root: wanted}), next(iter(tensors.values()))
     full = {name: torch.empty(param.rows, param.cols, dtype=example.dtype, device=example.device) for name, param in wanted.items()}

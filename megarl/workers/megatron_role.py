@@ -14,7 +14,7 @@ from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
-from megarl.reshard.atlas import Atlas, hf_sizes
+from megarl.reshard.atlas import Atlas
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
@@ -70,9 +70,8 @@ class MegatronRole:
         else:
             load_hf(self.folder, atlas, self.model.parameters, self.shape)
         if self.lora is not None:
-            sizes = adapter_sizes(self.atlases.values(), hf_sizes(self.shape), self.lora)
             self.atlases = {rank: with_adapters(atlas, self.lora) for rank, atlas in self.atlases.items()}
-            initial_adapters(self.atlases[self.rank], sizes, self.model.parameters, self.config.batch.seed)
+            initial_adapters(self.atlases[self.rank], adapter_sizes(self.shape, self.lora), self.model.parameters, self.config.batch.seed)
         self.model.parameters_changed()
         self.model.memory.owner = self.name
         self.plane.residence.add(self.name, self.model.memory, self.parallel.offload)

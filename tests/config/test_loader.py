@@ -376,7 +376,7 @@ def test_megatron_transformer_fields():
     ):
         assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
     assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
-    for name in ("context-parallel-size", "virtual-pipeline-model-parallel-size"):
+    for name in ("context-parallel-size",):
         assert errors(f"--{name}", "2")[0].startswith(f"--{name} (2): more than 1 is not supported yet.")
     assert "not supported yet" in errors("--moe-router-topk", "2")[0] and "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]

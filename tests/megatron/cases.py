@@ -30,7 +30,8 @@ VALUE_LAYOUTS = {
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
 
 LORA_LAYOUTS = {
-    "qwen2_tied": ("one", "one_recompute", "tp2", "tp2_sp", "tp2_sp_selective", "tp2_sp_stacked_sharded", "pp2", "dp2", "dp2_sharded", "one_bf16"),
+    "qwen2_tied": ("one", "one_recompute", "tp2", "tp2_sp", "tp2_sp_selective", "tp2_sp_stacked_sharded", "pp2", "pp2_vpp2", "dp2",
+                   "dp2_sharded", "one_bf16"),
     "critic": ("one", "tp2_sp"),
     "qwen3_moe": ("one", "tp2_sp_ep2"),
 }

@@ -27,7 +27,7 @@ from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.value_model import ValueModel
 from megarl.packing import Sample, plan_mini_batches
-from megarl.reshard.atlas import Atlas, Sizes, hf_sizes
+from megarl.reshard.atlas import Atlas, Sizes
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.peft import save_peft
@@ -47,6 +47,7 @@ LAYOUTS = {
     "tp2_sp_stacked_sharded": (MeshSpec((0, 1), tp=2), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, qkv_layout="stacked")),
     "pp2": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2, **RECOMPUTE)),
+    "pp2_vpp2": (MeshSpec((0, 1), pp=2, vpp=2), ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
     "dp2": (MeshSpec((0, 1)), ParallelConfig()),
     "dp2_sharded": (MeshSpec((0, 1)), ParallelConfig()),
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -59,7 +60,7 @@ def families() -> dict[str, object]:
     """Tiny random models: biases and tied embeddings; a critic; experts, which have no adapters."""
     from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    common = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    common = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                   max_position_embeddings=128, rope_theta=10000.0)
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
     return {
@@ -105,10 +106,10 @@ class Case:
         kind = ValueModel if family == "critic" else Policy
         self.model = kind(self.shape, mesh, ModelConfig(model=str(self.folder), bf16=layout.endswith("_bf16")), parallel, optimizer,
                           lora=self.lora)
-        base, sizes = megatron_atlases(self.shape, mesh, qkv_layout=parallel.qkv_layout), hf_sizes(self.shape)
+        base = megatron_atlases(self.shape, mesh, qkv_layout=parallel.qkv_layout)
         self.atlases = {rank: with_adapters(atlas, self.lora) for rank, atlas in base.items()}
         load_hf(str(self.folder), base[dist.get_rank()], self.model.parameters, self.shape)
-        draw(self.atlases[dist.get_rank()], adapter_sizes(base.values(), sizes, self.lora), self.model.parameters)
+        draw(self.atlases[dist.get_rank()], adapter_sizes(self.shape, self.lora), self.model.parameters)
         if (head := self.model.parameters.get("value_head.weight")) is not None:
             head.fill_(0.1)  # from 0, with which a critic starts, no gradient reaches the adapters
         self.model.parameters_changed()
@@ -161,7 +162,7 @@ class Case:
         LinearHead.backward = backward
         report["output_weight_gradients"] = sum(asked)
         if not self.layout.endswith("_sharded"):
-            grads = {name: p.main_grad.view(p.shape[0], -1) for name, p in model.model.named_parameters() if p.requires_grad}
+            grads = {name: p.main_grad.view(p.shape[0], -1) for name, p in model.named_parameters() if p.requires_grad}
             self.save_adapters("grads", grads)
         report["updates"].append(self.update(micros))
         self.save_adapters("updated", model.parameters)

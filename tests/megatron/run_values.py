@@ -101,7 +101,7 @@ def check_updates(folder: Path, layout: str, batch: Batch) -> dict:
 
     def step():
         del critic.step
-        gradients = {name: p.main_grad.view(p.shape[0], -1) for name, p in critic.model.named_parameters()}
+        gradients = {name: p.main_grad.view(p.shape[0], -1) for name, p in critic.named_parameters()}
         save_hf(f"{folder}_{layout}_gradients", folder, critic.shape, atlases, gradients)
         return critic.step()
 

@@ -67,7 +67,7 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
                        tied=rng.random() < 0.5, experts=experts)  # fmt: skip
     layout, te = Layout(tp, dp, pp, vpp, ep, etp), rng.random() < 0.5
     ranks = tuple(sorted(rng.sample(range(2 * layout.size), layout.size)))
-    mesh = MeshSpec(ranks, tp, pp, ep, etp)
+    mesh = MeshSpec(ranks, tp, pp, ep, etp, vpp=vpp)
     first = rng.choice([0, 5])
     engine_ranks = tuple(range(first, first + vllm_tp * rng.choice([1, 2])))
     model, dtypes = full_model(shape), rng.choice(DTYPES)
@@ -78,7 +78,7 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
     qkv_layout = rng.choice(["grouped", "stacked"]) if groups % tp == 0 else "grouped"
     if qkv_layout == "stacked":
         shards = [stack_qkv(shape, shard, tp) for shard in shards]
-    sources, engines = megatron_atlases(shape, mesh, te, vpp, qkv_layout), vllm_atlases(shape, engine_ranks, vllm_tp)
+    sources, engines = megatron_atlases(shape, mesh, te, qkv_layout), vllm_atlases(shape, engine_ranks, vllm_tp)
     return Case(
         shape, layout, te, vllm_tp, mesh, engines, sources, {rank: in_dtype(s, dtypes[0]) for rank, s in zip(ranks, shards)},
         {rank: of_rank[i % vllm_tp] for i, rank in enumerate(engine_ranks)},

@@ -1,0 +1,62 @@
+"""Micro-batches through Megatron's schedules: one stage, a pipeline (1F1B), or an interleaved pipeline whose stages hold several chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import MicroBatch
+from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.mesh import second_channel
+
+with cpu_megatron():
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.pipeline_parallel.schedules import (
+        forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
+        forward_backward_pipelining_without_interleaving,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+def run_schedule(chunks: list[torch.nn.Module], forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool,
+                 groups: ProcessGroupCollection, config: TransformerConfig) -> list:
+    """What the last stage collected of each micro-batch, [] before it. Collective over the mesh.
+
+    Args:
+        chunks: this rank's model, or each of its chunks; wrapped by DDP unless forward_only."""
+    arguments = dict(forward_step_func=forward_step, seq_length=1, micro_batch_size=1, forward_only=forward_only,
+                     collect_non_loss_data=forward_only, pg_collection=groups)  # fmt: skip
+    if groups.pp.size() > 1:
+        arguments["p2p_communicator"] = p2p_communication.P2PCommunicator(groups.pp, config)
+    if len(chunks) == 1:
+        schedule = forward_backward_no_pipelining if groups.pp.size() == 1 else forward_backward_pipelining_without_interleaving
+        return schedule(model=chunks, data_iterator=iter(micro_batches), num_microbatches=len(micro_batches), **arguments)
+    # The chunks take turns after as many micro-batches as there are stages. What is missing to a full turn is filled with empty ones.
+    fill = -len(micro_batches) % groups.pp.size()
+    filled = micro_batches + [MicroBatch.of(micro_batches[0].batch.select_samples([]))] * fill
+    collected = forward_backward_pipelining_with_interleaving(
+        model=chunks, data_iterator=[iter(filled) for _ in chunks], num_microbatches=len(filled), **arguments)
+    return collected[: len(micro_batches)]
+
+
+def _p2p_ops(*, tensor_send_prev: torch.Tensor | None, tensor_recv_prev: torch.Tensor | None, tensor_send_next: torch.Tensor | None,
+             tensor_recv_next: torch.Tensor | None, group: dist.ProcessGroup, prev_pipeline_rank: int,
+             next_pipeline_rank: int) -> dict[str, dist.Work]:  # fmt: skip
+    """Start the messages of one turn. Between two ranks each direction has a group of its own, so that neither waits for the other.
+
+    p2p_communication.py:74 of Megatron 0.16.1 takes the whole world for the second one: there a message would be matched with any
+    other that is under way between the two ranks."""
+    sends, receives = (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
+    forward = [("send_next", dist.isend, tensor_send_next, next_pipeline_rank, sends),
+               ("recv_prev", dist.irecv, tensor_recv_prev, prev_pipeline_rank, receives)]  # fmt: skip
+    backward = [("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
+                ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives)]  # fmt: skip
+    in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]  # even ranks send first, odd ones receive
+    return {name: start(tensor, peer, group=channel) for name, start, tensor, peer, channel in in_order if tensor is not None}
+
+
+p2p_communication._p2p_ops = _p2p_ops

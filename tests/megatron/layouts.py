@@ -1,0 +1,96 @@
+"""Models and layouts of the equivalence suite: read by run_equivalence.py, which runs them, and by test_equivalence.py, which judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+               max_position_embeddings=128, rope_theta=10000.0)  # fmt: skip
+MODELS = {
+    "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
+    "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
+                      num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
+}  # fmt: skip
+"""config.json of each: q/k norms; biases and tied embeddings; experts. Every vocabulary needs padding."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model is and how it is split.
+
+    Args:
+        ranks: of the mesh: 0 to ranks - 1.
+        parallel, optimizer: flags of ParallelConfig and OptimizerConfig.
+        bf16: compared with one rank in bf16."""
+
+    ranks: int = 1
+    parallel: dict[str, object] = field(default_factory=dict)
+    optimizer: dict[str, object] = field(default_factory=dict)
+    model: str = "qwen3"
+    bf16: bool = False
+
+
+def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: bool = False, overlap: bool = False, **parallel) -> Layout:
+    return Layout(ranks, parallel, dict(use_distributed_optimizer=distributed, overlap_grad_reduce=overlap), model, bf16)
+
+
+TP = dict(tensor_model_parallel_size=2)
+SP = TP | dict(sequence_parallel=True)
+PP = dict(pipeline_model_parallel_size=2)
+VPP = PP | dict(virtual_pipeline_model_parallel_size=2)
+EP = dict(expert_model_parallel_size=2)
+ETP1 = dict(expert_tensor_parallel_size=1)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+BLOCK = FULL | dict(recompute_method="block")
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "mlp"))
+
+LAYOUTS = {
+    "tp2": _layout(2, **TP),
+    "tp2_sp": _layout(2, **SP),
+    "tp2_sp_do": _layout(2, distributed=True, **SP),
+    "tp2_sp_stacked": _layout(2, qkv_layout="stacked", **SP),
+    "tp2_sp_full": _layout(2, **SP, **FULL),
+    "tp2_sp_selective": _layout(2, **SP, **SELECTIVE),
+    "tp2_sp_tied": _layout(2, "qwen2_tied", **SP),
+    "pp2": _layout(2, **PP),
+    "pp2_do": _layout(2, distributed=True, **PP),
+    "pp2_block": _layout(2, **PP, **BLOCK),
+    "pp2_tied": _layout(2, "qwen2_tied", **PP),
+    "pp2_vpp2": _layout(2, **VPP),
+    "pp2_vpp2_do": _layout(2, distributed=True, **VPP),
+    "pp2_vpp2_full": _layout(2, **VPP, **FULL),
+    "pp2_vpp2_tied": _layout(2, "qwen2_tied", **VPP),
+    "pp2_vpp2_moe": _layout(2, "qwen3_moe", **VPP),
+    "dp2": _layout(2),
+    "dp2_overlap": _layout(2, overlap=True),
+    "dp2_do": _layout(2, distributed=True),
+    "dp2_do_overlap": _layout(2, distributed=True, overlap=True),
+    "dp2_tied_do": _layout(2, "qwen2_tied", distributed=True),
+    "ep2": _layout(2, "qwen3_moe", **EP),
+    "ep2_do": _layout(2, "qwen3_moe", distributed=True, **EP),
+    "tp2_sp_ep2": _layout(2, "qwen3_moe", **SP, **EP, **ETP1),
+    "pp2_moe": _layout(2, "qwen3_moe", **PP),
+    "tp2_pp2": _layout(4, **TP, **PP),
+    "tp2_sp_dp2_do": _layout(4, distributed=True, **SP),
+    "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),
+    "tp2_sp_ep2_etp2_do": _layout(4, "qwen3_moe", distributed=True, **SP, **EP),
+    "pp2_ep2_full": _layout(4, "qwen3_moe", **PP, **EP, **FULL),
+    "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
+    "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
+    "pp2_vpp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **VPP),
+    "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
+    "pp4": _layout(4, pipeline_model_parallel_size=4),
+    "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
+    "pp2_bf16": _layout(2, bf16=True, **PP),
+    "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
+}
+PACKINGS = {"packed": 60, "single": 1}
+"""max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
+its micro-batch as a whole."""
+MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp"}
+"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know."""
+
+CASES = [(layout, role, packing) for layout, of in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
+         if not (role == "critic" and (of.model == "qwen2_tied" or of.bf16))]  # fmt: skip
+"""A critic's embeddings are not tied."""
