@@ -89,7 +89,8 @@ def make_batch(vocab_size: int, count: int = 12) -> Batch:
         return torch.randint(0, vocab_size, (n,), generator=generator).tolist()
 
     batch = Batch.from_samples(list(range(count)), [ids(1, 9) for _ in range(count)], [ids(1, 17) for _ in range(count)])
-    batch.advantages = torch.randn(len(batch.tokens), generator=generator) * batch.response_mask
+    # of one sign, so that the loss is no difference of large numbers
+    batch.advantages = (1 + torch.rand(len(batch.tokens), generator=generator)) * batch.response_mask
     return batch
 
 
