@@ -15,6 +15,7 @@ from megarl.config.schema import OptimizerConfig, TrainConfig
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
+from megarl.reshard.transfer import save_hf
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
 from megarl.workers.residence import needs
@@ -47,6 +48,29 @@ class ReferenceRole(PolicyRole):
         """Write the column ref_log_probs. Returns metrics of the memory."""
         self.write_log_probs("ref_log_probs")
         return self.memory_metrics()
+
+
+class AdapterlessReferenceRole:
+    """The reference of an actor that trains adapters on the same ranks: the actor's model without them. It has no weights of its own."""
+
+    def __init__(self, actor: ActorRole) -> None:
+        self.actor, self.plane = actor, actor.plane
+
+    def setup(self) -> None:
+        """The actor's has done it."""
+
+    @needs("parameters", of="actor")
+    def log_probs(self) -> dict[str, float]:
+        """Write the column ref_log_probs."""
+        with self.actor.model.adapters.off():
+            self.actor.write_log_probs("ref_log_probs")
+        return {}
+
+    @needs("parameters", of="actor")
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        actor = self.actor
+        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)
 
 
 class ActorRole(PolicyRole):
