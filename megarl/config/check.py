@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.check_experts import expert_findings
+from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
@@ -72,7 +73,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _experts, _batch, _optimizer, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _batch, _optimizer, _lora, _held_out, _offload, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
@@ -187,6 +188,10 @@ def _optimizer(job: _Job) -> Iterator[str]:
         if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
             yield (f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
                    f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}.")  # fmt: skip
+
+
+def _lora(job: _Job) -> Iterator[str]:
+    yield from dict.fromkeys(lora_findings(job.config, {"actor": job.shape, "critic": job.critic_shape}))
 
 
 def _offload(job: _Job) -> Iterator[str]:

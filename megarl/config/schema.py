@@ -14,6 +14,7 @@ from megarl.config.errors import require
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 OFFLOAD_PARTS = ("parameters", "gradients", "optimizer")
 """In the order in which an update uses them."""
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 TRANSPORTS = ("auto", "direct", "shared-memory", "cuda-ipc", "messages")
 
 
@@ -232,6 +233,27 @@ class OptimizerConfig:
             at_most={"optimizer_offload_fraction": 1},
             above={"adam_eps": 0},
             below={"adam_beta1": 1, "adam_beta2": 1},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig:
+    """LoRA (of actor and critic; for one: --actor-lora-rank, --critic-lora-rank and so on)"""
+
+    lora_rank: int = 0
+    """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all weights are trained."""
+    lora_alpha: float = 32.0
+    """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
+    lora_target_modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = LORA_TARGETS
+    """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts get none."""
+
+    def __post_init__(self) -> None:
+        targets = self.lora_target_modules or ()
+        require(
+            self,
+            at_least={"lora_rank": 0},
+            above={"lora_alpha": 0},
+            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once.")],
         )
 
 
@@ -465,6 +487,9 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The actor's."""
     critic_optimizer: OptimizerConfig | None = None
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """The actor's."""
+    critic_lora: LoRAConfig | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

@@ -14,11 +14,12 @@ import torch
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import LoRAConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
+from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
 from megarl.megatron.offload import ModelMemory
@@ -46,8 +47,9 @@ class TrainedModel(ABC):
 
     def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
                  optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
-                 experts: MoEConfig | None = None) -> None:
-        """Build model and optimizer (None: frozen, forward only). The weights are undefined until they are loaded."""
+                 experts: MoEConfig | None = None, lora: LoRAConfig | None = None) -> None:
+        """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`) too, are undefined until they
+        are loaded."""
         _initialize_process()
         self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -56,6 +58,7 @@ class TrainedModel(ABC):
             self.config = transformer_config(shape, model, parallel, transformer or {})
             self.chunks = self._build(parallel)  # one for each virtual stage
             self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
+            self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
             self.ddp = self._wrap(optimizer) if optimizer else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
@@ -67,6 +70,27 @@ class TrainedModel(ABC):
         """Name -> [rows, cols] view of the live weight, vectors as [n, 1]. The views last; their addresses change with an offload."""
         self.memory.use("parameters")
         return self._parameters
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """`parameters` for others to read, as a sync or an export: adapted matrices with what their adapters add, as of the last
+        `merge_adapters`. Without adapters, `parameters` itself."""
+        if self.adapters is None:
+            return self.parameters
+        self._allocate_merged()
+        return self.parameters | self.adapters.merged
+
+    def merge_adapters(self) -> None:
+        """Make `weights` current. Local to the rank."""
+        if self.adapters is not None:
+            self._allocate_merged()
+            self.adapters.merge(self.parameters)
+
+    def _allocate_merged(self) -> None:
+        """Once, when somebody first reads `weights`."""
+        if not self.adapters.merged:
+            self.adapters.allocate_merged(self.parameters)
+            self.memory.add("parameters", self.adapters.merged.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""

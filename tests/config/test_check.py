@@ -394,6 +394,28 @@ RULES = {
         "--optimizer-offload-fraction (0.5): has no effect without --optimizer-cpu-offload.",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
     ),
+    "adapters of experts": (
+        "--lora-rank 4",
+        2,
+        EXPERTS,
+        "--lora-target-modules (linear_fc1 linear_fc2): in a mixture of experts these are matrices of experts, which have no adapters. "
+        "Try --lora-target-modules linear_qkv linear_proj.",
+        "--lora-rank 4 --lora-target-modules linear_qkv linear_proj",
+    ),
+    "adapters of rank 0": (
+        "--algorithm ppo --lora-rank 4 --critic-lora-rank 0 --critic-lora-alpha 8",
+        2,
+        {},
+        "--critic-lora-alpha (8): has no effect without --critic-lora-rank. Leave it out, or try --critic-lora-rank 16.",
+        "--algorithm ppo --lora-rank 4 --critic-lora-rank 0",
+    ),
+    "adapters and the hybrid optimizer": (
+        "--lora-rank 4 --optimizer-cpu-offload",
+        2,
+        {},
+        "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state is small. Leave it out.",
+        "--lora-rank 4",
+    ),
     "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2), so at most 1.",
                             "--algorithm ppo --critic-ranks 1"),
     "ranks named twice": ("--algorithm ppo --critic-ranks 0,0", 2, {}, "--critic-ranks (0,0): must ascend, each rank once.",

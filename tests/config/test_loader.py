@@ -15,7 +15,17 @@ from megarl.algorithms import REGISTRY, Algorithm
 from megarl.config.errors import ConfigError, require
 from megarl.config.flags import SECTIONS, section_flags
 from megarl.config.loader import load_config, write_args
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardModelConfig, RunConfig, TrainConfig
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +82,7 @@ def test_defaults_are_those_of_the_schema():
         critic=ParallelConfig(),
         reference=ParallelConfig(),
         critic_optimizer=OptimizerConfig(),
+        critic_lora=LoRAConfig(),
         batch=BatchConfig(train_iters=3),
         data=DataConfig(train_data=("a.jsonl",)),
         run=RunConfig(save="s"),
@@ -149,7 +160,7 @@ def random_value(rng, kind):
 
 def random_config(rng):
     """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
-    fixed = {"recompute_modules": ("mlp", "core_attn")}
+    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv")}
     nodes = {
         name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
         for name, cls in SECTIONS.items()
@@ -164,7 +175,7 @@ def random_config(rng):
     }
     transformer = {"attention_dropout": rng.random(), "gradient_accumulation_fusion": rng.random() < 0.5, "qk_clip_alpha": 0.25}
     if type(algorithm) is Beta:  # has one role: flags of others would be refused
-        nodes |= {"critic": None, "critic_optimizer": None, "reference": None, "reward": None, "reward_models": RewardModelConfig()}
+        nodes |= {"critic": None, "critic_optimizer": None, "critic_lora": None, "reference": None, "reward": None, "reward_models": RewardModelConfig()}
         nodes["model"] = replace(nodes["model"], critic_model=None)
         nodes["placement"] = replace(nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=())
     return TrainConfig(algorithm=algorithm, **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)}, transformer=transformer)
