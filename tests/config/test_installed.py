@@ -86,6 +86,8 @@ def test_every_refusal_is_of_something():
         "group_query_attention",
         "untie_embeddings_and_output_weights",
         "num_experts",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
         "make_vocab_size_divisible_by",
         "micro_batch_size",
         "seq_length",
