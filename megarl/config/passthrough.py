@@ -43,7 +43,7 @@ _SHAPE_KEYS = {
     "max_position_embeddings": "max_position_embeddings",
     "rms_norm_eps": "layernorm_epsilon norm_epsilon",
     "rope_theta": "rotary_base",
-    "rope_scaling": "rope_scaling use_rope_scaling rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor",
+    "rope_scaling": "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
     "hidden_act": "activation_func swiglu gated_linear_unit",
     "tie_word_embeddings": "untie_embeddings_and_output_weights",
     "sliding_window": "window_size",

@@ -64,6 +64,7 @@ LAYOUTS = {
     "tp2_sp_one_key": _layout(2, "one_key", **SP),
     "tp2_sp_selective_gemma3": _layout(2, "gemma3", **SP, **SELECTIVE),
     "pp2_block_gemma3": _layout(2, "gemma3", **PP, **BLOCK),
+    "cp2_gemma3": _layout(2, "gemma3", **CP),
     "pp2": _layout(2, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
