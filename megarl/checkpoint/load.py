@@ -70,15 +70,18 @@ class Checkpoint:
         check_tensors(f"{kind} in {self.folder}", {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()}, sizes)
 
 
-def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], sizes: dict[str, dict[str, tuple[int, int]]],
-         group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
-    """Fill this rank's rectangles. Collective; the ranks first check the files' digests, each its share of them.
+def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> dict[str, object]:
+    """Fill the rectangles of every rank of a group. Collective; the ranks first check the files' digests, each its share of them.
 
-    Args:
-        sizes: kind -> canonical tensors that the model has of it, of all ranks. The checkpoint must have these and no others.
+    Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
     crew = Crew(group)
+    sizes: dict[str, dict[str, tuple[int, int]]] = {}
+    for of_rank in crew.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
+        for kind, name, shape in of_rank:
+            sizes.setdefault(kind, {})[name] = matrix_size(shape)
 
     def check() -> Checkpoint:
         checkpoint = Checkpoint(folder)

@@ -64,7 +64,7 @@ def _choose_writers(offers: list[list[Offer]]) -> Writers:
         if problem := tiling_problem(shape, boxes[kind, name]):
             raise CheckpointError(f"{kind} of {name}: {problem}")
     load, writer_of = [0] * len(offers), {}
-    for rectangle, ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # those with a choice last
+    for rectangle, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])):  # with a choice: last, large ones first
         writer_of[rectangle] = min(ranks, key=load.__getitem__)
         load[writer_of[rectangle]] += size_of[rectangle]
     return writer_of

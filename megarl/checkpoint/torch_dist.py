@@ -176,9 +176,13 @@ class MegatronWeights:
             try:
                 with open(path, "rb") as file:
                     file.seek(place.offset)
-                    self._chunks[tuple(offsets)] = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{path}: {key} cannot be read, the file is missing, cut short or damaged ({type(error).__name__}).") from error
+                    stored = file.read(place.length)
+                if len(stored) < place.length:
+                    raise EOFError(f"{place.length} bytes are to be at {place.offset}")
+                self._chunks[tuple(offsets)] = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
+            except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+                raise CheckpointError(f"{path}: {key} cannot be read, the file is missing, cut short or damaged ({type(error).__name__}: "
+                                      f"{error}).") from error  # fmt: skip
         return self._chunks[tuple(offsets)]
 
 

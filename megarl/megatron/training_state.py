@@ -6,6 +6,7 @@ each at most three rectangles; where there are fp32 masters, they are the weight
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from megarl.reshard.atlas import EMBEDDING, Atlas, hf_sizes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_checkpoint(folder: str, model: TrainedModel, atlas: Atlas, state: dict[str, object] | None = None,
+def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, state: dict[str, object] | None = None,
                     group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
@@ -40,26 +41,22 @@ def save_checkpoint(folder: str, model: TrainedModel, atlas: Atlas, state: dict[
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
 
 
-def load_checkpoint(folder: str, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
+def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
                     group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
     """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
 
     Args:
-        weights_only: leave optimizer and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen
-            model reads no others.
+        weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
+            reads no others.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
-    with_optimizer = model.optimizer is not None and not weights_only
-    kinds = (WEIGHTS, *MOMENTS) if with_optimizer else (WEIGHTS,)
-    sizes = hf_sizes(model.shape)
-    state = load(folder, list(_loaded_rectangles(model, atlas, with_optimizer)), dict.fromkeys(kinds, sizes), group or model.groups.intra_dist_opt)
+    resume = model.optimizer is not None and not weights_only
+    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt)
     for name, param in atlas.items():
         if param.padding_rows:
             model.parameters[name][param.rows - param.padding_rows :].zero_()
-    if with_optimizer:
+    if resume:
         _set_steps(model, state)
-    elif model.optimizer is not None:
-        model.parameters_changed()
     return state["job"]
 
 
@@ -95,34 +92,32 @@ class _Stretch:
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
     """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut otherwise."""
-    model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
-    sizes, stretches = hf_sizes(model.shape), _stretches(model)
-    out: list[Rectangle] = []
-    for name, parameter in model.named_parameters.items():
+    sizes, stretches, out = hf_sizes(model.shape), _stretches(model), []
+    parameters = dict(model.named_parameters())
+    for name, values in model.parameters.items():
         param = _param(atlas, name)
-        if "output_layer" in name and any(piece.hf_name == EMBEDDING for piece in param.pieces):
+        if name.endswith("output_layer.weight") and any(piece.hf_name == EMBEDDING for piece in param.pieces):
             continue
-        if (stretch := stretches.get(parameter)) is not None:
-            for kind, values in stretch.tensors():
-                out += rectangles_of(kind, param, sizes, values, stretch.start)
-        if not _has_masters(model, parameter):
-            out += rectangles_of(WEIGHTS, param, sizes, parameter.data.view(-1))
+        if name in stretches:
+            for kind, part in stretches[name].tensors():
+                out += rectangles_of(kind, param, sizes, part, stretches[name].start)
+        if not _has_masters(model, parameters.get(name)):
+            out += rectangles_of(WEIGHTS, param, sizes, values.view(-1))
     return out
 
 
-def _loaded_rectangles(model: TrainedModel, atlas: Atlas, with_optimizer: bool) -> Iterator[Rectangle]:
-    """What this rank wants to know: more than it would save, as other ranks may have its masters."""
-    model.memory.use(*(("parameters", "optimizer") if with_optimizer else ("parameters",)))
-    sizes, stretches = hf_sizes(model.shape), _stretches(model) if with_optimizer else {}
-    for name, parameter in model.named_parameters.items():
+def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
+    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the moments, if it resumes, its own."""
+    sizes, stretches = hf_sizes(model.shape), _stretches(model)
+    for name, values in model.parameters.items():
         param = _param(atlas, name)
-        yield from rectangles_of(WEIGHTS, param, sizes, parameter.data.view(-1))
-        if (stretch := stretches.get(parameter)) is not None:
-            for kind, values in stretch.tensors():
-                yield from rectangles_of(kind, param, sizes, values, stretch.start)
+        yield from rectangles_of(WEIGHTS, param, sizes, values.view(-1))
+        for kind, part in stretches[name].tensors() if name in stretches else ():
+            if resume or kind == WEIGHTS:
+                yield from rectangles_of(kind, param, sizes, part, stretches[name].start)
 
 
-def _param(atlas: Atlas, name: str):
+def _param(atlas: Atlas, name: str) -> LocalParam:
     if name not in atlas:
         raise ValueError(f"{name} is a parameter of the model, and of no canonical tensor: it cannot be saved or loaded")
     return atlas[name]
@@ -137,20 +132,23 @@ def _inner_optimizers(model: TrainedModel) -> list:
     return [inner for inner in found if getattr(inner, "optimizer", None) is not None]
 
 
-def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter) -> bool:
-    return model.optimizer is not None and parameter.requires_grad and parameter.dtype != torch.float32
+def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
+    """On this rank or another one; None: a buffer."""
+    return model.optimizer is not None and parameter is not None and parameter.requires_grad and parameter.dtype != torch.float32
 
 
-def _stretches(model: TrainedModel) -> dict[torch.nn.Parameter, _Stretch]:
-    """By parameter, what this rank updates. Adam's state is made if it has not taken a step yet."""
-    out: dict[torch.nn.Parameter, _Stretch] = {}
+def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
+    """By name, what this rank updates. Adam's state is made if it has not taken a step yet."""
+    model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
+    out: dict[str, _Stretch] = {}
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
     for inner in _inner_optimizers(model):
         if inner.config.use_precision_aware_optimizer:
             raise ValueError("--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out.")
         _make_state(inner)
         for parameter, start, main, is_master in _updated(inner):
             state = inner.optimizer.state[main]
-            out[parameter] = _Stretch(start, main.data.view(-1) if is_master else None, {kind: state[kind].view(-1) for kind in MOMENTS})
+            out[name_of[parameter]] = _Stretch(start, main.data.view(-1) if is_master else None, {kind: state[kind].view(-1) for kind in MOMENTS})
     return out
 
 
@@ -186,11 +184,12 @@ def _make_state(inner) -> None:
 
 
 def _optimizer_steps(model: TrainedModel) -> int:
+    """Of this rank; 0 if it updates nothing."""
+    steps = []
     for inner in _inner_optimizers(model):
-        steps = [state["step"] for state in inner.optimizer.state.values() if "step" in state]
+        steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
         steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]  # Transformer Engine's
-        return int(max(steps, default=0))
-    return 0
+    return int(max(steps, default=0))
 
 
 def _set_steps(model: TrainedModel, state: dict[str, object]) -> None:

@@ -3,8 +3,8 @@
 CASES = (
     # family, writer, readers; +sharded: distributed optimizer; +bf16: bf16 weights with fp32 masters
     ("qwen3", "tp2_sp", ("dp2", "tp2_stacked")),
-    ("qwen3", "dp2+sharded", ("tp2_sp", "pp2+sharded")),
-    ("qwen3", "pp2", ("tp2",)),
+    ("qwen3", "dp2+sharded", ("tp2_sp", "pp2_vpp2+sharded", "cp2+sharded")),
+    ("qwen3", "pp2_vpp2", ("tp2",)),
     ("qwen2", "dp2+sharded+bf16", ("tp2_sp+bf16", "pp2+sharded+bf16")),
     ("qwen2", "pp2+sharded", ("dp2",)),
     ("qwen3_moe", "ep2+sharded", ("one", "tp2_sp_ep2")),

@@ -51,6 +51,8 @@ LAYOUTS = {
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
     "tp2_stacked": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, qkv_layout="stacked")),
     "pp2": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
+    "pp2_vpp2": (MeshSpec((0, 1), pp=2, vpp=2), ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
+    "cp2": (MeshSpec((0, 1), cp=2), ParallelConfig(context_parallel_size=2)),
     "ep2": (MeshSpec((0, 1), ep=2), ParallelConfig(expert_model_parallel_size=2)),
     "tp2_sp_ep2": (MeshSpec((0, 1), tp=2, ep=2, etp=1), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
@@ -212,7 +214,7 @@ def save_by_megatron(folder: Path, job: Job) -> None:
     # the process that Megatron starts for a queue would import all of this file first
     with cpu_megatron(), unittest.mock.patch.object(sys.modules["__main__"], "__file__", None):
         metadata = {"dp_cp_group": job.model.groups.dp_cp}
-        (model,) = [job.model.model]
+        (model,) = job.model.chunks
         dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata), "iteration": 3}, str(folder))
 
 

@@ -50,7 +50,7 @@ def test_to_a_checkpoint_and_back(model, tmp_path, capsys):
     assert same(model, tmp_path / "b")
     assert {path.name for path in (tmp_path / "b").iterdir()} == {path.name for path in model.iterdir()}
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
-    assert capsys.readouterr().out == f"25 tensors in torch.float32: {tmp_path / 'a'}\n25 tensors in torch.float32: {tmp_path / 'b'}\n"
+    assert capsys.readouterr().out == f"47 tensors in torch.float32: {tmp_path / 'a'}\n47 tensors in torch.float32: {tmp_path / 'b'}\n"
     assert not [path for path in tmp_path.iterdir() if path.name not in ("a", "b")]
 
 
@@ -60,7 +60,7 @@ def test_shards_with_an_index_in_another_dtype_are_what_transformers_loads(model
     (tmp_path / "out").mkdir()  # empty is as good as absent
     assert convert("--model", model, "--save", tmp_path / "out", "--dtype", "bfloat16", "--max-shard-size", "0.1MB") == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == weights(model).keys() and len({*index["weight_map"].values()}) == 3
+    assert index["weight_map"].keys() == weights(model).keys() and len({*index["weight_map"].values()}) > 2
     assert max(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 1.05e5
     assert same(model, tmp_path / "out", torch.bfloat16)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -70,7 +70,7 @@ def test_shards_with_an_index_in_another_dtype_are_what_transformers_loads(model
     assert same(tmp_path / "out", tmp_path / "again", torch.bfloat16)
 
 
-@pytest.mark.parametrize("checkpoint, family", [("qwen3-pp2", "qwen3"), ("qwen3_moe-ep2+sharded", "qwen3_moe"),
+@pytest.mark.parametrize("checkpoint, family", [("qwen3-pp2_vpp2", "qwen3"), ("qwen3_moe-ep2+sharded", "qwen3_moe"),
                                                 ("qwen2-dp2+sharded+bf16", "qwen2"), ("qwen3_critic-pp2", "qwen3_critic")])  # fmt: skip
 def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family):
     """Of any layout; in the dtype of the model, not of its masters; a critic becomes a sequence classifier."""
@@ -132,8 +132,8 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 @pytest.mark.parametrize("change, reason", [
     (lambda m: rename(m, lambda name: None if name == QKV else name), f"{QKV} is missing"),
     (lambda m: rename(m, lambda name: "decoder.layers.mamba.weight" if name == QKV else name), "decoder.layers.mamba.weight is not a tensor of this model"),
-    (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((2, 256, 63))), f"{QKV} is 2x256x63 there, and number 0 should be 256x64"),
-    (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((1, 256, 64))), f"{QKV} is 1x256x64 there, and number 1 should be 256x64"),
+    (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((4, 256, 63))), f"{QKV} is 4x256x63 there, and number 0 should be 256x64"),
+    (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((3, 256, 64))), f"{QKV} is 3x256x64 there, and number 3 should be 256x64"),
     (lambda m: m.storage_data.clear(), "does not say where the part of"),
     (lambda m: m.__dict__.update(planner_data=os.system), "is refused: its .metadata wants posix.system"),
 ])  # fmt: skip
@@ -201,12 +201,12 @@ def test_memory_does_not_grow_with_the_model(many_layers, tmp_path):
 
 
 def test_weights_that_are_not_this_models(model, tmp_path, capsys):
-    other = make_folder(tmp_path / "other", "qwen3", num_hidden_layers=3, intermediate_size=64)
+    other = make_folder(tmp_path / "other", "qwen3", num_hidden_layers=5, intermediate_size=64)
     assert convert("--model", model, "--load", other, "--save", tmp_path / "out") == 2
     told = capsys.readouterr().err
-    assert f"megarl convert: the weights in {other} do not fit the model: model.layers.2.input_layernorm.weight is not a tensor of this model" in told
+    assert f"megarl convert: the weights in {other} do not fit the model: model.layers.4.input_layernorm.weight is not a tensor of this model" in told
     assert convert("--model", other, "--load", model, "--save", tmp_path / "out") == 2
-    assert "model.layers.2.input_layernorm.weight is missing" in capsys.readouterr().err
+    assert "model.layers.4.input_layernorm.weight is missing" in capsys.readouterr().err
     small = make_folder(tmp_path / "small", "qwen3", intermediate_size=64)
     assert convert("--model", model, "--load", small, "--save", tmp_path / "out") == 2
     assert "mlp.gate_proj.weight is 64x64 there and 96x64 by config.json" in capsys.readouterr().err

@@ -15,7 +15,6 @@ from megarl.checkpoint.rectangles import Box, Rectangle
 from megarl.checkpoint.save import save
 
 VALUES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-SIZES = {"weights": {"x": (6, 4), "v": (3, 1)}}
 
 
 def rectangles(values: torch.Tensor, vector: torch.Tensor) -> list[Rectangle]:
@@ -33,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_round_trip(folder: Path):
     values, vector = torch.zeros(6, 4), torch.zeros(3, 1)
-    assert load(folder, rectangles(values, vector), SIZES) == {"note": "ünïcode", "list": [1, 2]}
+    assert load(folder, rectangles(values, vector)) == {"note": "ünïcode", "list": [1, 2]}
     assert values.equal(VALUES) and vector.eq(1).all()
     assert Checkpoint(folder).read("weights", "x", Box(0, 3, 1, 3)).equal(VALUES[0:3, 1:3])
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "weights-00000.safetensors"]
@@ -49,7 +48,7 @@ def test_any_cut_reads_any_other(tmp_path: Path):
 
 def test_values_are_converted_to_what_they_are_loaded_into(folder: Path):
     values, vector = torch.zeros(6, 4, dtype=torch.bfloat16), torch.zeros(3, 1)
-    load(folder, rectangles(values, vector), SIZES)
+    load(folder, rectangles(values, vector))
     assert values.equal(VALUES.bfloat16())
 
 
@@ -62,7 +61,7 @@ def test_every_flipped_bit_is_found(folder: Path, position):
         at = position * len(original) // 400
         path.write_bytes(original[:at] + bytes([original[at] ^ 4]) + original[at + 1 :])
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-            load(folder, rectangles(torch.zeros(6, 4), torch.zeros(3, 1)), SIZES)
+            load(folder, rectangles(torch.zeros(6, 4), torch.zeros(3, 1)))
         path.write_bytes(original)
 
 
@@ -89,14 +88,15 @@ def test_folders_that_are_none(folder: Path, tmp_path: Path):
 
 
 def test_another_model_is_refused_by_name(folder: Path):
-    values, vector = torch.zeros(6, 4), torch.zeros(3, 1)
-    for sizes, reason in (({"x": (6, 4)}, "v is not a tensor of this model"), ({"x": (6, 4), "v": (3, 1), "y": (1, 1)}, "y is missing"),
-                          ({"x": (6, 5), "v": (3, 1)}, "x is 6x4 there and 6x5 by config.json")):  # fmt: skip
+    values, vector, extra = torch.zeros(6, 4), torch.zeros(3, 1), torch.zeros(1, 1)
+    whole = rectangles(values, vector)
+    wide = Rectangle("weights", "x", (6, 5), Box(0, 6, 0, 5), torch.zeros(6, 5))
+    for wanted, reason in ((whole[:3], "v is not a tensor of this model"), ([*whole, Rectangle("weights", "y", (1,), Box(0, 1, 0, 1), extra)], "y is missing"),
+                           ([wide, whole[3]], "x is 6x4 there and 6x5 by config.json"),
+                           ([*whole, Rectangle("exp_avg", "x", (6, 4), Box(0, 6, 0, 4), values)], "exp_avg in .* x is missing")):  # fmt: skip
         with pytest.raises(CheckpointError, match=reason):
-            load(folder, rectangles(values, vector), {"weights": sizes})
-    with pytest.raises(CheckpointError, match="exp_avg in .* x is missing"):
-        load(folder, rectangles(values, vector), SIZES | {"exp_avg": SIZES["weights"]})
-    assert not values.any()
+            load(folder, wanted)
+    assert not values.any() and not vector.any()
 
 
 def test_what_does_not_cover_a_tensor_is_not_saved(tmp_path: Path):

@@ -12,12 +12,12 @@ COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_att
 
 
 def make_folder(folder: Path, family: str, **changes: object) -> Path:
-    """A causal language model: qwen2 (biases, tied, a vocabulary that needs padding), qwen3 (q/k norms) or qwen3_moe (4 experts)."""
+    """A causal language model: qwen2 (biases, tied, a vocabulary that needs padding), qwen3 (q/k norms, 4 layers) or qwen3_moe (4 experts)."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     config = {
         "qwen2": lambda: Qwen2Config(**COMMON | dict(vocab_size=130, tie_word_embeddings=True) | changes),
-        "qwen3": lambda: Qwen3Config(**COMMON | dict(vocab_size=150, head_dim=32, tie_word_embeddings=False) | changes),
+        "qwen3": lambda: Qwen3Config(**COMMON | dict(vocab_size=150, head_dim=32, num_hidden_layers=4, tie_word_embeddings=False) | changes),
         "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON | dict(vocab_size=128, head_dim=32, num_experts=4, num_experts_per_tok=2,
                                                             moe_intermediate_size=48, norm_topk_prob=True) | changes),
     }[family]()  # fmt: skip
