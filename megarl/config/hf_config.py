@@ -12,7 +12,9 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
 from megarl.config.hf_experts import expert_fields, unsupported_experts
+from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
 from megarl.config.hf_latent import latent_fields, unsupported_latents
+from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,15 @@ class Family:
     sliding_window: int | None = None  # not None: every layer slides unless the key says null
     is_moe: bool = False
     has_latents: bool = False  # multi-head latent attention
+    is_gemma: bool = False
+    tie_word_embeddings: bool = False
     only: dict[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)  # as ONLY, and before it
 
     @property
     def sequence_classifier(self) -> str:
         """The transformers class with a value head in place of the output layer."""
-        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+        stem = "Gemma3Text" if self.is_gemma else self.architecture.removesuffix("ForCausalLM")  # Gemma3For... sees images
+        return f"{stem}ForSequenceClassification"
 
 
 FAMILIES = {
@@ -54,6 +59,8 @@ FAMILIES = {
                           has_latents=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", num_key_value_heads=None, max_position_embeddings=4096, eos_token_id=1, is_moe=True,
                           has_latents=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", qk_layernorm=True, head_dim=256, num_key_value_heads=4, max_position_embeddings=131072,
+                          eos_token_id=1, is_gemma=True, tie_word_embeddings=True, only=ONLY_GEMMA),
 }  # fmt: skip
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
@@ -68,10 +75,6 @@ ONLY = {
     "dual_chunk_attention_config": ((), "dual chunk attention is not supported"),
     "quantization_config": ((), "quantized weights cannot be trained; use the unquantized model"),
 }
-ROPE_TYPES = ("default", "llama3")
-LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Megatron-Core 0.16.1 takes the factor only and has the rest built in (RotaryEmbedding._apply_scaling).
-LLAMA3_BUILT_IN = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +86,7 @@ class ModelShape:
         vocab_size: rows of the embedding in the folder, unpadded.
         qkv_bias: biases on q, k, v (never on o).
         qk_layernorm: RMSNorm over the head dimension of q and k.
-        rope_scaling: None, or llama3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+        rope_scaling: None, or rope_type (linear, llama3, yarn) and its keys, by transformers' names.
         eos_token_ids: of config.json, then those that only generation_config.json has.
         torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
         num_moe_experts: 0 for a dense model; then the fields up to moe_router_enable_expert_bias mean nothing.
@@ -96,6 +99,12 @@ class ModelShape:
         moe_router_enable_expert_bias: a correction of the scores (arXiv:2408.15664), which choose experts but do not weigh them. Frozen.
         kv_lora_rank: 0, or attention is multi-head latent: head_dim is that of queries and keys, of which the last qk_rope_head_dim
             have rotary embeddings; q_lora_rank 0: queries have no latent.
+        activation: silu or gelu_tanh, of the MLP's gate.
+        sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that sliding_layers says True of.
+        local_rope_theta: rotary base of these layers, which have no scaling then; None: as others.
+        query_pre_attn_scalar: queries times keys are divided by its square root; None: head_dim.
+        zero_centered_norms: norms multiply by 1 + weight. output_norms: attention and MLP have one after them as well as before.
+        scaled_embeddings: by sqrt(hidden_size).
         value_head: a critic or reward model: `score.weight` [1, hidden_size] in place of the output layer. Embeddings are not tied then.
     """
 
@@ -112,7 +121,7 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, float] | None
+    rope_scaling: dict[str, object] | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -133,6 +142,14 @@ class ModelShape:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    activation: str = "silu"
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    local_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    zero_centered_norms: bool = False
+    output_norms: bool = False
+    scaled_embeddings: bool = False
     value_head: bool = False
 
     @classmethod
@@ -150,7 +167,8 @@ class ModelShape:
         if family is None:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
-        findings = [*_missing(config, family), *_unsupported(config, family, value_head), *_unsupported_rope(config, family)]
+        findings = [*_missing(config, family), *_unsupported(config, family, value_head)]
+        findings += unsupported_gemma(config) if family.is_gemma else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
         findings += unsupported_experts(config["model_type"], config) if family.is_moe else ()
         findings += unsupported_latents(config) if family.has_latents else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
@@ -224,6 +242,10 @@ class ModelShape:
         return self.is_mla and self.has_query_projection
 
     @property
+    def input_norms_only(self) -> bool:
+        return not self.output_norms
+
+    @property
     def architecture(self) -> str:
         """The transformers class, for the config.json of an export."""
         family = FAMILIES[self.model_type]
@@ -265,17 +287,21 @@ def _unsupported(config: dict[str, object], family: Family, value_head: bool) ->
     if head_dim is not None and not family.head_dim_is_a_key and heads and hidden_size and head_dim * heads != hidden_size:
         yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
     yield from _unsupported_architecture(config, family, value_head)
+
+
+def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[str]:
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
     window, full_layers = config.get("sliding_window"), _value(config, "max_window_layers", 28)
     if config.get("use_sliding_window") and window is not None and full_layers < _value(config, "num_hidden_layers", 0):
-        yield f"use_sliding_window (true, sliding_window {window}): sliding-window attention is not supported."
-    if window is not None and config["model_type"] in ("llama", "mistral", "mixtral"):
-        yield f"sliding_window ({window}): sliding-window attention is not supported."
-    if family.sliding_window is not None and "sliding_window" not in config:
-        yield (f"sliding_window (missing, which means {family.sliding_window}): sliding-window attention is not supported. "
-               f'Write "sliding_window": null if the model has none.')
+        yield f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers for this family."
+    if window is not None and family.sliding_window is not None and (not isinstance(window, int) or window < 1):
+        yield f"sliding_window ({window}): must be a positive whole number, or null."
+    if window is not None and config["model_type"] == "llama":
+        yield f"sliding_window ({window}): vLLM would slide and transformers would not."
+    if window is not None and config["model_type"] == "mixtral":
+        yield f"sliding_window ({window}): transformers would slide and vLLM would not."
 
 
 def _unsupported_architecture(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
@@ -289,49 +315,29 @@ def _unsupported_architecture(config: dict[str, object], family: Family, value_h
         yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
-def _rope(config: dict[str, object], family: Family) -> dict[str, object]:
-    """The rope parameters in the form of transformers 5: older folders have rope_theta and rope_scaling beside each other."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", _value(config, "rope_theta", family.rope_theta))
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] == "llama3":
-        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return rope
-
-
-def _unsupported_rope(config: dict[str, object], family: Family) -> Iterator[str]:
-    rope = _rope(config, family)
-    nested = [key for key, value in rope.items() if isinstance(value, dict)]
-    if nested:
-        yield f"rope_parameters ({', '.join(nested)}): different rotary embeddings per kind of layer are not supported."
-    elif rope["rope_type"] not in ROPE_TYPES:
-        yield f"rope_type ({rope['rope_type']}): must be one of {', '.join(ROPE_TYPES)}."
-    elif rope["rope_type"] == "llama3" and (missing := [key for key in LLAMA3_KEYS if not isinstance(rope.get(key), (int, float))]):
-        yield f"rope_type (llama3): needs {' and '.join(missing)}."
-    elif rope["rope_type"] == "llama3":
-        for key, value in LLAMA3_BUILT_IN.items():
-            if rope[key] != value:
-                yield f"{key} ({rope[key]}): Megatron-Core has {value} built in."
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        yield f"partial_rotary_factor ({rope['partial_rotary_factor']}): {ONLY['partial_rotary_factor'][1]}."
-
-
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    rope, heads = _rope(config, family), config["num_attention_heads"]
+    window, heads = config.get("sliding_window", family.sliding_window) if family.sliding_window else None, config["num_attention_heads"]
     shape = ModelShape(
         model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
         head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
-        rms_norm_eps=float(_value(config, "rms_norm_eps", family.rms_norm_eps)), rope_theta=float(rope["rope_theta"]),
-        rope_scaling={key: rope[key] for key in LLAMA3_KEYS} if rope["rope_type"] == "llama3" else None,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
+        rms_norm_eps=float(_value(config, "rms_norm_eps", family.rms_norm_eps)),
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        **(gemma_fields(config) if family.is_gemma else _plain_fields(config, family, window)),
     )  # fmt: skip
     fields = expert_fields(config["model_type"], config) if family.is_moe else {}
     fields |= latent_fields(config) if family.has_latents else {}
     return replace(shape, **fields)
+
+
+def _plain_fields(config: dict[str, object], family: Family, window: int | None) -> dict[str, object]:
+    """One rotary embedding for all layers, and a window in all of them or in none."""
+    rope = rope_parameters(config, family.rope_theta)
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling(rope), "sliding_window": window,
+            "sliding_layers": (True,) * config["num_hidden_layers"] if window else ()}  # fmt: skip
 
 
 def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:

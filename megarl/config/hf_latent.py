@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.rope import rope_parameters
+
 DEFAULTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 Q_LORA_RANK = 1536
 """null, not absent, means that queries have no latent."""
@@ -33,6 +35,13 @@ def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
                "whatever it is, vLLM and Megatron with this.")  # fmt: skip
     if config.get("rope_interleave") is False:
         yield "rope_interleave (false): must be true; vLLM and Megatron have no other rotary embeddings for this model."
+    rope = rope_parameters(config)
+    if rope["rope_type"] not in ("default", "yarn"):
+        yield f"rope_type ({rope['rope_type']}): must be default or yarn for this model."
+    elif refused := [key for key in ("attention_factor", "truncate") if rope.get(key) is not None]:
+        yield f"rope_parameters ({', '.join(refused)}): must be left out for this model; vLLM and Megatron have no word for it."
+    elif (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
+        yield "mscale and mscale_all_dim: must be there both or neither; with one of them transformers and vLLM differ."
 
 
 def latent_fields(config: dict[str, object]) -> dict[str, object]:

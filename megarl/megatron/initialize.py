@@ -12,13 +12,14 @@ from megarl.reshard.atlas import VALUE_HEAD, Atlas, hf_atlas
 
 @torch.no_grad()
 def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02) -> None:
-    """Fill this rank's shards: norms 1, biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
+    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
     name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
     full = hf_atlas(shape)
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:
-            values = _full_tensor(piece.hf_name, full[piece.hf_name].rows, full[piece.hf_name].cols, seed, std)
+            values = _full_tensor(piece.hf_name, full[piece.hf_name].rows, full[piece.hf_name].cols, seed, std) - (
+                shape.zero_centered_norms and "norm" in piece.hf_name)
             part = values[piece.row_start : piece.row_end, piece.col_start : piece.col_end]
             target[piece.local_row : piece.local_row + part.shape[0], piece.local_col : piece.local_col + part.shape[1]] = part
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,12 +14,14 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
-from megarl.megatron.attention import StackedQKVSelfAttention
+from megarl.megatron import gemma
+from megarl.megatron.attention import SharedKeySelfAttention, StackedQKVSelfAttention
 from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
 from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
     from megatron.core.models.gpt import GPTModel
@@ -32,6 +35,14 @@ with cpu_megatron():
 
 
 Model = TypeVar("Model", bound=GPTModel)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+"""ModelShape.activation -> of the MLP's gate."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +158,11 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
     fields = dict(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden_size,
-        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=shape.qk_layernorm or shape.is_mla, add_qkv_bias=shape.qkv_bias,
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        qk_layernorm=shape.qk_layernorm or shape.is_mla, add_qkv_bias=shape.qkv_bias, gated_linear_unit=True,
+        activation_func=ACTIVATIONS[shape.activation], add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        softmax_scale=_softmax_scale(shape), **_window_fields(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
@@ -175,6 +187,21 @@ def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
     return dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False) if chunks > 1 else {}
 
 
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Of queries times keys; None: 1 / sqrt(head_dim), or what latent attention makes of its own YaRN fields."""
+    if shape.is_mla:
+        return None
+    factor, scalar = attention_factor(shape.rope_scaling), shape.query_pre_attn_scalar
+    return None if factor == 1.0 and scalar is None else factor**2 / math.sqrt(scalar or shape.head_dim)
+
+
+def _window_fields(shape: ModelShape) -> dict[str, object]:
+    """window_size counts the tokens before a token, sliding_window itself too."""
+    if shape.sliding_window is None:
+        return {}
+    return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": [int(slides) for slides in shape.sliding_layers]}
+
+
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
     """The same for a mixture of experts. The router computes in fp32; its losses are ours (router.py)."""
     return dict(
@@ -195,8 +222,17 @@ def _latent_fields(shape: ModelShape) -> dict[str, object]:
     """The same for multi-head latent attention."""
     return dict(
         q_lora_rank=shape.q_lora_rank or None, kv_lora_rank=shape.kv_lora_rank, v_head_dim=shape.v_head_dim,
-        qk_head_dim=shape.head_dim - shape.qk_rope_head_dim, qk_pos_emb_head_dim=shape.qk_rope_head_dim, rope_type="rope",
-        rotary_base=shape.rope_theta, rotary_scaling_factor=1.0,
+        qk_head_dim=shape.head_dim - shape.qk_rope_head_dim, qk_pos_emb_head_dim=shape.qk_rope_head_dim, rotary_base=shape.rope_theta,
+        **_latent_rope_fields(shape.rope_scaling or {}),
+    )  # fmt: skip
+
+
+def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
+    """YaRN as Megatron has it for latent attention: rotary_scaling_factor 1 leaves the softmax alone, which its own default does not."""
+    return dict(
+        rope_type="yarn" if scaling else "rope", rotary_scaling_factor=scaling.get("factor", 1.0),
+        original_max_position_embeddings=scaling.get("original_max_position_embeddings", 4096), beta_fast=scaling.get("beta_fast", 32),
+        beta_slow=scaling.get("beta_slow", 1), mscale=scaling.get("mscale", 1.0), mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
     )  # fmt: skip
 
 
@@ -221,7 +257,11 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, i
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm and is_moe, **options)
     else:
         spec = _local_layer_spec(options)
-    if qkv_layout == "stacked":
+    if shape.output_norms:
+        gemma.adapt_spec(spec)
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = SharedKeySelfAttention
+    elif qkv_layout == "stacked":
         spec.submodules.self_attention.module = StackedQKVSelfAttention
     if shape.is_mla:
         spec.submodules.self_attention.module = LatentAttention
@@ -276,8 +316,11 @@ def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape
             config, spec, vocab_size=shape.padded_vocab_size(), max_sequence_length=shape.max_position_embeddings,
             pre_process=(chunk, stage) == (0, 0), post_process=(chunk, stage) == (num_chunks - 1, last_stage), vp_stage=vp_stage,
             position_embedding_type="rope", rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
             share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
+        if shape.is_gqa:
+            model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling)
+        if shape.output_norms:
+            gemma.adapt_model(model, shape)
         if not config.use_cpu_initialization:
             model.cuda()
     _check_tensor_parallel_marks(model, config)

@@ -1,4 +1,4 @@
-"""What a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Mixtral) holds."""
+"""What a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Mixtral, Gemma 3) holds."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ LAYER = (
     Row("self_attn.k_norm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
     Row("self_attn.o_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
     Row("post_attention_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
+    Row("pre_feedforward_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
+    Row("post_feedforward_layernorm.weight", replicated, ("post_feedforward_layernorm.weight",), needs="output_norms"),
     Row("mlp.gate_up_proj.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
     Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
     Row("mlp.gate.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
@@ -68,7 +70,7 @@ LAYER = (
 """The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may store them otherwise
 (`expose_weights` in megarl/rollout)."""
 
-TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "mistral": LAYER, "mixtral": LAYER}
+TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "mistral": LAYER, "mixtral": LAYER, "gemma3_text": LAYER}
 """model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine (megarl/rollout/trace.py)."""
 
 

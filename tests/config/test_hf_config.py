@@ -16,6 +16,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 QWEN2 = {"model_type": "qwen2", **SIZES}
 QWEN3 = {"model_type": "qwen3", **SIZES, "head_dim": 32}
 LLAMA = {"model_type": "llama", **SIZES}
@@ -121,6 +122,25 @@ CONFIGS = {
     "qwen2, old rope key": {**QWEN2, "rope_theta": 5e5, "rope_scaling": {"type": "default"}},
     "qwen2, keys left out": QWEN2,
     "qwen3, keys left out": {key: value for key, value in QWEN3.items() if key != "head_dim"},
+    "llama2": {
+        **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "eos_token_id": 2,
+    },
+    "qwen2.5 with yarn, as its card says": {**QWEN2, "rope_theta": 1e6, "max_position_embeddings": 512, "rope_scaling": {
+        "factor": 4.0, "original_max_position_embeddings": 128, "type": "yarn"}},
+    "yarn, every key": {**QWEN3, "max_position_embeddings": 512, "rope_parameters": {
+        **YARN, "rope_theta": 1e6, "beta_fast": 16, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}},
+    "yarn, its original length beside it": {**LLAMA, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+                                            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25}},
+    "linear": {**MISTRAL, "rope_scaling": {"type": "linear", "factor": 2.5}},
     "llama, keys left out": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
     "qwen2, 32 key-value heads by default": {key: value for key, value in QWEN2.items() if key != "num_key_value_heads"}
     | {"num_attention_heads": 64},
@@ -133,6 +153,7 @@ def test_shape_is_what_transformers_reads(name, write_model):
 
     folder = write_model(CONFIGS[name])
     shape, theirs = ModelShape.load(folder), AutoConfig.from_pretrained(folder)
+    theirs.standardize_rope_params()  # as every rotary embedding does before it reads them
     rope = theirs.rope_parameters
     assert (
         shape.model_type,
@@ -156,7 +177,8 @@ def test_shape_is_what_transformers_reads(name, write_model):
         theirs.max_position_embeddings,
         rope["rope_theta"],
     )
-    assert shape.rope_scaling == ({key: rope[key] for key in LLAMA3} if rope["rope_type"] == "llama3" else None)
+    wanted = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    assert shape.rope_scaling == (wanted if rope["rope_type"] != "default" else None)
     eos = theirs.eos_token_id
     assert shape.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
     assert shape.torch_dtype == str(theirs.dtype or "float32").removeprefix("torch.")
@@ -211,18 +233,25 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**LLAMA, "attention_bias": True}, "attention_bias (True): it adds a bias to o_proj"),
         ({**QWEN3, "attention_bias": True}, "attention_bias (True): "),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias (True): "),
-        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type (linear): must be one of"),
-        ({**QWEN2, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type (yarn): "),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}, "factor (2): vLLM takes it as a number with a point only. Write 2.0."),
+        ({**QWEN2, "rope_scaling": {"rope_type": "linear"}}, "rope_type (linear): needs factor."),
+        ({**QWEN2, "rope_scaling": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64}}, "factor (0.5): must be at least 1."),
+        ({**QWEN2, "rope_scaling": {"rope_type": "yarn", "factor": None}}, "rope_type (yarn): needs factor and original_max_position_emb"),
+        ({**QWEN2, "rope_scaling": {**YARN, "beta_fast": None}}, "rope_type (yarn): beta_fast (None) must be a positive number."),
+        ({**QWEN2, "rope_scaling": {**YARN, "truncate": 1}}, "rope_type (yarn): truncate (1) must be true or false."),
+        ({**QWEN2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "rope_parameters (mrope_section): keys that change"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_type (longrope): two sets of frequencies, by"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "su"}}, "rope_type (su): is not known; must be one of default, linear, llama3, yarn."),
         ({**QWEN3, "partial_rotary_factor": 0.5}, "partial_rotary_factor (0.5)"),
-        ({**QWEN3, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type (dynamic): "),
+        ({**QWEN3, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type (dynamic): transformers scales by the length of each"),
         ({**QWEN3, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters (full_attention): "),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "rope_type (llama3): needs low_freq_factor and high_freq_factor and original_max",
         ),
         (
-            {**LLAMA, "rope_scaling": {**LLAMA3, "rope_type": "llama3", "high_freq_factor": 2.0}},
-            "high_freq_factor (2.0): Megatron-Core has 4 built in.",
+            {**LLAMA, "rope_scaling": {**LLAMA3, "rope_type": "llama3", "high_freq_factor": 1.0}},
+            "high_freq_factor (1.0): must be above low_freq_factor (1.0).",
         ),
         (
             {**QWEN2, "architectures": ["Qwen2ForSequenceClassification"]},

@@ -10,6 +10,7 @@ MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
     "llama_deep": dict(model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)),
+    "one_key": dict(model_type="qwen3", vocab_size=150, head_dim=24, tie_word_embeddings=True, **(_COMMON | {"num_key_value_heads": 1})),
     "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
                       num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
 }  # fmt: skip
@@ -54,6 +55,8 @@ LAYOUTS = {
     "tp2_sp_full": _layout(2, **SP, **FULL),
     "tp2_sp_selective": _layout(2, **SP, **SELECTIVE),
     "tp2_sp_tied": _layout(2, "qwen2_tied", **SP),
+    "tp2_one_key": _layout(2, "one_key", **TP),
+    "tp2_sp_one_key": _layout(2, "one_key", **SP),
     "pp2": _layout(2, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),

@@ -38,12 +38,6 @@ def combined(reports: list[dict], case: str) -> tuple[float, list[dict]]:
     return error, updates
 
 
-@pytest.mark.parametrize("family, layout", CASES)
-def test_log_probs_equal_transformers(reports, family, layout):
-    # fp32: observed 1.4e-6 to 2.9e-6; a wrong rope, norm, head order or temperature is above 1e-2.
-    assert combined(reports, f"{family}/{layout}/60/a")[0] <= 1e-5
-
-
 @pytest.mark.parametrize("family, layout", SPLIT)
 def test_losses_and_gradient_norms_equal_one_rank(reports, family, layout):
     _, reference = combined(reports, f"{family}/one/60/a")
@@ -81,15 +75,6 @@ def test_updated_weights_equal_one_rank(folder, family, layout):
         # Adam with eps 1e-5, two steps of lr 1e-2: rounding of the gradient shows at about 1e-5 (facts of the layouts).
         torch.testing.assert_close(value, reference[name], atol=1e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         assert (value - start[name]).abs().max() > 1e-3, f"{name} was not trained"
-
-
-@pytest.mark.parametrize("family, layout", CASES)
-def test_hugging_face_round_trip_is_bit_equal(folder, family, layout):
-    original = load_file(folder / family / "model.safetensors")
-    back = load_file(folder / f"{family}_{layout}_roundtrip" / "model.safetensors")
-    assert back.keys() == original.keys()
-    for name, value in back.items():
-        assert torch.equal(value, original[name]), name
 
 
 def load(folder: Path, family: str, layout: str) -> dict[str, torch.Tensor]:
