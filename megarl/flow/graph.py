@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from megarl.flow.draw import draw_svg, draw_text
-from megarl.flow.methods import METHODS, base, is_state, kind_and_suffix
+from megarl.flow.methods import METHODS, base, is_state
+from megarl.role_names import kind_and_suffix
 from megarl.flow.validate import FlowError, findings
 
 if TYPE_CHECKING:
