@@ -114,6 +114,19 @@ class Flow:
             return self._with(replace(work.node(reads, writes), background=True)) if work else self
         return self._with(replace(function_node(work, reads, writes), background=True))
 
+    def of_actor(self, suffix: str) -> Flow:
+        """The same step of another actor: every role with its number, "_2"."""
+        return Flow(_renumbered(node, suffix) for node in self.declared) if suffix else self
+
+    def beside(self, *others: Flow) -> Flow:
+        """One step with the nodes of all."""
+        return self._with(*(node for other in others for node in other.declared))
+
+    def lineage(self, role: str) -> str:
+        """Suffix of the rollout whose samples the role works on: its own number if there is a rollout with it, else ""."""
+        suffix = kind_and_suffix(role)[1]
+        return suffix if any(node.role == f"rollout{suffix}" for node in self.declared) else ""
+
     def _with(self, *nodes: Node) -> Flow:
         return Flow((*self.declared, *nodes))
 
@@ -201,6 +214,17 @@ def function_node(function: Callable, reads: Iterable[str] | None, writes: Itera
     reads, writes = own[0] if reads is None else reads, own[1] if writes is None else writes
     name = function.__name__
     return Node(role=DRIVER, method=name, reads=tuple(reads), writes=tuple(writes), function=function, name=name)
+
+
+def _renumbered(node: Node, suffix: str) -> Node:
+    known = METHODS.get((kind_and_suffix(node.role)[0], node.method))
+
+    def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """What METHODS says of the first actor's state it means of any; a node's own words mean that of its actor."""
+        return names and tuple(name + suffix if is_state(name) and not (known and name in known.reads + known.writes) else name for name in names)
+
+    name = "" if node.name == f"{node.role}.{node.method}" else node.name + suffix
+    return replace(node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes))
 
 
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:

@@ -26,7 +26,7 @@ class DataRole:
         self.meshes = {key: meshes[key] for key in share_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def distribute(self, share: str, samples: list[Sample], mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def distribute(self, share: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train") -> dict[str, float]:
         """Bring the samples of `mini_batches` from the ranks that rolled them out to all ranks of the share's mesh, as a new share.
 
         Called by the ranks that hold samples, those of the mesh, and those that will exchange columns with it in this step; every rank
@@ -35,6 +35,7 @@ class DataRole:
         Args:
             samples: all of the step, with their holders.
             mini_batches: as planned for the mesh.
+            rollouts: which of `DataPlane.rollouts` they are.
         Returns: what this rank received: batch/samples_moved, batch/bytes_moved.
         Raises: ValueError, before anything is sent, for a sample that nobody holds or that this rank should hold, and for a plan that
             does not fit the mesh."""
@@ -54,7 +55,7 @@ class DataRole:
             wanted = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         route = plan_route(self.rank, holders, destinations)
         try:
-            batch = collect_samples(self.plane.pack("train"), route, wanted, lengths)
+            batch = collect_samples(self.plane.pack(rollouts), route, wanted, lengths)
         except MissingRowsError as error:
             raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error}.") from error
         if self.rank in mesh.ranks:

@@ -16,6 +16,7 @@ from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.transfer import load_hf, save_hf
+from megarl.role_names import actor_suffix
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
@@ -36,6 +37,7 @@ class MegatronRole:
 
     Args:
         name: of the role; its mesh is meshes[name].
+        config: of the role's actor.
         folder: Hugging Face folder with the weights that it starts from.
         shape: of that model.
         optimizer: None: frozen."""
@@ -45,7 +47,7 @@ class MegatronRole:
     def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None) -> None:  # fmt: skip
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
-        self.mesh, self.share_key = meshes[name], share_keys(meshes)[name]
+        self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
         self.rank = dist.get_rank()
 

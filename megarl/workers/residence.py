@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megarl.role_names import kind_and_suffix
+
 if TYPE_CHECKING:
     from megarl.megatron.offload import ModelMemory
 
@@ -56,12 +58,12 @@ class Residence:
     def take_metrics(self, role: str, with_time: bool) -> dict[str, float]:
         """What this rank contributes since it was asked last; {} in a job without offload.
 
-        memory/<role>_resident_bytes: the least of this role that was on the device, which is what it left there while others worked.
+        memory/<kind>_resident_bytes: the least of this role that was on the device, which is what it left there while others worked.
         time/offload_s, of all roles of the rank, if `with_time`."""
         if not any(resident.may_leave for resident in self._residents.values()):
             return {}
         resident = self._residents[role]
-        metrics = {f"memory/{role}_resident_bytes": float(resident.least_bytes)}
+        metrics = {f"memory/{kind_and_suffix(role)[0]}_resident_bytes": float(resident.least_bytes)}
         resident.least_bytes = resident.memory.resident_bytes()
         if with_time:
             metrics["time/offload_s"] = sum(resident.memory.take_copy_seconds() for resident in self._residents.values())

@@ -37,10 +37,11 @@ Records = list[dict[str, object]]
 
 
 class RewardModelRole:
-    def __init__(self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str) -> None:
-        """name: of the role, see `reward_models`. share: key of its mesh's share of the step in the data plane."""
+    def __init__(self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str, suffix: str = "") -> None:
+        """config: of its actor, whose suffix is `suffix`. name: of the role, see `reward_models`. share: key of its mesh's share of the step
+        in the data plane."""
         self.config, self.name, self.mesh, self.plane, self.share = config, name, mesh, plane, share
-        self.spec = next(spec for spec in reward_models(config) if spec.name == name)
+        self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_calls = 0
         self.judge: Judge | None = None
