@@ -27,6 +27,10 @@ class _Future:
         self.seconds = self.ended = 0.0
         self._executor = executor
 
+    @property
+    def role(self) -> str:
+        return self.command.role
+
     def missing(self) -> list[int]:
         return [rank for rank in self.command.ranks if rank not in self.values]
 

@@ -125,7 +125,7 @@ class Flow:
     def lineage(self, role: str) -> str:
         """Suffix of the rollout whose samples the role works on: its own number if there is a rollout with it, else ""."""
         suffix = kind_and_suffix(role)[1]
-        return suffix if any(node.role == f"rollout{suffix}" for node in self.declared) else ""
+        return suffix if suffix in _lineages(self.declared) else ""
 
     def _with(self, *nodes: Node) -> Flow:
         return Flow((*self.declared, *nodes))
@@ -227,12 +227,18 @@ def _renumbered(node: Node, suffix: str) -> Node:
     return replace(node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes))
 
 
+def _lineages(nodes: Iterable[Node]) -> set[str]:
+    """Suffixes of the rollouts that sample; those that get new weights only have no samples."""
+    kinds = ((*kind_and_suffix(node.role), node.writes or ()) for node in nodes)
+    return {suffix for kind, suffix, writes in kinds if kind == "rollout" and not all(map(is_state, writes))}
+
+
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
     """Give every column the name that is its own in this flow.
 
     The n-th of a kind writes `column:role` if another of the kind writes `column`. Where there are several rollouts, the roles with
     the suffix of one are its lineage: they read columns of that lineage only, for all others are about other samples."""
-    lineages = {kind_and_suffix(node.role)[1] for node in declared if kind_and_suffix(node.role)[0] == "rollout"}
+    lineages = _lineages(declared)
     written: list[tuple[str, str, str]] = []  # (lineage, column as declared, its name in this flow)
 
     def lineage(node: Node) -> str:

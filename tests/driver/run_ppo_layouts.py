@@ -22,6 +22,7 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.driver.executor import RoleHandle
 from megarl.driver.job import Job
+from megarl.driver.preflight import Inputs
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
 from megarl.packing import Sample
@@ -151,14 +152,14 @@ def run(placement: str, folder: Path, data: Path) -> None:
     if "actor" in roles:
         roles["actor"].rollout_mesh = None  # no engine wants weights
     executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record()
-    job = Job(config, shape, executor, record, train=range(100), evaluation=None, world_size=WORLD_SIZE)
+    job = Job(config, executor, record, {"": Inputs(shape, range(100), None)}, WORLD_SIZE)
     for role in job.meshes:
         executor.call(role, "setup")
     host = StepHost(job)
-    flow, scheduler = config.algorithm.flow(job.meshes), Scheduler(executor, job.meshes, host)
+    scheduler = Scheduler(executor, job.meshes, host, host.share_of)
     for step in job.steps():
-        host.begin(step, job.cursor.next_rows(NUM_PROMPTS))
-        host.finish(scheduler.run(flow))
+        host.begin(step, {"": job.first.cursor.next_rows(NUM_PROMPTS)}, job.flow)
+        host.finish(scheduler.run(job.flow))
     for role in ("actor", "critic"):
         executor.call(role, "export_hf", str(folder / placement / role))
     if dist.get_rank() == 0:
