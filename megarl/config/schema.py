@@ -115,11 +115,14 @@ class PlacementConfig:
     """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
     started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks and there is one
     actor, as vLLM has room for one engine in a process."""
+    offload_ahead_bytes: int = 0
+    """With --offload: bytes of what the next call needs that a device may hold beyond what the running call needs; they are on their way
+    while that computes. 0: what a call needs comes when it begins."""
     call_timeout_s: float = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
 
     def __post_init__(self) -> None:
-        require(self, at_least={"nproc_per_node": 1, "num_actors": 1}, at_most={"num_actors": 64}, above={"call_timeout_s": 0})
+        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64}, above={"call_timeout_s": 0})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.mailbox import world_store
+from megarl.workers.residence import Residence
 from megarl.workers.reward_model import RewardModelRole
 
 
@@ -40,7 +41,7 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     """This rank's roles, not yet set up: models and engines are built when the driver calls their setup().
 
     Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
-    meshes, plane = role_meshes(config, world_size), DataPlane()
+    meshes, plane = role_meshes(config, world_size), DataPlane(Residence(config.placement.offload_ahead_bytes))
     for role in training_data_roles(meshes):
         create_groups(meshes[role])
     if not config.algorithm.needs_rollout:

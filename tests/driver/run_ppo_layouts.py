@@ -21,11 +21,13 @@ from megarl.config.check import check_job
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import configs_of_actors
+from megarl.config.schema import TrainConfig
 from megarl.driver.executor import RoleHandle
 from megarl.driver.job import Job
 from megarl.driver.preflight import Inputs
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
+from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
 from megarl.workers.data_plane import Rollouts
@@ -152,7 +154,15 @@ class Record:
         self.steps.append(metrics)
 
 
-ALL = PLACEMENTS | ALONE | TWO_ACTORS | WARM_UP
+STUDENT = {"student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 1 --critic-2-ranks 1"}
+"""A flow of one's own: the second actor learns from the first's samples and advantages."""
+ALL = PLACEMENTS | ALONE | TWO_ACTORS | STUDENT | WARM_UP
+
+
+def flow_with_student(config: TrainConfig) -> Flow:
+    actor, student, critic, reference, reward = symbolic_roles("actor actor_2 critic reference reward")
+    return (actor.rollout().join(reward.score, actor.log_probs, student.log_probs, reference.log_probs, critic.values)
+            .advantages(config.algorithm).update(critic).update(actor).update(student))  # fmt: skip
 
 
 def run(placement: str, folder: Path, data: Path) -> None:
@@ -171,11 +181,11 @@ def run(placement: str, folder: Path, data: Path) -> None:
     job = Job(config, executor, record, {suffix: Inputs(shape, range(100), None) for suffix in configs_of_actors(config)}, WORLD_SIZE)
     for role in job.meshes:
         executor.call(role, "setup")
-    host = StepHost(job)
+    host, flow = StepHost(job), flow_with_student(config) if placement in STUDENT else job.flow
     scheduler = Scheduler(executor, job.meshes, host, host.share_of)
     for step in job.steps():
-        host.begin(step, {suffix: learner.cursor.next_rows(NUM_PROMPTS) for suffix, learner in job.learners.items()}, job.flow)
-        host.finish(scheduler.run(job.flow))
+        host.begin(step, {suffix: learner.cursor.next_rows(NUM_PROMPTS) for suffix, learner in job.learners.items()}, flow)
+        host.finish(scheduler.run(flow))
     for role in [role for role in job.meshes if kind_and_suffix(role)[0] in ("actor", "critic")]:
         executor.call(role, "export_hf", str(folder / placement / role))
     if dist.get_rank() == 0:

@@ -76,6 +76,16 @@ def test_two_actors_in_one_world_do_bit_for_bit_what_each_does_alone(placements,
         assert all(weight.equal(weights[1][name]) for name, weight in weights[0].items()), role
 
 
+def test_an_actor_that_learns_from_the_samples_of_another_becomes_what_that_becomes(placements):
+    """The student has the same weights, flags and layout on another rank: samples, log-probs of the reference and advantages came there."""
+    for by_itself, here in zip(metrics(placements, "one"), metrics(placements, "student"), strict=True):
+        names = [name for name in by_itself if name.startswith("policy/")]
+        assert {name: here[with_suffix(name, "_2")] for name in names} == {name: by_itself[name] for name in names}
+        assert "reward_2/mean" not in here and "critic_2/loss" not in here
+    teacher, student, alone = (load_file(placements / f / "model.safetensors") for f in ("student/actor", "student/actor_2", "one/actor"))
+    assert all(weight.equal(student[name]) and weight.equal(alone[name]) for name, weight in teacher.items())
+
+
 def test_the_two_actors_differ(placements):
     (first, _), (second, _) = metrics(placements, "one"), metrics(placements, "second_tp2")
     assert abs(first["policy/loss"] - second["policy/loss"]) > 1e-4 and abs(first["critic/loss"] - second["critic/loss"]) > 1e-4
