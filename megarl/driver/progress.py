@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
 
+from megarl.role_names import kind_and_suffix
+
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
     "loss": ("policy/loss", "{:.4f}"),
@@ -83,7 +85,13 @@ def clock(seconds: float) -> str:
 
 
 def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
-    return {name: form.format(metrics[key]) for name, (key, form) in COLUMNS.items() if key in metrics}
+    """Of the second actor reward_2 and so on, beside the first's."""
+    shown = {}
+    for name, (key, form) in COLUMNS.items():
+        group, metric = key.split("/")
+        suffixes = sorted(suffix for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics}) if kind == group)
+        shown |= {f"{name}{suffix}": form.format(metrics[f"{group}{suffix}/{metric}"]) for suffix in suffixes if f"{group}{suffix}/{metric}" in metrics}
+    return shown
 
 
 class _LiveDisplay:

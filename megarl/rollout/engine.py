@@ -57,8 +57,8 @@ class Engine:
 
     llm: LLM
 
-    def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
-        self.shape, self._tp = shape, config.rollout.tensor_parallel_size
+    def __init__(self, config: TrainConfig, shape: ModelShape, actor: str) -> None:
+        self.shape, self.actor, self._tp = shape, actor, config.rollout.tensor_parallel_size
         self._sampling, self.options = config.sampling, config.reshard
         self.version: int | None = None
         """Version of the weights that generate; None before the first sync, and after one that failed halfway."""
@@ -68,7 +68,7 @@ class Engine:
         self._generation = 0
 
     def _join(self, plan: ReshardPlan, speakers: dict[int, int], parameters: dict[str, torch.Tensor]) -> None:
-        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation)
+        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation, self.actor)
         self._generation += 1
 
     def sync(self, version: int) -> int:
@@ -136,7 +136,7 @@ class RolloutEngine(Engine):
     """Of its weights, for the sync: this one."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
-                 parameters: dict[str, torch.Tensor]) -> None:  # fmt: skip
+                 parameters: dict[str, torch.Tensor], actor: str = "") -> None:  # fmt: skip
         """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
 
         The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
@@ -147,8 +147,9 @@ class RolloutEngine(Engine):
                 so these must be all ranks.
             sources: atlas of every source rank, the same on all ranks.
             parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
+            actor: suffix of the actor that it samples for.
         Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
-        super().__init__(config, shape)
+        super().__init__(config, shape, actor)
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
                              "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process.")

@@ -373,6 +373,13 @@ RULES = {
         "--reference-offload (parameters optimizer): the reference is frozen, it has no optimizer. Try --reference-offload parameters.",
         "--kl-mode loss --kl-coef 0.1 --reference-offload parameters --actor-offload gradients optimizer",
     ),
+    "ahead of nothing": (
+        "--offload-ahead-bytes 5",
+        2,
+        {},
+        "--offload-ahead-bytes (5): has no effect without --offload. Leave it out, or set that.",
+        "--offload-ahead-bytes 5 --offload gradients",
+    ),
     "hybrid optimizer offloaded": (
         "--optimizer-cpu-offload --offload optimizer",
         2,
