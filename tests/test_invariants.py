@@ -258,10 +258,10 @@ def test_the_digest_knows_where_the_response_begins():
     assert digest([5, 6], [7]) == digest((5, 6), (7,)) != digest([5], [6, 7]) != digest([], [5, 6, 7])
 
 
-def test_steps_without_a_reward_are_told(tmp_path):
+def test_steps_without_a_reward_are_told():
     learner = object.__new__(Learner)
     learner.config, learner.actor, learner.zero_reward_steps = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2)), "actor", 0
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
-    notes = [learner.note_zero_rewards(RolloutBatch(number, [0], 2, rewards=rewards), tmp_path) for number, rewards in enumerate(steps, 1)]
+    notes = [learner.note_zero_rewards(RolloutBatch(number, [0], 2, rewards=rewards)) for number, rewards in enumerate(steps, 1)]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [
         None, "step 2: no reward but 0 in 2 steps", None, None, None, "step 6: no reward but 0 in 2 steps", None]

@@ -28,8 +28,8 @@ class Learner:
         """Role that scores -> what its score is multiplied by."""
         self.weight_of |= {f"{model.name}{suffix}": model.weight for model in reward_models(config)}
 
-    def note_zero_rewards(self, batch: RolloutBatch, folder: Path) -> str | None:
-        """What to say when there has been no reward but 0 for long; folder: of the run."""
+    def note_zero_rewards(self, batch: RolloutBatch) -> str | None:
+        """What to say when there has been no reward but 0 for long."""
         if not batch.rewards:  # it learns from the samples of another
             return None
         self.zero_reward_steps = 0 if any(batch.rewards.values()) else self.zero_reward_steps + 1
@@ -37,7 +37,7 @@ class Learner:
         if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
             return None
         return (f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the reward see what you think? "
-                f"Look at {folder}/rollouts.")  # fmt: skip
+                "Look at the texts in rollouts/.")  # fmt: skip
 
     def hidden_size(self, role: str) -> int:
         """Of the model of one of its roles; it says what a long sequence costs beside a short one."""

@@ -159,7 +159,7 @@ class StepHost:
         job.run.finish_step(self.current.step, metrics, sum(s.length for batch in self.batches.values() for s in batch.samples))
         for learner, own in of_actors.items():
             self._judge(learner, own)
-            if note := learner.note_zero_rewards(self.batches[learner.suffix], job.run.folder):
+            if note := learner.note_zero_rewards(self.batches[learner.suffix]):
                 job.run.progress.note(note)
         return metrics
 
