@@ -194,6 +194,10 @@ def uses_transformer_engine() -> bool:
 
 def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
     if uses_transformer_engine():
+        if config.context_parallel_size > 1 and config.window_size is not None:
+            raise ValueError(f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends keys of packed sequences round the "
+                             f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot use. Set it to 1, and try "
+                             "--tensor-model-parallel-size.")
         spec = get_gpt_layer_with_transformer_engine_spec(
             config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
     else:
