@@ -69,7 +69,7 @@ def test_every_response_token_is_predicted_once_where_its_predecessor_is(size):
 def test_transformer_engine_is_not_asked_for_a_sliding_window(monkeypatch):
     monkeypatch.setattr(model, "uses_transformer_engine", lambda: True)
     with pytest.raises(ValueError, match=r"--context-parallel-size \(2\).* \(512 tokens\).*Set it to 1"):
-        model._layer_spec(SimpleNamespace(context_parallel_size=2, window_size=(511, 0)), "grouped")
+        model._layer_specs(SimpleNamespace(context_parallel_size=2, window_size=(511, 0)), None, "grouped")
 
 
 def test_under_a_causal_mask_all_ranks_have_the_same_work():
