@@ -247,6 +247,10 @@ def uses_transformer_engine() -> bool:
 
 def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
     """Of all layers of the model; those of a kind are the same object."""
+    if uses_transformer_engine() and config.context_parallel_size > 1 and config.window_size is not None:
+        raise ValueError(f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends keys of packed sequences round the "
+                         f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot use. Set it to 1, and try "
+                         "--tensor-model-parallel-size.")
     kinds = {is_moe: _layer_spec(config, shape, qkv_layout, is_moe) for is_moe in {shape.is_moe_layer(i) for i in range(shape.num_layers)}}
     return [kinds[shape.is_moe_layer(layer)] for layer in range(shape.num_layers)]
 
