@@ -377,6 +377,7 @@ def test_megatron_transformer_fields():
         (line,) = errors(f"--{flag}", "7")
         assert line.startswith(f"--{flag} (7): the shape comes from --model's config.json, where it is {key}. Change it there,"), line
     assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
+    assert "in one way only" in errors("--cp-comm-type", "a2a")[0]
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "not supported yet" in errors("--moe-router-topk", "2")[0] and "no flag can carry" in errors("--timers", "x")[0]

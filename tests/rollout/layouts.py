@@ -12,7 +12,7 @@ def has_experts(name: str) -> bool:
 
 
 COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and untied
-    ("qwen2", 2): ("tp2", "pp2"),
+    ("qwen2", 2): ("tp2", "pp2", "pp2_vpp2"),
     ("qwen3", 1): ("one", "tp2", "pp2"),
     ("llama_tied", 2): ("pp2",),
     ("mistral", 2): ("tp2",),
