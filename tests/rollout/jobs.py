@@ -29,8 +29,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _LOCAL = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
                               "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}  # fmt: skip
 # Biases and tied embeddings, and layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
-# rotary embedding; a window of tokens;
-# windows in every other layer; experts whose width vLLM pads.
+# rotary embedding; a window of tokens; windows in every other layer; experts whose width vLLM pads.
 CONFIGS = {
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
