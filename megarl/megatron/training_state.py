@@ -21,7 +21,7 @@ from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.trained_model import TrainedModel
-from megarl.reshard.atlas import EMBEDDING, Atlas, hf_sizes
+from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, hf_sizes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

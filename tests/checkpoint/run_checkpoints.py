@@ -183,6 +183,14 @@ def refusals(out: Path) -> dict[str, list[str]]:
     return messages
 
 
+def load_weights_only(out: Path) -> list[str]:
+    """Into a bf16 model with masters: what of the weights is no longer what was saved. [] on all ranks but the first."""
+    saved, again, job = out / "qwen2-dp2+sharded+bf16", out / "weights_only", Job(out / "qwen2", "tp2_sp+bf16")
+    load_checkpoint(saved, job.model, job.atlas, weights_only=True)
+    save_checkpoint(again, job.model, job.atlas)
+    return [name for name in different_tensors(saved, again)[1] if name.startswith("weights")] if dist.get_rank() == 0 else []
+
+
 def full_disk(path: Path, entries: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -232,6 +240,7 @@ def main(out: Path) -> None:
         dist.barrier()
     report["refusals"] = refusals(out)
     report["roles"] = run_roles(out)
+    report["weights_only"] = load_weights_only(out)
     for family, layout in MEGATRON_CASES:
         save_by_megatron(out / f"megatron-{family}-{layout}", Job(out / family, layout))
     (out / f"report_{rank}.json").write_text(json.dumps(report))

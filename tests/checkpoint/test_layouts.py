@@ -68,6 +68,11 @@ def test_masters_are_what_is_saved_of_bf16(saved: Path):
     assert checkpoint.state["dtype"] == "bfloat16" and checkpoint.state["optimizer_steps"] == 2
 
 
+def test_weights_alone_fill_the_masters_too(reports):
+    """Not by way of the model's own bf16, which has 16 bits less."""
+    assert [report["weights_only"] for report in reports] == [[], []]
+
+
 def test_roles_save_and_load_in_their_own_layouts(reports):
     assert [report["roles"] for report in reports] == [{"actor": True, "critic": True}] * 2
 
