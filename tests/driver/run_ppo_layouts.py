@@ -142,7 +142,7 @@ class Record:
 
 
 def run(placement: str, folder: Path, data: Path) -> None:
-    flags = [*FLAGS.split(), *(PLACEMENTS | WARM_UP)[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
+    flags = [*FLAGS.split(), "--reward-max-failed-share", "0.2", *(PLACEMENTS | WARM_UP)[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
              "--save", str(folder / placement / "run"), "--nproc-per-node", str(WORLD_SIZE)]  # fmt: skip
     config = load_config(flags, REGISTRY)
     shape = check_job(config, WORLD_SIZE)

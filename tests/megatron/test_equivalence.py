@@ -20,7 +20,7 @@ from tests.megatron.layouts import CASES, LAYOUTS, PLANTED, QUICK
 FP32 = dict(output=1e-5, loss=1e-6, grad_norm=1e-6, gradient=1e-5, weight=1e-4)
 """Loss and norm relative, `gradient` relative to the largest element of its parameter. Absolute: log-probs (down to -15) or values, and
 weights after two steps of Adam with a learning rate of 1e-2. Observed: 1.9e-6, 3.4e-7, 2.4e-7, 3.2e-6, 4.9e-6."""
-BF16 = dict(output=0.2, loss=2e-3, grad_norm=2e-2, gradient=5e-2, weight=2e-2)
+BF16 = dict(output=0.2, loss=1e-2, grad_norm=2e-2, gradient=0.1, weight=5e-2)
 """Sanity: 8 bits. A gradient that is lost or comes twice is off by a third or more."""
 
 
@@ -53,12 +53,12 @@ def faults(reports: list[dict], case: str) -> Iterator[str]:
     yield from (f"copies of {where} differ" for where, count in Counter(where for where, _ in copies).items() if count > 1)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case.endswith(QUICK) else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
 def test_layout_equals_one_rank(reports, case):
     assert [*faults(reports, case)] == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "bf16" in case and case.endswith(QUICK)])
+@pytest.mark.parametrize("case", [case for case in QUICK if "bf16" in case])
 def test_bf16_gradient_norm_is_that_of_fp32_rounded(reports, case):
     """Of one rank: that several micro-batches, and both uses of tied embeddings, are summed in fp32."""
     fp32 = case.replace("_bf16", "")
