@@ -23,7 +23,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
 
   train      Train; starts as many ranks as --nproc-per-node says.
   eval       Evaluate a model on --eval-data.
-  convert    Convert models: `megarl convert --help`.
+  convert    Convert models and checkpoints: `megarl convert --help`.
   check      Report everything that is wrong with a configuration, without touching a device.
   graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.

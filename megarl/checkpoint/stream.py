@@ -16,8 +16,8 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from megarl.checkpoint.manifest import WEIGHTS, CheckpointError, Manifest, Part, StoredTensor
 from megarl.checkpoint.rectangles import matrix_size, whole
-from megarl.checkpoint.save import start_folder, sync_folder
 from megarl.checkpoint.save import publish as publish_checkpoint
+from megarl.checkpoint.save import start_folder, sync_folder
 from megarl.checkpoint.sources import WeightSource
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.hf_config import ModelShape
