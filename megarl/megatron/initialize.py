@@ -18,7 +18,7 @@ def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:
-            values = _full_tensor(piece.hf_name, full[piece.hf_name].rows, full[piece.hf_name].cols, seed, std) - (
+            values = _full_tensor(piece.hf_name, full[piece.hf_name].rows, full[piece.hf_name].cols, seed, std) - int(
                 shape.zero_centered_norms and "norm" in piece.hf_name)
             part = values[piece.row_start : piece.row_end, piece.col_start : piece.col_end]
             target[piece.local_row : piece.local_row + part.shape[0], piece.local_col : piece.local_col + part.shape[1]] = part
