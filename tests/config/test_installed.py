@@ -96,6 +96,9 @@ def test_every_refusal_is_of_something():
         "tokenizer_type",
         "vocab_file",
         "merge_file",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "data_parallel_sharding_strategy",
     ]
     for table, names in (ENGINE_REFUSED, engine_args().annotations), (TRANSFORMER_REFUSED, [*transformer_config().annotations, *scripts]):
         for pattern in " ".join(table.values()).split():
