@@ -31,8 +31,28 @@ ENGINE_REFUSED = {
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",
 }
 
+# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal value is taken from a flag.
+_SHAPE_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups group_query_attention",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "layernorm_epsilon norm_epsilon",
+    "rope_theta": "rotary_base",
+    "rope_scaling": "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
+    "hidden_act": "activation_func swiglu gated_linear_unit",
+    "tie_word_embeddings": "untie_embeddings_and_output_weights",
+    "sliding_window": "window_size",
+}
+
 # The same for TransformerConfig. Names of Megatron's own training arguments are among them, for those who know these.
 TRANSFORMER_REFUSED = {
+    **{f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another --model.": fields
+       for key, fields in _SHAPE_KEYS.items()},
     "the shape comes from --model's config.json. Change it there, or use another --model.": """
         num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size max_position_embeddings
         normalization layernorm_epsilon norm_epsilon layernorm_zero_centered_gamma apply_layernorm_1p add_bias_linear

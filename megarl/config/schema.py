@@ -344,13 +344,31 @@ class DataConfig:
     """Column of the prompt: a list of {role, content} messages, or a string."""
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=, ground_truth=, extra_info=) -> float."""
-    reward: Literal["auto", "gsm8k", "math"] | None = None
-    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family).
-    Default: auto, but none with --reward-model."""
+    reward: Literal["auto", "gsm8k", "math", "code"] | None = None
+    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family). code: the response's program
+    is run on the row's tests, in a sandbox. Default: auto, but none with --reward-model."""
+    reward_num_workers: int | None = None
+    """Processes per engine that call the rule or function. 0: none; it is called in the worker itself, for pdb, and nothing can stop it.
+    Default: this rank's share of the cores, at most 8."""
+    reward_timeout_s: float = 60.0
+    """Seconds that the reward of one response may take; then its process is killed and the reward has failed."""
+    reward_memory_limit_bytes: int = 4 * 2**30
+    """Memory that one such process may allocate; beyond it an allocation fails, and with it the reward."""
+    reward_max_failed_share: float = 0.1
+    """Share of a step's rewards that may fail, of a rule, function, model or judge: those samples are masked. More end the run."""
+    code_timeout_s: float = 10.0
+    """With --reward code: seconds that the program may take for each test of a row, of CPU and of the clock."""
+    code_memory_limit_bytes: int = 2**30
+    """With --reward code: memory of the program."""
+    allow_unsandboxed_code: bool = False
+    """With --reward code: run programs even where this machine cannot keep them from its network and files."""
 
     def __post_init__(self) -> None:
         require(
             self,
+            at_least={"reward_num_workers": 0, "reward_memory_limit_bytes": 1, "reward_max_failed_share": 0, "code_memory_limit_bytes": 1},
+            above={"reward_timeout_s": 0, "code_timeout_s": 0},
+            at_most={"reward_max_failed_share": 1},
             rules=[
                 (self.train_data != (), "train_data", "must name at least one file."),
                 (self.prompt_key != "", "prompt_key", "must name a column."),
@@ -379,11 +397,13 @@ class RunConfig:
     every later step."""
     gate_mean_abs: float = 1e-2
     """Gate, bf16: largest mean of the same difference that is accepted, at the same times (a maximum says nothing in bf16)."""
+    warn_after_zero_reward_steps: int = 10
+    """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
 
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1},
+            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
             above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
             rules=[(self.save != "", "save", "must name a folder.")],
         )

@@ -21,7 +21,7 @@ from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
 from megarl.megatron.libraries import fuses_gradient_accumulation, transformer_engine_version
-from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
 from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
@@ -267,6 +267,11 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, i
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm and is_moe, **options)
     else:
         spec = _local_layer_spec(options)
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    if shape.o_bias:
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if shape.mlp_bias:
+        mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
     if shape.output_norms:
         gemma.adapt_spec(spec)
     if config.num_query_groups < config.tensor_model_parallel_size:

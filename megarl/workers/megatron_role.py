@@ -12,6 +12,7 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.invariants import check_column
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
@@ -80,10 +81,11 @@ class MegatronRole:
 
     def write_column(self, name: str, per_micro_batch: list[torch.Tensor] | None) -> None:
         """Make the response tokens' values, in the order of the share's micro-batches, a column of the step; None, as before the last
-        pipeline stage, writes nothing."""
+        pipeline stage, writes nothing. Raises InvariantError if one is not finite."""
         if per_micro_batch is not None:
             batch = self.share.batch
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
+            check_column(batch, name)
 
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""

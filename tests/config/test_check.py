@@ -218,6 +218,22 @@ RULES = {
         "needs as many ranks, and the actor has 2. Try --nproc-per-node 4.",
         "--tensor-model-parallel-size 2",
     ),
+    "context parallel ranks": (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        6,
+        {},
+        "--tensor-model-parallel-size (2) x --context-parallel-size (2) x --pipeline-model-parallel-size (1) = 4: must divide the actor's "
+        "ranks (6). Try --nproc-per-node 4.",
+        "--context-parallel-size 2 --num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "experts on context parallel ranks": (
+        "--context-parallel-size 2 --expert-model-parallel-size 4",
+        2,
+        EXPERTS,
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "Try 1 or 2.",
+        "--context-parallel-size 2 --expert-model-parallel-size 2",
+    ),
     "ranks that do not fit": (
         "--tensor-model-parallel-size 2",
         3,

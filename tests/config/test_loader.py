@@ -372,7 +372,12 @@ def test_megatron_transformer_fields():
         "vocab-size",
     ):
         assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
+    for flag, key in {"num-layers": "num_hidden_layers", "rotary-base": "rope_theta", "layernorm-epsilon": "rms_norm_eps",
+                      "use-rope-scaling": "rope_scaling", "window-size": "sliding_window"}.items():  # fmt: skip
+        (line,) = errors(f"--{flag}", "7")
+        assert line.startswith(f"--{flag} (7): the shape comes from --model's config.json, where it is {key}. Change it there,"), line
     assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
+    assert "in one way only" in errors("--cp-comm-type", "a2a")[0]
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]

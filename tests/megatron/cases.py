@@ -1,30 +1,18 @@
-"""Which layouts each model family runs in: read by run_layouts.py and run_values.py and by the tests that judge them; and how those start them."""
+"""How tests start the scripts of this folder, and which layouts value models are compared with transformers in."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-DENSE = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "one_stacked", "tp2_sp_whole", "pp2_whole",
-         "tp2_sp_stacked_recompute", "one_bf16", "dp2_bf16")  # fmt: skip
-FAMILY_LAYOUTS = {
-    "qwen2_tied": DENSE,
-    "qwen3": DENSE,
-    "llama": DENSE,
-    "mistral": ("one", "tp2"),
-    # Megatron splits attention beside experts with sequence parallelism only
-    "qwen3_moe": ("one", "tp2_sp", "pp2", "dp2", "ep2", "tp2_sp_ep2"),
-    "qwen3_moe_unscaled": ("one",),
-}
-CASES = [(family, layout) for family, layouts in FAMILY_LAYOUTS.items() for layout in layouts if not layout.endswith("_bf16")]
-
 VALUE_LAYOUTS = {
-    "qwen3": ("one", "tp2", "tp2_sp", "tp2_sp_recompute_selective", "pp2", "dp2", "dp2_sharded", "tp2_pp2", "one_bf16"),
-    "qwen2_tied": ("one", "pp2"),  # embeddings that are tied in the config, and here are not
+    "qwen3": ("one", "tp2", "tp2_sp", "pp2", "tp2_pp2", "one_bf16"),
+    "qwen2": ("one", "pp2"),  # embeddings that are tied in the config, and here are not
     "llama": ("one",),
     "mistral": ("one",),
+    "gemma3": ("one", "pp2"),
     "qwen3_moe": ("one", "tp2_sp_ep2"),
 }
-"""Of value models. dp2_sharded has a distributed optimizer; whole gradients can be seen in the others."""
+"""Families of families.py -> layouts of value models."""
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
 
 
