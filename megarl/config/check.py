@@ -16,7 +16,7 @@ from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
-from megarl.config.installed import megatron_finding
+from megarl.config.installed import apex_finding, megatron_finding
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
@@ -74,12 +74,12 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _experts, _batch, _optimizer, _lora, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
-    return [*filter(None, [megatron_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
+    return [*filter(None, [megatron_finding(), apex_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
@@ -149,6 +149,17 @@ def _megatron(job: _Job) -> Iterator[str]:
 def _experts(job: _Job) -> Iterator[str]:
     trained = [job.shape, *([job.critic_shape] if job.config.critic is not None else [])]
     yield from expert_findings(job.config, [shape for shape in trained if shape is not None])
+
+
+def _fp8(job: _Job) -> Iterator[str]:
+    """That it needs a GPU and Transformer Engine is said where the model is built: the driver may have neither."""
+    fp8 = job.config.transformer.get("fp8")
+    if fp8 is None:
+        return
+    if not job.config.model.bf16:
+        yield f"--fp8 ({fp8}): its weights are kept in bf16. Add --bf16."
+    if job.shape is not None and job.shape.is_moe:
+        yield f"--fp8 ({fp8}): is not supported for a mixture of experts, whose experts get any number of tokens. Leave it out."
 
 
 def _algorithm(job: _Job) -> Iterator[str]:
