@@ -27,6 +27,6 @@ def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.
 def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float) -> torch.Tensor:
     if "norm" in name:
         return torch.ones(rows, cols)
-    if name.endswith(".bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
+    if name.endswith("bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
         return torch.zeros(rows, cols)
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))) * std

@@ -297,7 +297,10 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
 
 def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int) -> int:
     """KV cache for that many sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
-    per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
+    if shape.is_mla:  # a latent and the rotary part of a key, on every rank
+        per_token = shape.num_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim) * itemsize
+    else:
+        per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
     blocks_per_sequence = -(-max_model_len // block_size)
     per_sequence = per_token * block_size * blocks_per_sequence
     one_block = per_token * block_size  # vLLM keeps one block for itself
