@@ -89,7 +89,7 @@ LAYOUTS = {
     "tp2_sp_ep2_latents": _layout(2, "deepseek_v3", **SP, **EP, **ETP1),
     "pp2_latents": _layout(2, "deepseek_v3", **PP),
     "cp2_latents": _layout(2, "deepseek_v3", **CP),
-    "tp2_sp_latents_selective": _layout(2, "deepseek_v2", **SP, **SELECTIVE | dict(recompute_modules=("core_attn", "mla_up_proj", "moe"))),
+    "tp2_sp_latents_selective": _layout(2, "deepseek_v2", **SP, **SELECTIVE),
     "tp2_pp2": _layout(4, **TP, **PP),
     "tp2_sp_dp2_do": _layout(4, distributed=True, **SP),
     "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),
