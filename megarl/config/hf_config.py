@@ -45,13 +45,14 @@ class Family:
         return f"{stem}ForSequenceClassification"
 
 
+BIASES = {key: ((False, True), "must be true or false") for key in ("attention_bias", "mlp_bias")}
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", qkv_bias=True, head_dim_is_a_key=False, num_key_value_heads=16, is_moe=True,
                         only={"qkv_bias": ((True,), "models without it are not supported")}),
-    "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2),
+    "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, only=BIASES),
     "mistral": Family("MistralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, sliding_window=4096),
     "mixtral": Family("MixtralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, rms_norm_eps=1e-5,
                       rope_theta=1e6, is_moe=True),
@@ -65,8 +66,8 @@ FAMILIES = {
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
     "hidden_act": (("silu",), "only SwiGLU (silu) is supported"),
-    "attention_bias": ((False,), "it adds a bias to o_proj as well, which is not supported"),
-    "mlp_bias": ((False,), "biases in the MLP are not supported"),
+    "attention_bias": ((False,), "it adds a bias to o_proj as well, which transformers and vLLM have together for llama only"),
+    "mlp_bias": ((False,), "biases in the MLP are supported for llama only"),
     "qkv_bias": ((False,), "biases that transformers would not load are not supported"),
     "bias": ((False,), "biases that transformers would not load are not supported"),
     "qk_norm": ((False,), "vLLM would normalize q and k and transformers would not"),
@@ -84,7 +85,7 @@ class ModelShape:
     Args:
         head_dim: Megatron's kv_channels.
         vocab_size: rows of the embedding in the folder, unpadded.
-        qkv_bias: biases on q, k, v (never on o).
+        qkv_bias: biases on q, k, v. o_bias, mlp_bias: on o; on gate, up and down.
         qk_layernorm: RMSNorm over the head dimension of q and k.
         rope_scaling: None, or rope_type (linear, llama3, yarn) and its keys, by transformers' names.
         eos_token_ids: of config.json, then those that only generation_config.json has.
@@ -130,6 +131,8 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     moe_router_topk: int = 0
     norm_topk_prob: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     dense_layers: tuple[int, ...] = ()
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
@@ -324,7 +327,9 @@ def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, 
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
         head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
+        qkv_bias=family.qkv_bias or bool(config.get("attention_bias")), o_bias=bool(config.get("attention_bias")),
+        mlp_bias=bool(config.get("mlp_bias")), qk_layernorm=family.qk_layernorm,
         rms_norm_eps=float(_value(config, "rms_norm_eps", family.rms_norm_eps)),
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megarl.megatron.cpu_shim import cpu_megatron
-
-with cpu_megatron():
-    from megatron.core.transformer.moe.router import TopKRouter
+from megarl.megatron.router import Router
 
 
-class ExpertRouter(TopKRouter):
-    """Megatron's router, with two things of DeepSeek's.
+class ExpertRouter(Router):
+    """The router, with two things of DeepSeek's.
 
     The correction of the scores (arXiv:2408.15664) stays what it was: with moe_router_enable_expert_bias Megatron would move it at every
     step, by counts that it sums over the global parallel_state. Here it is a buffer of the same name, [experts] fp32.

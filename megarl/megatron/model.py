@@ -20,7 +20,7 @@ from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
-from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
 from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
@@ -203,7 +203,7 @@ def _window_fields(shape: ModelShape) -> dict[str, object]:
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
-    """The same for a mixture of experts. The router computes in fp32; no balancing loss."""
+    """The same for a mixture of experts. The router computes in fp32; its losses are ours (router.py)."""
     return dict(
         num_moe_experts=shape.num_moe_experts, moe_ffn_hidden_size=shape.moe_ffn_hidden_size, moe_router_topk=shape.moe_router_topk,
         moe_layer_freq=[int(shape.is_moe_layer(layer)) for layer in range(shape.num_layers)],
@@ -257,6 +257,11 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, i
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm and is_moe, **options)
     else:
         spec = _local_layer_spec(options)
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    if shape.o_bias:
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if shape.mlp_bias:
+        mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
     if shape.output_norms:
         gemma.adapt_spec(spec)
     if config.num_query_groups < config.tensor_model_parallel_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +30,17 @@ class RMSNorm(torch.nn.Module):
         if self.zero_centered:
             return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+@functools.cache
+def with_bias(linear: type) -> type:
+    """The linear layer `linear` with a bias: TransformerConfig's add_bias_linear gives one to all of attention and MLP, or to none."""
+
+    class BiasedLinear(linear):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **(kwargs | {"bias": True}))
+
+    return BiasedLinear
 
 
 class PackedAttention(torch.nn.Module):

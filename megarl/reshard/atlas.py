@@ -72,11 +72,15 @@ LAYER_TENSORS = (
     HFTensor("self_attn.kv_a_layernorm.weight", "latent", "one", needs="is_mla"),
     HFTensor("self_attn.kv_b_proj.weight", "expanded_latent", "latent", needs="is_mla"),
     HFTensor("self_attn.o_proj.weight", "hidden", "attention"),
+    HFTensor("self_attn.o_proj.bias", "hidden", "one", needs="o_bias"),
     HFTensor("post_attention_layernorm.weight", "hidden", "one"),
     HFTensor("pre_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate_proj.weight", "ffn", "hidden", needs="is_dense"),
     HFTensor("mlp.up_proj.weight", "ffn", "hidden", needs="is_dense"),
     HFTensor("mlp.down_proj.weight", "hidden", "ffn", needs="is_dense"),
+    HFTensor("mlp.gate_proj.bias", "ffn", "one", needs="mlp_bias"),
+    HFTensor("mlp.up_proj.bias", "ffn", "one", needs="mlp_bias"),
+    HFTensor("mlp.down_proj.bias", "hidden", "one", needs="mlp_bias"),
     HFTensor("post_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate.weight", "experts", "hidden", needs="names_experts"),
     HFTensor("mlp.gate.e_score_correction_bias", "experts", "one", needs="corrects_scores"),
@@ -89,9 +93,9 @@ LAYER_TENSORS = (
     HFTensor("mlp.shared_expert_gate.weight", "one", "hidden", needs="gates_shared_expert"),
     HFTensor("block_sparse_moe.gate.weight", "experts", "hidden", needs="names_blocks_sparse"),
 )
-"""Attention of Qwen2 and Qwen2-MoE (qkv_bias), Qwen3 and Qwen3-MoE (qk_layernorm), Gemma 3 (that and output_norms), Llama, Mistral and
-Mixtral (none), DeepSeek-V2 and V3 (is_mla); dense layers and mixtures, of which a model may have both. Names are relative to
-`model.layers.<i>.`."""
+"""Attention of Qwen2 and Qwen2-MoE (qkv_bias), Qwen3 and Qwen3-MoE (qk_layernorm), Gemma 3 (that and output_norms), Llama (none, or
+o_bias), Mistral and Mixtral (none), DeepSeek-V2 and V3 (is_mla); dense layers (of Llama, mlp_bias or not) and mixtures, of which a model
+may have both. Names are relative to `model.layers.<i>.`."""
 
 EXPERT_TENSORS = (
     HFTensor("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden", needs="names_experts"),

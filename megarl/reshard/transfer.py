@@ -240,7 +240,7 @@ def _rectangle(side: str, tensors: dict[str, Tensor], name: str, row: int, col: 
 
 # ------------------------------------------------------------------ Hugging Face folders
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old checkpoints carry; transformers ignores them too."""
 _COPIED_FILES = ("generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
                  "chat_template*", "*.model")  # fmt: skip
@@ -266,12 +266,9 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
     problems = [f"{name} is missing" for name in sorted(needed - file_of.keys())]
     if shape is not None:
         known = {*hf_sizes(shape), OUTPUT}  # a tied checkpoint may repeat its embedding as lm_head.weight
-        further = {name for name in file_of if name.startswith(prediction_layers(shape))}
+        further = prediction_tensors(folder, file_of, shape)
         problems += [f"{name} is not a tensor of a {shape.model_type} model" for name in sorted(file_of.keys() - known - further)
-                     if not name.endswith(_IGNORED_SUFFIXES)]  # fmt: skip
-        if further and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.warning("%s: the %d tensors of %s (multi-token prediction) are left out: they are neither trained nor exported", folder,
-                           len(further), " and ".join(prediction_layers(shape)))
+                     if not name.endswith(IGNORED_SUFFIXES)]  # fmt: skip
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")
     files = {path: safe_open(path, framework="pt") for path in {file_of[name] for name in needed}}
@@ -284,9 +281,14 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
             tensors[name][row : row + part.shape[0], col : col + part.shape[1]].copy_(part)
 
 
-def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
-    """Prefixes of the tensors of layers after the last one, which predict further tokens."""
-    return tuple(layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers))
+def prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> set[str]:
+    """Those of layers after the last one, which predict further tokens. They are left out, and rank 0 says so."""
+    layers = tuple(layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers))
+    found = {name for name in names if name.startswith(layers)}
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s: the %d tensors of %s predict further tokens. They are left out: neither trained nor exported.", folder, len(found),
+                       " and ".join(f"{layer}*" for layer in layers))  # fmt: skip
+    return found
 
 
 def _is_sequence_classifier(folder: str | os.PathLike) -> bool:
@@ -368,7 +370,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
         sizes, get_storage_size=lambda size: size[0] * size[1] * dtype.itemsize, filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes)  # fmt: skip
     if rank == root:
-        partial = _start_folder(folder, Path(source_folder), shape, dtype)
+        partial = start_folder(folder, Path(source_folder), shape, dtype)
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
@@ -384,7 +386,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        _publish(partial, folder)
+        publish(partial, folder)
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
@@ -396,7 +398,7 @@ def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
     return {name: ReshardPlan({pair: tuple(copies) for pair, copies in pairs.items()}) for name, pairs in per_tensor.items()}
 
 
-def _start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
+def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
     """A temporary folder beside `folder` with everything but the weights."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(f"{folder} exists and is not an exported model: it has no config.json. Choose another folder or remove it.")
@@ -416,7 +418,7 @@ def _start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dt
     return partial
 
 
-def _publish(partial: Path, folder: Path) -> None:
+def publish(partial: Path, folder: Path) -> None:
     """Rename into place. A reader sees the old export or the new one, except for an instant in which there is none."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():

@@ -12,9 +12,11 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import OptimizerConfig, TrainConfig
+from megarl.invariants import check_column
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
+from megarl.reshard.transfer import save_hf
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
 from megarl.workers.residence import needs
@@ -25,13 +27,14 @@ class PolicyRole(MegatronRole):
 
     def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None) -> None:  # fmt: skip
-        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer)
+        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer, config.lora if optimizer else None)
 
     def build(self):
         from megarl.megatron.policy import Policy
 
         config = self.config
-        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
+        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
+                      config.experts, self.lora)
 
     def write_log_probs(self, column: str) -> None:
         share = self.share
@@ -46,6 +49,29 @@ class ReferenceRole(PolicyRole):
         """Write the column ref_log_probs. Returns metrics of the memory."""
         self.write_log_probs("ref_log_probs")
         return self.memory_metrics()
+
+
+class AdapterlessReferenceRole:
+    """The reference of an actor that trains adapters on the same ranks: the actor's model without them. It has no weights of its own."""
+
+    def __init__(self, actor: ActorRole) -> None:
+        self.actor, self.plane = actor, actor.plane
+
+    def setup(self) -> None:
+        """The actor's has done it."""
+
+    @needs("parameters", of="actor")
+    def log_probs(self) -> dict[str, float]:
+        """Write the column ref_log_probs."""
+        with self.actor.model.adapters.off():
+            self.actor.write_log_probs("ref_log_probs")
+        return {}
+
+    @needs("parameters", of="actor")
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        actor = self.actor
+        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)
 
 
 class ActorRole(PolicyRole):
@@ -63,7 +89,8 @@ class ActorRole(PolicyRole):
         """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
         if self.sender is None:
             plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp, self.config.reshard.reshard_timeout_s)
-            self.sender = WeightSync(plan, self.rank, speakers, self.model.parameters, None, self.config.reshard)
+            self.sender = WeightSync(plan, self.rank, speakers, self.model.weights, None, self.config.reshard)
+        self.model.merge_adapters()
         self.sender.begin(version)
         self.sender.finish()
 
@@ -104,7 +131,8 @@ class ActorRole(PolicyRole):
 
         Args:
             sample_ids, group_ids, rewards: of the whole step, so that group statistics do not depend on the split. None: the reward failed.
-            kl_coef: what the KL controller says."""
+            kl_coef: what the KL controller says.
+        Raises: InvariantError for an advantage that is not finite."""
         if not self.model.is_last_stage:
             return {}
         batch = self.share.batch
@@ -116,6 +144,7 @@ class ActorRole(PolicyRole):
             **{name: column[batch.response_mask] for name, column in batch.columns.items() if name in ADVANTAGE_COLUMNS}))  # fmt: skip
         for name, values in columns.items():
             batch.set_column(name, batch.scatter(values))
+            check_column(batch, name, may_be_nan=name == "returns")
         return metrics if self.model.reports else {}
 
     def _sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:

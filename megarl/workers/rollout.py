@@ -16,6 +16,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.workers.actor import ActorRole
@@ -47,7 +48,7 @@ class RolloutRole:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=column)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
         sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
-        self.engine = self._start_engine(sources, self.actor.model.parameters if self.actor else {})
+        self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
 
     def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
         if self.mode == "in-process":
@@ -77,6 +78,8 @@ class RolloutRole:
         """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and over those actor ranks
         that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
         if self.engine is not None:
+            if self.actor is not None:
+                self.actor.model.merge_adapters()
             return {"sync/bytes": float(self.engine.sync(version))}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)
@@ -104,7 +107,8 @@ class RolloutRole:
             sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs])
         if self.rank != self.holders[0]:
             return []
-        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length")
+        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length",
+                       digest=digest(p, o.token_ids))
                 for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
 
     def shut_down(self) -> None:

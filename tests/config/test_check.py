@@ -73,6 +73,28 @@ RULES = {
         "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out.",
         "",
     ),
+    "losses of experts that a dense model has not": (
+        "--moe-z-loss-coeff 1e-3",
+        2,
+        {},
+        "--moe-z-loss-coeff (0.001): needs a mixture of experts, and qwen3 is none. Leave it out.",
+        "",
+    ),
+    "a factor of no balancing loss": (
+        "--moe-aux-loss-coeff 1e-3",
+        2,
+        EXPERTS,
+        "--moe-aux-loss-coeff (0.001): has no effect without --moe-router-load-balancing-type. Leave it out, or try "
+        "--moe-router-load-balancing-type seq_aux_loss.",
+        "--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss",
+    ),
+    "a balancing loss without a factor": (
+        "--moe-router-load-balancing-type aux_loss",
+        2,
+        EXPERTS,
+        "--moe-router-load-balancing-type (aux_loss): has no effect with --moe-aux-loss-coeff 0. Try --moe-aux-loss-coeff 1e-3.",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3",
+    ),
     "expert count": (
         "--expert-model-parallel-size 2",
         2,
@@ -173,6 +195,22 @@ RULES = {
         {},
         "needs as many ranks, and the actor has 2. Try --nproc-per-node 4.",
         "--tensor-model-parallel-size 2",
+    ),
+    "context parallel ranks": (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        6,
+        {},
+        "--tensor-model-parallel-size (2) x --context-parallel-size (2) x --pipeline-model-parallel-size (1) = 4: must divide the actor's "
+        "ranks (6). Try --nproc-per-node 4.",
+        "--context-parallel-size 2 --num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "experts on context parallel ranks": (
+        "--context-parallel-size 2 --expert-model-parallel-size 4",
+        2,
+        EXPERTS,
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "Try 1 or 2.",
+        "--context-parallel-size 2 --expert-model-parallel-size 2",
     ),
     "ranks that do not fit": (
         "--tensor-model-parallel-size 2",
@@ -355,6 +393,28 @@ RULES = {
         {},
         "--optimizer-offload-fraction (0.5): has no effect without --optimizer-cpu-offload.",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ),
+    "adapters of experts": (
+        "--lora-rank 4",
+        2,
+        EXPERTS,
+        "--lora-target-modules (linear_fc1 linear_fc2): in a mixture of experts these are matrices of experts, which have no adapters. "
+        "Try --lora-target-modules linear_qkv linear_proj.",
+        "--lora-rank 4 --lora-target-modules linear_qkv linear_proj",
+    ),
+    "adapters of rank 0": (
+        "--algorithm ppo --lora-rank 4 --critic-lora-rank 0 --critic-lora-alpha 8",
+        2,
+        {},
+        "--critic-lora-alpha (8): has no effect without --critic-lora-rank. Leave it out, or try --critic-lora-rank 16.",
+        "--algorithm ppo --lora-rank 4 --critic-lora-rank 0",
+    ),
+    "adapters and the hybrid optimizer": (
+        "--lora-rank 4 --optimizer-cpu-offload",
+        2,
+        {},
+        "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state is small. Leave it out.",
+        "--lora-rank 4",
     ),
     "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2), so at most 1.",
                             "--algorithm ppo --critic-ranks 1"),

@@ -3,6 +3,7 @@
 pytest tests/config/test_hf_config.py"""
 
 import pytest
+import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
@@ -21,6 +22,7 @@ QWEN2 = {"model_type": "qwen2", **SIZES}
 QWEN3 = {"model_type": "qwen3", **SIZES, "head_dim": 32}
 LLAMA = {"model_type": "llama", **SIZES}
 MISTRAL = {"model_type": "mistral", **SIZES, "sliding_window": None}
+GEMMA = {"model_type": "gemma3_text", **SIZES, "num_key_value_heads": 1, "head_dim": 32}
 MOE = {"model_type": "qwen3_moe", **SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
 _LATENTS = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
@@ -122,6 +124,8 @@ CONFIGS = {
     "qwen2, old rope key": {**QWEN2, "rope_theta": 5e5, "rope_scaling": {"type": "default"}},
     "qwen2, keys left out": QWEN2,
     "qwen3, keys left out": {key: value for key, value in QWEN3.items() if key != "head_dim"},
+    "llama with biases": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "llama with biases in attention": {**LLAMA, "attention_bias": True},
     "llama2": {
         **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
         "architectures": ["LlamaForCausalLM"],
@@ -140,6 +144,31 @@ CONFIGS = {
         **YARN, "rope_theta": 1e6, "beta_fast": 16, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}},
     "yarn, its original length beside it": {**LLAMA, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
                                             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25}},
+    "mistral 0.1, a window": {**MISTRAL, "sliding_window": 4096, "max_position_embeddings": 32768},
+    "mistral, a window by default": {key: value for key, value in MISTRAL.items() if key != "sliding_window"},
+    "gemma-3-1b": {
+        **GEMMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32768,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "eos_token_id": [1, 106],
+    },
+    "gemma 3, scaled": {**GEMMA, "num_hidden_layers": 7, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "query_pre_attn_scalar": 168,
+                        "sliding_window_pattern": 3, "tie_word_embeddings": False},
+    "gemma 3 of transformers 5": {**GEMMA, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}},
+    "gemma 3, keys left out": {key: value for key, value in GEMMA.items() if key not in ("num_key_value_heads", "head_dim")},
     "linear": {**MISTRAL, "rope_scaling": {"type": "linear", "factor": 2.5}},
     "llama, keys left out": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
     "qwen2, 32 key-value heads by default": {key: value for key, value in QWEN2.items() if key != "num_key_value_heads"}
@@ -154,7 +183,7 @@ def test_shape_is_what_transformers_reads(name, write_model):
     folder = write_model(CONFIGS[name])
     shape, theirs = ModelShape.load(folder), AutoConfig.from_pretrained(folder)
     theirs.standardize_rope_params()  # as every rotary embedding does before it reads them
-    rope = theirs.rope_parameters
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (
         shape.model_type,
         shape.num_layers,
@@ -181,6 +210,14 @@ def test_shape_is_what_transformers_reads(name, write_model):
     assert shape.rope_scaling == (wanted if rope["rope_type"] != "default" else None)
     eos = theirs.eos_token_id
     assert shape.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    sliding = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or ()]
+    if shape.model_type == "gemma3_text":
+        assert (shape.query_pre_attn_scalar, shape.sliding_window) == (theirs.query_pre_attn_scalar, theirs.sliding_window)
+        assert shape.local_rope_theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+        assert list(shape.sliding_layers) == sliding and any(sliding)
+    else:
+        assert shape.sliding_window == (theirs.sliding_window if shape.model_type == "mistral" else None) and not any(sliding)
+        assert shape.sliding_layers == ((True,) * shape.num_layers if shape.sliding_window else ())
     assert shape.torch_dtype == str(theirs.dtype or "float32").removeprefix("torch.")
     assert shape.is_moe == (shape.model_type == "qwen3_moe")
     if shape.is_moe:
@@ -195,9 +232,12 @@ def test_shape_is_what_transformers_reads(name, write_model):
     assert model.config.architectures in (None, [shape.architecture]) and type(model).__name__ == shape.architecture
     attention, state = model.model.layers[0].self_attn, model.state_dict()
     assert attention.head_dim == shape.head_dim and attention.q_proj.out_features == shape.num_attention_heads * shape.head_dim
-    assert ("model.layers.0.self_attn.q_proj.bias" in state) == shape.qkv_bias and hasattr(attention, "q_norm") == shape.qk_layernorm
-    others = [key for key in state if key.endswith(".bias") and not key.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]
-    assert others == [], "no other bias, as the shape has no word for it"
+    assert hasattr(attention, "q_norm") == shape.qk_layernorm
+    assert ("model.layers.0.pre_feedforward_layernorm.weight" in state) == shape.output_norms == shape.zero_centered_norms
+    assert torch.equal(model.model.norm.weight.cpu(), torch.zeros(64) if shape.zero_centered_norms else torch.ones(64))
+    biases = {key.removeprefix("model.layers.0.") for key in state if key.startswith("model.layers.0.") and key.endswith(".bias")}
+    wanted = {f"self_attn.{name}_proj.bias" for name in "qkv" if shape.qkv_bias} | ({"self_attn.o_proj.bias"} if shape.o_bias else set())
+    assert biases == wanted | {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down") if shape.mlp_bias}
 
 
 def test_a_value_model_comes_from_a_causal_language_model_or_a_classifier_with_one_label(write_model):
@@ -228,11 +268,22 @@ def test_end_of_sequence_ids_of_both_files(write_model):
             "use_sliding_window (true, sliding_window 64): ",
         ),
         ({**QWEN2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types (sliding_attention): "),
-        ({**LLAMA, "sliding_window": 64}, "sliding_window (64): "),
+        ({**LLAMA, "sliding_window": 64}, "sliding_window (64): vLLM would slide and transformers would not."),
+        ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping (30.0): capped logits are not supported."),
+        ({**GEMMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping (50.0): capped attention"),
+        ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation (gelu): only gelu_pytorch_tanh"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention (True): only causal"),
+        ({**GEMMA, "sliding_window": None}, "sliding_window (None): must be a positive whole number."),
+        ({**GEMMA, "layer_types": ["full_attention"]}, "layer_types (1 of them): must be one for each of the num_hidden_layers (2)."),
+        ({**GEMMA, "layer_types": ["full_attention", "chunked_attention"]}, "layer_types (chunked_attention): must be one of sliding_attention, "),
+        ({**GEMMA, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar (0): must be above 0."),
+        ({**GEMMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters (rope_type, rope_theta): must be under sl"),
+        ({**GEMMA, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_type of sliding_attention (linear): "),
+        ({**GEMMA, "rope_scaling": {"type": "linear", "factor": 8.0}}, "type (linear): contradicts rope_type (default). Write one of them."),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act (gelu): "),
-        ({**LLAMA, "attention_bias": True}, "attention_bias (True): it adds a bias to o_proj"),
-        ({**QWEN3, "attention_bias": True}, "attention_bias (True): "),
-        ({**LLAMA, "mlp_bias": True}, "mlp_bias (True): "),
+        ({**LLAMA, "attention_bias": "yes"}, "attention_bias (yes): must be true or false."),
+        ({**QWEN3, "attention_bias": True}, "attention_bias (True): it adds a bias to o_proj as well, which"),
+        ({**MISTRAL, "mlp_bias": True}, "mlp_bias (True): "),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}, "factor (2): vLLM takes it as a number with a point only. Write 2.0."),
         ({**QWEN2, "rope_scaling": {"rope_type": "linear"}}, "rope_type (linear): needs factor."),
         ({**QWEN2, "rope_scaling": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64}}, "factor (0.5): must be at least 1."),
@@ -262,10 +313,10 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**QWEN2, "num_key_value_heads": 3}, "num_key_value_heads (3): "),
         ({**QWEN2, "hidden_size": "64"}, "hidden_size (64): must be a positive whole number."),
         ({"model_type": "qwen3"}, "hidden_size (missing): "),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window (0): must be a positive whole number, or null."),
+        ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types (sliding_attention): only full_attention"),
         ({**SIZES, "model_type": "gemma"}, "model_type (gemma): must be one of qwen2, qwen3, qwen3_moe, qwen2_moe, llama"),
         ({**SIZES, "model_type": "qwen4_moe"}, "model_type (qwen4_moe): must be one of qwen2, qwen3, qwen3_moe, qwen2_moe, llama"),
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window (4096): "),
-        ({**SIZES, "model_type": "mistral"}, "sliding_window (missing, which means 4096): "),
         ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step (0): must be a positive whole number."),
         ({**MOE, "decoder_sparse_step": 99}, "num_hidden_layers (2): none of them is a mixture of experts by decoder_sparse_step."),
         ({**MOE, "mlp_only_layers": 1}, "mlp_only_layers (1): must be a list of layer numbers."),

@@ -4,28 +4,42 @@ import subprocess
 import sys
 from pathlib import Path
 
-DENSE = ("one", "tp2", "tp2_sp", "pp2", "dp2", "tp2_recompute_full", "tp2_sp_recompute_selective", "one_stacked", "tp2_sp_whole", "pp2_whole",
-         "tp2_sp_stacked_recompute", "one_bf16", "dp2_bf16")  # fmt: skip
+from megarl.config.schema import LoRAConfig
+
+DENSE = ("one", "tp2", "tp2_sp", "pp2", "one_stacked", "tp2_sp_stacked")
 FAMILY_LAYOUTS = {
     "qwen2_tied": DENSE,
     "qwen3": DENSE,
     "llama": DENSE,
     "mistral": ("one", "tp2"),
     # Megatron splits attention beside experts with sequence parallelism only
-    "qwen3_moe": ("one", "tp2_sp", "pp2", "dp2", "ep2", "tp2_sp_ep2"),
+    "qwen3_moe": ("one", "tp2_sp", "pp2", "ep2", "tp2_sp_ep2"),
     "qwen3_moe_unscaled": ("one",),
 }
-CASES = [(family, layout) for family, layouts in FAMILY_LAYOUTS.items() for layout in layouts if not layout.endswith("_bf16")]
+CASES = [(family, layout) for family, layouts in FAMILY_LAYOUTS.items() for layout in layouts]
 
 VALUE_LAYOUTS = {
-    "qwen3": ("one", "tp2", "tp2_sp", "tp2_sp_recompute_selective", "pp2", "dp2", "dp2_sharded", "tp2_pp2", "one_bf16"),
+    "qwen3": ("one", "tp2", "tp2_sp", "pp2", "tp2_pp2", "one_bf16"),
     "qwen2_tied": ("one", "pp2"),  # embeddings that are tied in the config, and here are not
     "llama": ("one",),
     "mistral": ("one",),
     "qwen3_moe": ("one", "tp2_sp_ep2"),
 }
-"""Of value models. dp2_sharded has a distributed optimizer; whole gradients can be seen in the others."""
+"""Of value models."""
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
+
+LORA_LAYOUTS = {
+    "qwen2_tied": ("one", "one_recompute", "tp2", "tp2_sp", "tp2_sp_selective", "tp2_sp_stacked_sharded", "pp2", "pp2_vpp2", "dp2",
+                   "dp2_sharded", "one_bf16"),
+    "critic": ("one", "tp2_sp"),
+    "qwen3_moe": ("one", "tp2_sp_ep2"),
+}
+LORA = {
+    "qwen2_tied": LoRAConfig(lora_rank=4, lora_alpha=8.0),
+    "critic": LoRAConfig(lora_rank=3, lora_alpha=6.0, lora_target_modules=("linear_proj", "linear_fc1")),
+    "qwen3_moe": LoRAConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("linear_qkv", "linear_proj")),
+}
+"""Of models with adapters. _sharded: with the distributed optimizer, where no rank sees whole gradients."""
 
 
 def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:

@@ -25,6 +25,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", dict(vocab_size=150, head_dim=32)),
     "qwen3_tied_small_heads": ("Qwen3Config", dict(vocab_size=67, head_dim=8, tie_word_embeddings=True, rope_theta=1e6)),
     "llama": ("LlamaConfig", dict(vocab_size=128, rms_norm_eps=1e-5)),
+    "llama_biases": ("LlamaConfig", dict(vocab_size=129, attention_bias=True, mlp_bias=True)),
     "llama3": ("LlamaConfig", dict(vocab_size=128, rms_norm_eps=1e-5, rope_parameters=dict(
         rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=24))),
     "llama_linear": ("LlamaConfig", dict(vocab_size=128, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),

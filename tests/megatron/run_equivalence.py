@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 def full_weights(shape: ModelShape) -> Tensors:
     """Away from 1 and 0, so that a norm or bias that is not loaded shows."""
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name)
+    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name and not shape.zero_centered_norms)
             for name, (rows, cols) in hf_sizes(shape).items()}  # fmt: skip
 
 
@@ -71,10 +72,22 @@ def having(atlas: Atlas, local: Tensors) -> Atlas:
     return {name: param for name, param in atlas.items() if name in local}
 
 
+def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference; infinite if one is no number."""
+    return (mine - wanted).abs().max().nan_to_num(nan=torch.inf).item()
+
+
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
-    """Largest difference (infinite if one is no number) and where it is; relative to the largest element of the canonical tensor, or absolute."""
-    return max(((mine - wanted).abs().max().nan_to_num(nan=torch.inf).item() / (full[name].abs().max().item() if relative else 1.0), name)
+    """Largest difference and where it is; relative to the largest element of the canonical tensor, or absolute."""
+    return max((distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
                for name, mine, wanted in rectangles(atlas, local, full))  # fmt: skip
+
+
+def checksums(atlas: Atlas, local: Tensors) -> dict[str, int]:
+    """Of every rectangle of a canonical tensor that this rank holds. Ranks that hold the same one have copies of it."""
+    return {f"{piece.hf_name}[{piece.row_start}:{piece.row_end}, {piece.col_start}:{piece.col_end}]":
+            zlib.crc32(local[name][piece.local_row :, piece.local_col :][: piece.row_end - piece.row_start, : piece.col_end - piece.col_start]
+                       .contiguous().numpy()) for name, param in atlas.items() for piece in param.pieces}  # fmt: skip
 
 
 def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]:
@@ -218,12 +231,13 @@ def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: s
     with message_under_way(layout):
         mine = run(folder, layout, role, packing, mutant)
     wanted = torch.load(reference)
-    outputs = [((output - wanted["outputs"][sample]).abs().max().nan_to_num(nan=torch.inf).item(), f"sample {sample}") for sample, output in mine.outputs.items()]
+    outputs = [(distance(output, wanted["outputs"][sample]), f"sample {sample}") for sample, output in mine.outputs.items()]
     return mine.report | {
         "one_rank": wanted["report"],
         "output": max(outputs, default=(0.0, "no sample")),
         "gradient": worst(having(mine.atlas, mine.gradients), mine.gradients, wanted["gradients"], relative=True),
         "weight": worst(mine.atlas, mine.weights, wanted["weights"], relative=False),
+        "copies": checksums(mine.atlas, mine.weights),
     }
 
 

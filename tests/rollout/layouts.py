@@ -2,7 +2,7 @@
 
 DENSE_2, EXPERTS_2 = ("one", "tp2", "pp2"), ("one", "pp2", "ep2", "tp2_sp", "tp2_sp_ep2")
 DENSE_4, EXPERTS_4 = ("tp4", "tp2_pp2"), ("tp4_sp", "ep4", "tp2_sp_ep2_etp2", "pp2_ep2")
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral")
 NAMES = (*FAMILIES, "qwen2_untied", "qwen3_tied", "llama_tied", "mistral_tied", "qwen3_moe_tied", "mixtral_tied")
 
 
@@ -12,10 +12,11 @@ def has_experts(name: str) -> bool:
 
 
 COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and untied
-    ("qwen2", 2): ("tp2", "pp2"),
+    ("qwen2", 2): ("tp2", "pp2", "pp2_vpp2"),
     ("qwen3", 1): ("one", "tp2", "pp2"),
     ("llama_tied", 2): ("pp2",),
     ("mistral", 2): ("tp2",),
+    ("gemma3", 2): ("tp2", "pp2"),
     ("qwen3_moe", 2): EXPERTS_2,
     ("mixtral", 1): ("ep2",),
     ("deepseek_v3", 2): ("tp2_sp_ep2",),

@@ -88,7 +88,7 @@ def run(config, moves: bool) -> dict:
         if moves:
             roles[name].model.memory._copies = MovedStorages()
     roles["rollout"].engine = engine = Engine(roles["actor"])
-    out["num_parameters"] = {name: sum(p.numel() for p in roles[name].model.parameters.values()) for name in MODELS}
+    out["num_parameters"] = {name: sum(p.numel() for _, p in roles[name].model.named_parameters()) for name in MODELS}
     views = {}
     for name in MODELS:
         roles[name].model.memory.load(OFFLOAD_PARTS)
