@@ -51,6 +51,6 @@ def _generator(name: str, seed: int) -> torch.Generator:
 def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float, norm: float) -> torch.Tensor:
     if "norm" in name:
         return torch.full((rows, cols), norm)
-    if name.endswith(".bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
+    if name.endswith("bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
         return torch.zeros(rows, cols)
     return torch.randn(rows, cols, generator=_generator(name, seed)) * std
