@@ -42,6 +42,8 @@ class Batch:
     """[T] fp32; 0 where masked."""
     returns: torch.Tensor | None = None
     """[T] fp32, what the critic learns to predict; NaN where the sample's reward failed, 0 where masked."""
+    routed_experts: torch.Tensor | None = None
+    """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer; anything in layers without experts."""
 
     @staticmethod
     def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],
@@ -66,6 +68,11 @@ class Batch:
         return self.cu_seqlens.diff()
 
     @property
+    def sample_of_token(self) -> torch.Tensor:
+        """[T] int64, the row of each token's sample."""
+        return torch.arange(len(self)).repeat_interleave(self.lengths)
+
+    @property
     def response_lengths(self) -> torch.Tensor:
         """[B] int64."""
         return _cumulative(self.response_mask)[self.cu_seqlens].diff()
@@ -82,8 +89,8 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """The token columns that are there, by name."""
-        return {name: column for name in TOKEN_COLUMNS if (column := getattr(self, name)) is not None}
+        """The columns that are there, by name."""
+        return {name: column for name in (*TOKEN_COLUMNS, "routed_experts") if (column := getattr(self, name)) is not None}
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] fp32 token column under its name, without its gradient, on the CPU.
@@ -132,11 +139,11 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass takes: a batch plus where its N response tokens are."""
+    """What one forward pass takes: a batch plus where its N response tokens are, or those of one context-parallel rank."""
 
     batch: Batch
     response_positions: torch.Tensor
-    """[N] int64, indices into batch.tokens."""
+    """[N] int64, indices into batch.tokens, ascending."""
 
     @staticmethod
     def of(batch: Batch) -> MicroBatch:
@@ -160,5 +167,5 @@ class MicroBatch:
     @property
     def response_length_of_token(self) -> torch.Tensor:
         """[N] int64: for each response token the response length of its sample."""
-        lengths = self.batch.response_lengths
-        return lengths.repeat_interleave(lengths)
+        rows = torch.searchsorted(self.batch.cu_seqlens, self.response_positions, right=True) - 1
+        return self.batch.response_lengths[rows]

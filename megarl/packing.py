@@ -29,6 +29,8 @@ class Sample:
     """Ranks that have the tokens."""
     truncated: bool = False
     """The response was cut at max_response_length."""
+    digest: int | None = None
+    """Of its tokens, see `megarl.invariants.digest`; None: nobody has made one."""
 
 
 @dataclass(frozen=True)

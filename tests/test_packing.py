@@ -5,6 +5,7 @@ messages that follow from two plans: every sample once to every rank that needs 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -61,9 +62,10 @@ def test_cost_is_balanced_and_samples_stay_home_where_that_is_fair():
 
 
 def random_mesh(rng: random.Random, world: range) -> MeshSpec:
-    tp, pp = rng.choice([sizes for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1)) if sizes[0] * sizes[1] <= len(world)])
-    dp = rng.randint(1, len(world) // (tp * pp))
-    return MeshSpec(tuple(rng.sample(world, dp * tp * pp)), tp=tp, pp=pp)
+    splits = ((1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (3, 1, 1))
+    tp, cp, pp = rng.choice([sizes for sizes in splits if math.prod(sizes) <= len(world)])
+    dp = rng.randint(1, len(world) // (tp * cp * pp))
+    return MeshSpec(tuple(rng.sample(world, dp * tp * cp * pp)), tp=tp, cp=cp, pp=pp)
 
 
 def check_plan(samples: list[Sample], plans: list[MiniBatch], global_batch_size: int, dp_size: int, max_tokens: int, hidden_size: int):

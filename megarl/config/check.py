@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.check_experts import expert_findings
 from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
@@ -14,6 +15,7 @@ from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
+from megarl.config.installed import megatron_finding
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
@@ -39,8 +41,8 @@ class _Job:
     @property
     def data_parallel_size(self) -> int | None:
         actor, ranks = self.config.actor, self.ranks["actor"]
-        model_parallel_size = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
-        return len(ranks) // model_parallel_size if ranks and len(ranks) % model_parallel_size == 0 else None
+        replica = actor.tensor_model_parallel_size * actor.context_parallel_size * actor.pipeline_model_parallel_size
+        return len(ranks) // replica if ranks and len(ranks) % replica == 0 else None
 
     def megatron_roles(self) -> Iterator[MegatronRole]:
         present = [role for role in ROLES if getattr(self.config, role) is not None]
@@ -71,12 +73,12 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _batch, _optimizer, _lora, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _batch, _optimizer, _lora, _held_out, _offload, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
-    return [*findings, *reward_findings(config), *path_findings(config, new_run)]
+    return [*filter(None, [megatron_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
@@ -135,6 +137,11 @@ def _placement(job: _Job) -> Iterator[str]:
 
 def _megatron(job: _Job) -> Iterator[str]:
     yield from dict.fromkeys(finding for role in job.megatron_roles() for finding in parallel_findings(role))
+
+
+def _experts(job: _Job) -> Iterator[str]:
+    trained = [job.shape, *([job.critic_shape] if job.config.critic is not None else [])]
+    yield from expert_findings(job.config, [shape for shape in trained if shape is not None])
 
 
 def _algorithm(job: _Job) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rules about reward models. Only config.json files and the judge's template are read; no weights."""
+"""Rules about rewards and reward models. Only config.json files and the judge's template are read; no weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.flags import flag_name
 from megarl.config.reward_models import find_backend, num_labels, read_model_config, value_model_shape
-from megarl.config.schema import RewardModelConfig, TrainConfig
+from megarl.config.schema import DataConfig, RewardModelConfig, TrainConfig
 
 
 def reward_findings(config: TrainConfig) -> Iterator[str]:
-    """One line per rule that the reward models break."""
+    """One line per rule that the rewards and reward models break."""
+    if config.data.reward != "code":
+        unset = DataConfig(train_data=config.data.train_data)
+        for name in ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code"):
+            if (value := getattr(config.data, name)) != getattr(unset, name):
+                yield f"--{flag_name(name)} ({_words(value)}): has no effect without --reward code. Leave it out."
+    yield from _reward_models(config)
+
+
+def _reward_models(config: TrainConfig) -> Iterator[str]:
     given = config.reward_models
     if not given.reward_model:
         yield from _without_effect(given, "", "--reward-model")

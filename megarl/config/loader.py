@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from megarl.config.argsfile import Occurrence, Reader
 from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
 from megarl.config.flags import OF_ROLES, ROLES, SECTIONS, Flag, algorithm_flags, build_flags
-from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names, unsupported_value
+from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.schema import TrainConfig
 from megarl.config.write import algorithm_name, write_args
@@ -162,10 +162,7 @@ class _Loader:
         except ValueError as error:
             self.errors.append(f"{occurrence}: {error} [{occurrence.place}]")
             return Setting(None, occurrence, valid=False)
-        rule = unsupported_value(flag.targets[0][1], value) if flag.targets[0][0] == "transformer" else None
-        if rule is not None:
-            self.errors.append(f"{occurrence}: {rule} [{occurrence.place}]")
-        return Setting(value, occurrence, valid=rule is None)
+        return Setting(value, occurrence)
 
     def _build(self, section: str, cls: type) -> object | None:
         """One node of the tree. With a missing or invalid field it gets None there, so that its other rules still report."""

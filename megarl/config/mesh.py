@@ -1,6 +1,6 @@
 """A role's mesh: a list of ranks and its parallel sizes. Pure arithmetic, so the driver can plan with it.
 
-Rank order is Megatron's default, tp fastest, then dp, then pp. The experts of a mixture have a grid of their own over the same
+Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid of their own over the same
 ranks of each pipeline stage: etp fastest, then ep, then edp."""
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class MeshSpec:
     Args:
         ep: ranks over which a layer's experts are dealt out.
         etp: ranks that split each expert. None: as tp.
+        cp: ranks that split each sequence. They hold the same weights and belong to one data-parallel replica.
         vpp: model chunks of each pipeline stage. They say which layers a rank holds and change no group of ranks."""
 
     ranks: tuple[int, ...]
@@ -30,19 +31,24 @@ class MeshSpec:
     pp: int = 1
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
     vpp: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.ranks) % (self.tp * self.pp):
+        if len(self.ranks) % (self.tp * self.cp * self.pp):
             raise ValueError(f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
-                             f"pipeline_model_parallel_size ({self.pp})")
-        if self.tp * self.dp % (self.expert_tp * self.ep):
-            raise ValueError(f"the {self.tp * self.dp} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
+                             f"context_parallel_size ({self.cp}) x pipeline_model_parallel_size ({self.pp})")
+        if self.ranks_per_stage % (self.expert_tp * self.ep):
+            raise ValueError(f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
                              f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})")
 
     @property
     def dp(self) -> int:
-        return len(self.ranks) // (self.tp * self.pp)
+        return len(self.ranks) // (self.tp * self.cp * self.pp)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return len(self.ranks) // self.pp
 
     @property
     def expert_tp(self) -> int:
@@ -51,12 +57,12 @@ class MeshSpec:
     @property
     def shape(self) -> dict[str, int]:
         """Sizes by name, fastest-varying first."""
-        return {"tp": self.tp, "dp": self.dp, "pp": self.pp}
+        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
 
     @property
     def expert_shape(self) -> dict[str, int]:
         """The same for the grid of the experts."""
-        return {"etp": self.expert_tp, "ep": self.ep, "edp": self.tp * self.dp // (self.expert_tp * self.ep), "pp": self.pp}
+        return {"etp": self.expert_tp, "ep": self.ep, "edp": self.ranks_per_stage // (self.expert_tp * self.ep), "pp": self.pp}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """In both grids; they share pp."""
@@ -82,8 +88,8 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
 
 def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
     return MeshSpec(ranks, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size,
-                    vpp=parallel.virtual_pipeline_model_parallel_size)
+                    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.context_parallel_size,
+                    parallel.virtual_pipeline_model_parallel_size)
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:

@@ -49,6 +49,9 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int = 1
     """Parts of the stack that each pipeline stage holds (Megatron-LM's --num-virtual-stages-per-pipeline-rank). Above 1 the stages take
     turns (interleaved 1F1B): they idle that many times less at the ends of a step, and send that many times more messages."""
+    context_parallel_size: int = 1
+    """Ranks that split every sequence's tokens, for sequences too long for one. Each keeps the same weights, so they are ranks of one
+    data-parallel replica; --max-tokens-per-micro-batch counts the tokens of them all."""
     expert_model_parallel_size: int = 1
     """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage.
     With tensor parallelism Megatron wants --sequence-parallel as well."""
@@ -78,6 +81,7 @@ class ParallelConfig:
                 "tensor_model_parallel_size": 1,
                 "pipeline_model_parallel_size": 1,
                 "virtual_pipeline_model_parallel_size": 1,
+                "context_parallel_size": 1,
                 "expert_model_parallel_size": 1,
                 "expert_tensor_parallel_size": 1,
                 "recompute_num_layers": 1,
@@ -90,6 +94,27 @@ class ParallelConfig:
                 )
             ],
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """mixtures of experts (of every role that is trained)"""
+
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Balancing loss: E * sum over experts of (share of the choices) * (mean probability), 1 where all are equal, with shares taken within
+    each packed micro-batch (aux_loss; depends on the packing), each sample (seq_aux_loss), or the mini-batch (global_aux_loss; one more
+    forward pass per update). The mean over all tokens, or samples, of the mini-batch, prompts included."""
+    moe_aux_loss_coeff: float = 0.0
+    """Factor of the balancing loss. Every layer adds its own, as in Megatron."""
+    moe_z_loss_coeff: float = 0.0
+    """Factor of the router z-loss, the mean over the mini-batch's tokens of (log sum exp of the router's logits)^2 in each layer; 0 is off."""
+
+    moe_routing_replay: Literal["none", "policy", "engine"] = "none"
+    """Experts that the actor's updates send each token to. none: those that the router favours now. policy: those of the pass that made the
+    old log-probs. engine: those of the engine that sampled, for that pass too (GPU only). Their weights are always the router's of now."""
+
+    def __post_init__(self) -> None:
+        require(self, at_least={"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,13 +366,31 @@ class DataConfig:
     """Column of the prompt: a list of {role, content} messages, or a string."""
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=, ground_truth=, extra_info=) -> float."""
-    reward: Literal["auto", "gsm8k", "math"] | None = None
-    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family).
-    Default: auto, but none with --reward-model."""
+    reward: Literal["auto", "gsm8k", "math", "code"] | None = None
+    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family). code: the response's program
+    is run on the row's tests, in a sandbox. Default: auto, but none with --reward-model."""
+    reward_num_workers: int | None = None
+    """Processes per engine that call the rule or function. 0: none; it is called in the worker itself, for pdb, and nothing can stop it.
+    Default: this rank's share of the cores, at most 8."""
+    reward_timeout_s: float = 60.0
+    """Seconds that the reward of one response may take; then its process is killed and the reward has failed."""
+    reward_memory_limit_bytes: int = 4 * 2**30
+    """Memory that one such process may allocate; beyond it an allocation fails, and with it the reward."""
+    reward_max_failed_share: float = 0.1
+    """Share of a step's rewards that may fail, of a rule, function, model or judge: those samples are masked. More end the run."""
+    code_timeout_s: float = 10.0
+    """With --reward code: seconds that the program may take for each test of a row, of CPU and of the clock."""
+    code_memory_limit_bytes: int = 2**30
+    """With --reward code: memory of the program."""
+    allow_unsandboxed_code: bool = False
+    """With --reward code: run programs even where this machine cannot keep them from its network and files."""
 
     def __post_init__(self) -> None:
         require(
             self,
+            at_least={"reward_num_workers": 0, "reward_memory_limit_bytes": 1, "reward_max_failed_share": 0, "code_memory_limit_bytes": 1},
+            above={"reward_timeout_s": 0, "code_timeout_s": 0},
+            at_most={"reward_max_failed_share": 1},
             rules=[
                 (self.train_data != (), "train_data", "must name at least one file."),
                 (self.prompt_key != "", "prompt_key", "must name a column."),
@@ -376,11 +419,13 @@ class RunConfig:
     every later step."""
     gate_mean_abs: float = 1e-2
     """Gate, bf16: largest mean of the same difference that is accepted, at the same times (a maximum says nothing in bf16)."""
+    warn_after_zero_reward_steps: int = 10
+    """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
 
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1},
+            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
             above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
             rules=[(self.save != "", "save", "must name a folder.")],
         )
@@ -436,6 +481,7 @@ class TrainConfig:
     reference: ParallelConfig | None = None
     reward: ParallelConfig | None = None
     """Of the reward models that run on Megatron."""
+    experts: MoEConfig = field(default_factory=MoEConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

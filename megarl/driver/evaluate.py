@@ -38,7 +38,8 @@ def evaluate_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_
     rows = list(range(len(inputs.evaluation)))[: config.run.eval_num_prompts]
     scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows, step=0)
     sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
-    rollout.shut_down().result()
+    for role in ("rollout", "reward"):
+        executor.role(role).shut_down().result()
 
 
 def main(argv: list[str]) -> int:

@@ -8,7 +8,7 @@ Calls on disjoint ranks overlap; calls on one rank run in the order issued. Argu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -21,14 +21,16 @@ class RemoteError(RuntimeError):
 
 
 class CallTimeout(RuntimeError):
-    """A call took longer than the deadline. `ranks` are those that did not answer."""
+    """A call took longer than the deadline. `ranks` are those that did not answer; `stacks` is where Python was on each rank that says so."""
 
-    def __init__(self, role: str, method: str, step: int | None, ranks: list[int], answered: list[int], timeout_s: float):
+    def __init__(self, role: str, method: str, step: int | None, ranks: list[int], answered: list[int], timeout_s: float,
+                 stacks: Mapping[int, str] = {}):  # fmt: skip
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
             f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within call_timeout_s ({timeout_s:g} s). "
             "Raise --call-timeout-s if the call is merely slow."
+            + "".join(f"\n[rank {rank}] was here:\n{stack}" for rank, stack in sorted(stacks.items()))
         )
         self.role, self.method, self.step, self.ranks = role, method, step, ranks
 

@@ -34,7 +34,7 @@ def open_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size
         job = Job(config, inputs.shape, executor, run, inputs.train, inputs.evaluation, world_size)
         yield job
         for role in job.meshes:
-            if role == "rollout" or role.startswith("reward_model"):
+            if role in ("rollout", "reward") or role.startswith("reward_model"):
                 job.role(role).shut_down().result()
 
 

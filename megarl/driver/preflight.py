@@ -11,8 +11,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
-from megarl.rewards import load_reward
-from megarl.rewards.base import probe_reward
+from megarl.rewards.pool import RewardPool, probe_reward
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> I
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
     if config.algorithm.needs_rollout and uses_rule_reward(config):
-        function = load_reward(config.data.reward, config.data.reward_function)
-        for dataset, flag in datasets:
-            probe_reward(function, dataset, flag)
+        with RewardPool(config.data, num_workers=1) as pool:
+            for dataset, flag in datasets:
+                probe_reward(pool, dataset, flag)
     return Inputs(shape, train, evaluation)

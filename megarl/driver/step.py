@@ -19,6 +19,7 @@ from megarl.driver.job import Job
 from megarl.driver.metrics import phase_times
 from megarl.driver.weights import send_weights
 from megarl.flow import Node
+from megarl.invariants import check_plan, check_samples, check_scores
 from megarl.metrics import combine
 from megarl.packing import Sample, homes_of, plan_mini_batches
 from megarl.rewards.combine import combine_rewards
@@ -69,10 +70,29 @@ class RolloutBatch:
         """Tokens of the response, by sample id."""
         return {s.sample_id: s.response_length for s in self.samples}
 
+    def score_of(self, role: str, sample: int) -> float | None:
+        """What a role that scores has given a sample, before its weight; None: it failed."""
+        return self.records[role][sample]["reward" if role == "reward" else "score"]
+
     def __repr__(self) -> str:
         scored = [r for r in self.rewards.values() if r is not None]
         mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
         return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
+
+
+class RewardsFailed(RuntimeError):
+    """More rewards of a step failed than may."""
+
+
+def check_failed_rewards(step: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
+    """Raises: RewardsFailed with the first failure that says why."""
+    failed = [sample for sample, reward in step.rewards.items() if reward is None]
+    if len(failed) <= max_share * len(step.rewards):
+        return
+    reasons = (step.records[role][sample].get("failure") for sample in failed for role in roles)
+    silent = next(f"{role} gave none for sample {sample}" for sample in failed for role in roles if step.score_of(role, sample) is None)
+    raise RewardsFailed(f"{len(failed)} of {len(step.rewards)} rewards have failed, and --reward-max-failed-share ({max_share:g}) allows "
+                        f"{int(max_share * len(step.rewards))}. The first: {next(filter(None, reasons), silent)}")
 
 
 class StepHost:
@@ -89,6 +109,8 @@ class StepHost:
         """Role that scores -> what its score is multiplied by."""
         self.weight_of |= {model.name: model.weight for model in reward_models(job.config)}
         self.kl = job.config.algorithm.build_kl_controller()
+        self.zero_reward_steps = 0
+        """In a row, until now."""
         self.current = RolloutBatch(0, [], self.config.batch.num_samples_per_prompt)
 
     def begin(self, number: int, rows: list[int]) -> RolloutBatch:
@@ -145,25 +167,30 @@ class StepHost:
         """Mini-batches and micro-batches of every mesh, and the samples on their way there."""
         job, batch = self.job, self.config.batch
         self.current.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
+        limits = self.config.sampling
+        check_samples(samples, len(self.current.rows), self.current.num_samples_per_prompt, limits.max_prompt_length + limits.max_response_length)
         for share in self.shares:
             mesh = job.meshes[share]
             homes = homes_of(samples, replicas(mesh))
             mini_batches = plan_mini_batches(samples, batch.global_batch_size, homes, mesh.dp, batch.max_tokens_per_micro_batch,
                                              job.shape.hidden_size, seed=f"{batch.seed}/{self.current.step}")
+            check_plan(mini_batches, samples)
             self.current.moved.append(job.role("data").distribute(share, samples, mini_batches))
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
-        """The rewards are whole when all have scored."""
+        """The rewards are whole when all have scored. Raises RewardsFailed if too many of them have failed."""
         step = self.current
-        step.records[role] = {record["sample_id"]: record for rank in per_rank for record in rank}
+        check_scores(role, [record for rank in per_rank for record in rank], step.samples)
+        step.records[role] = {r["sample_id"]: {k: v for k, v in r.items() if k != "digest"} for rank in per_rank for r in rank}
         weights = {role: weight for role, weight in self.weight_of.items() if role in step.records}
         rewards = combine_rewards([self._scores(role) for role in weights], list(weights.values())) if weights else []
         step.rewards = dict(zip(step.sample_ids, rewards))
+        if step.records.keys() >= self.weight_of.keys():
+            check_failed_rewards(step, list(self.weight_of), self.config.data.reward_max_failed_share)
 
     def _scores(self, role: str) -> list[float | None]:
         """In the order of the step's samples."""
-        key = "reward" if role == "reward" else "score"
-        return [self.current.records[role][sample][key] for sample in self.current.sample_ids]
+        return [self.current.score_of(role, sample) for sample in self.current.sample_ids]
 
     # At the end of the step.
 
@@ -180,11 +207,19 @@ class StepHost:
         metrics |= self._metrics_of_samples() | phase_times(job.executor.take_seconds()) | {"batch/tokens": tokens, "sync/version": step.step}
         self._write_rollouts()
         job.run.finish_step(step.step, metrics, tokens)
+        self._note_zero_rewards()
         if MEASURED_KL in metrics:
             self.kl.update(metrics[MEASURED_KL], len(step.samples))
         if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
             job.check_mismatch(metrics)
         return metrics
+
+    def _note_zero_rewards(self) -> None:
+        self.zero_reward_steps = 0 if any(self.current.rewards.values()) else self.zero_reward_steps + 1
+        limit = self.config.run.warn_after_zero_reward_steps
+        if limit and self.zero_reward_steps % limit == 0 and self.zero_reward_steps:
+            self.job.run.progress.note(f"step {self.current.step}: no reward but 0 in {self.zero_reward_steps} steps. Does the reward see what you "
+                                       f"think? Look at {self.job.run.folder}/rollouts.")  # fmt: skip
 
     def _metrics_of_samples(self) -> dict[str, float]:
         """{} of a step that sampled nothing."""

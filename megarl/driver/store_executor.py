@@ -16,6 +16,7 @@ from megarl.driver.torchrun import world_size_from_env
 from megarl.workers.mailbox import SHUTDOWN, Command, Mailbox, Result, connect
 
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
+_STACKS_S = 3.0  # that ranks may take to say where they hang
 
 
 class _Future:
@@ -106,6 +107,7 @@ class StoreExecutor:
 
     def shutdown(self) -> None:
         if not self._ended:
+            self._outbox.ask_for_stacks()  # whoever waits to be asked is in the store's code, see `_end`
             self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
             self._end()
 
@@ -161,7 +163,8 @@ class StoreExecutor:
         if waited[slowest] >= self._timeout_s:
             late = self._futures[self._queues[slowest][0]]
             c = late.command
-            self.failure = CallTimeout(c.role or "driver", c.method, c.step, late.missing(), sorted(late.values), self._timeout_s)
+            stacks = self._outbox.stacks(list(self._queues), wait_s=_STACKS_S)
+            self.failure = CallTimeout(c.role or "driver", c.method, c.step, late.missing(), sorted(late.values), self._timeout_s, stacks)
             return 0.0
         return self._timeout_s - waited[slowest]
 

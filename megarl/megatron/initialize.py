@@ -13,9 +13,13 @@ from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
 
 @torch.no_grad()
 def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02) -> None:
-    """Fill this rank's shards: norms 1, biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
+    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
     name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
-    _fill(atlas, hf_sizes(shape), parameters, lambda name, rows, cols: _full_tensor(name, rows, cols, seed, std))
+
+    def values(name: str, rows: int, cols: int) -> torch.Tensor:
+        return _full_tensor(name, rows, cols, seed, std) - (shape.zero_centered_norms and "norm" in name)
+
+    _fill(atlas, hf_sizes(shape), parameters, values)
 
 
 @torch.no_grad()

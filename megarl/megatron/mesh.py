@@ -14,14 +14,13 @@ from megarl.megatron.cpu_shim import cpu_megatron
 with cpu_megatron():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Megatron's names -> the coordinates that vary inside the group. Context parallelism is of size 1 here, so every group over it
-# collapses to the one without.
+# Megatron's names -> the coordinates that vary inside the group.
 _GROUPS = {
-    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": (), "mp": ("tp", "pp"),
-    "tp_cp": ("tp",), "dp_cp": ("dp",), "intra_dp_cp": ("dp",), "tp_dp_cp": ("tp", "dp"),
+    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"), "dp_cp": ("cp", "dp"), "intra_dp_cp": ("cp", "dp"), "tp_dp_cp": ("tp", "cp", "dp"),
     "ep": ("ep",), "expt_tp": ("etp",), "expt_dp": ("edp",), "intra_expt_dp": ("edp",), "tp_ep": ("etp", "ep"),
     "tp_ep_pp": ("etp", "ep", "pp"),
-    "intra_dist_opt": ("tp", "dp", "pp"),
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }  # fmt: skip
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

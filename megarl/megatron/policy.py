@@ -11,15 +11,16 @@ stage; other stages return None for them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from megarl.batch import MicroBatch
 from megarl.config.schema import OptimizerConfig, ParallelConfig
-from megarl.kernels.fused_linear_policy_loss import TokenLoss
+from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.model import PolicyModel, ResponseTokens, build_policy_model
 from megarl.megatron.trained_model import TrainedModel
@@ -28,11 +29,13 @@ with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel
 
 Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, log_probs [C], entropy [C] or None, which of its N response tokens) -> (loss divided by its global denominator, metrics)."""
+"""(micro-batch with its response tokens that are this rank's, log_probs [C], entropy [C] or None, which of these tokens) -> (loss divided
+by its global denominator, metrics)."""
 
 
 class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
+    routing_prefix: ClassVar[str] = "moe"
 
     def _build(self, parallel: ParallelConfig) -> list[PolicyModel]:
         return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)
@@ -44,20 +47,23 @@ class Policy(TrainedModel):
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
         """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage."""
-        return self._forward_only(micro_batches, lambda micro: self._response_tokens(micro, temperature), keep=lambda output: output[0])
+        with self._experts("record"):
+            return self._forward_only(micro_batches, lambda micro, shard: self._response_tokens(micro, shard, temperature),
+                                      keep=lambda output: output[0])
 
     def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False,
                token_level: bool = True) -> dict[str, float]:
         """One optimizer step over the micro-batches of all data-parallel ranks.
 
-        A `token_level` loss is a sum over tokens, called for a chunk of them at a time; its gradient comes with the forward pass. Any
-        other is called once per micro-batch, for all of its tokens, and the output layer's product is made again in backward.
+        A `token_level` loss is a sum over tokens, called for a chunk of them at a time, on each context-parallel rank for its own; its
+        gradient comes with the forward pass. Any other is called once per micro-batch, for all of its tokens, on every one of these
+        ranks, and the output layer's product is made again in backward.
 
         Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
         Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
 
-        def request(micro: MicroBatch) -> ResponseTokens:
-            return self._response_tokens(micro, temperature, with_entropy, functools.partial(loss, micro) if token_level else None)
+        def request(micro: MicroBatch, shard: ContextShard) -> ResponseTokens:
+            return self._response_tokens(micro, shard, temperature, with_entropy, loss if token_level else None)
 
         def finish(micro: MicroBatch, output):
             if token_level:
@@ -65,9 +71,18 @@ class Policy(TrainedModel):
             value, metrics = loss(micro, *output, slice(0, len(output[0])))
             return value, [metrics]
 
-        return self._update(micro_batches, request, finish)
+        with self._experts("replay"):
+            return self._update(micro_batches, request, finish, of_shards=token_level)
 
-    def _response_tokens(self, micro: MicroBatch, temperature: float, with_entropy: bool = False,
-                         loss: TokenLoss | None = None) -> ResponseTokens:
-        return ResponseTokens(micro.predict_positions.to(self.device), micro.targets.to(self.device), temperature, with_entropy,
-                              method="chunked" if self.ddp else "fastest", loss=loss)
+    def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
+        """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for itself."""
+        source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
+        return contextlib.nullcontext() if source == "none" else self.routing.choices("replay" if source == "engine" else what)
+
+    def _response_tokens(self, micro: MicroBatch, shard: ContextShard, temperature: float, with_entropy: bool = False,
+                         loss: Loss | None = None) -> ResponseTokens:
+        part, rows = shard.part_of(micro), shard.rows_of(micro.predict_positions)
+        return ResponseTokens(
+            shard.local(part.predict_positions).to(self.device), part.targets.to(self.device), temperature, with_entropy,
+            method="chunked" if self.ddp else "fastest", loss=None if loss is None else functools.partial(loss, part),
+            rows=None if rows is None else rows.to(self.device), count=len(micro.response_positions))

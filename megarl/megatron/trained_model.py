@@ -14,8 +14,10 @@ import torch
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import LoRAConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
@@ -23,6 +25,7 @@ from megarl.megatron.model import transformer_config
 from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
 from megarl.megatron.pipeline import run_schedule
+from megarl.megatron.routing import Routing
 from megarl.metrics import combine
 
 with cpu_megatron():
@@ -32,17 +35,19 @@ with cpu_megatron():
     from megatron.core.packed_seq_params import PackedSeqParams
 
 Metrics = dict[str, torch.Tensor]
-Request = Callable[[MicroBatch], Any]
-"""What the last stage is asked for; travels as GPTModel's `labels`."""
+Request = Callable[[MicroBatch, ContextShard], Any]
+"""What the last stage is asked for on this rank; travels as GPTModel's `labels`."""
 
 
 class TrainedModel(ABC):
     prefix: ClassVar[str]
     """Of the names of this model's metrics."""
+    routing_prefix: ClassVar[str]
+    """Of those of its routers, if it is a mixture of experts."""
 
     def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
                  optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
-                 lora: LoRAConfig | None = None) -> None:  # fmt: skip
+                 experts: MoEConfig | None = None, lora: LoRAConfig | None = None) -> None:
         """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`) too, are undefined until they
         are loaded."""
         _initialize_process()
@@ -52,11 +57,12 @@ class TrainedModel(ABC):
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             self.chunks = self._build(parallel)  # one for each virtual stage
+            self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
             self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
             self.ddp = self._wrap(optimizer) if optimizer else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters()}  # after DDP moved them
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
@@ -88,8 +94,18 @@ class TrainedModel(ABC):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        for prefix, chunk in self._named_chunks():
+            yield from chunk.named_parameters(prefix)
+
+    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
+        yield from self.named_parameters()
+        for prefix, chunk in self._named_chunks():
+            yield from ((name, buffer) for name, buffer in chunk.named_buffers(prefix) if name.endswith("router.expert_bias"))
+
+    def _named_chunks(self) -> Iterator[tuple[str, GPTModel]]:
         for number, chunk in enumerate(self.chunks):
-            yield from chunk.named_parameters(prefix=f"chunks.{number}" if len(self.chunks) > 1 else "")
+            yield f"chunks.{number}" if len(self.chunks) > 1 else "", chunk
 
     @abstractmethod
     def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
@@ -102,6 +118,11 @@ class TrainedModel(ABC):
     @property
     def reports(self) -> bool:
         """True on one rank of every data-parallel replica: the one whose numbers are counted."""
+        return self._reports_shard and self.groups.cp.rank() == 0
+
+    @property
+    def _reports_shard(self) -> bool:
+        """The same for numbers of which every context-parallel rank has a part."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
@@ -147,16 +168,31 @@ class TrainedModel(ABC):
         return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
 
     def _update(self, micro_batches: list[MicroBatch], request: Request,
-                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> dict[str, float]:
-        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch."""
+                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], of_shards: bool = False) -> dict[str, float]:
+        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
+
+        of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each."""
         self.memory.use("gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        of_experts = {}
+        if self.routing:
+            self._begin_routing(micro_batches, request)
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
+        if self.routing:
+            of_experts = self.routing.end_update(self.routing_prefix)
         of_step = self.step()
-        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if self.reports else {}
-        return metrics | of_step
+        reports = self._reports_shard if of_shards else self.reports
+        metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
+        return metrics | of_experts | of_step
+
+    def _begin_routing(self, micro_batches: list[MicroBatch], request: Request) -> None:
+        if self.routing.needs_counts:
+            with self.routing.counting():  # without responses: no log-probs are made
+                self._forward_only([MicroBatch(micro.batch, micro.response_positions[:0]) for micro in micro_batches], request,
+                                   keep=lambda output: torch.zeros(()))
+        self.routing.begin_update(micro_batches)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
                           loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
@@ -169,7 +205,8 @@ class TrainedModel(ABC):
                 value, metrics = loss(micro, output)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-            return self._forward(model, micro, request(micro)), finish
+            shard = self._shard(micro)
+            return self._forward(model, micro, shard, request(micro, shard)), finish
 
         return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
 
@@ -182,7 +219,8 @@ class TrainedModel(ABC):
 
         def forward_step(iterator, model):
             micro = next(iterator)
-            output = self._forward(model, micro, request(micro))
+            shard = self._shard(micro)
+            output = self._forward(model, micro, shard, request(micro, shard))
             # one tensor: with experts in the model, Megatron asks the output for its device
             return (keep(output) if model.post_process else output), lambda kept, non_loss_data: kept
 
@@ -195,26 +233,42 @@ class TrainedModel(ABC):
         with cpu_megatron():
             return run_schedule(chunks, forward_step, micro_batches, forward_only, self.groups, self.config)
 
-    def _forward(self, model: torch.nn.Module, micro: MicroBatch, wanted: object):
-        tokens, lengths = micro.batch.tokens, micro.batch.lengths.tolist()
-        # Sequence parallelism needs a multiple of the tensor-parallel size: close with a sample of its own that no loss looks at.
+    def _shard(self, micro: MicroBatch) -> ContextShard:
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
-        fill = max(-len(tokens) % multiple, multiple - len(tokens), 1 if not len(tokens) else 0)
-        if fill:
-            tokens, lengths = torch.cat([tokens, tokens.new_zeros(fill)]), [*lengths, fill]
-        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(lengths))
+        return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
-    def _packed(self, lengths: list[int]) -> PackedSeqParams:
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
+        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), getattr(model, "module", model)
+        if self.routing:
+            packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, shard))
+        output = model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
+        if self.routing:
+            self.routing.end_pass(chunk, micro, packed.routed)
+        return output
+
+    def _own_tokens(self, values: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+        """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers see; -1 on padding."""
+        values = shard.take(values, padding=-1)
+        if self.config.sequence_parallel:
+            values = values.chunk(self.groups.tp.size())[self.groups.tp.rank()]
+        return values.to(self.device)
+
+    def _packed(self, shard: ContextShard) -> PackedSeqParams:
+        """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide
+        them by the context-parallel size. That they are the padded ones too says that nothing lies between sequences."""
+        lengths = shard.lengths
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope positions.
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                                 cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens,
                                  max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-        packed.sequence_lengths = lengths  # on the host, for PackedAttention
+        packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order  # on the host, for PackedAttention
         return packed
 
 
 def _initialize_process() -> None:
-    """The only process-wide Megatron state: the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    """The only process-wide Megatron state: its fixes, the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    fix_megatron()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         with cpu_megatron():
             parallel_state._set_global_memory_buffer()

@@ -9,7 +9,7 @@
 
 The transformer of a policy with the head of transformers' ...ForSequenceClassification with one label: value = score.weight @ hidden.
 All ranks of the mesh call every method, with equally many micro-batches. Values and losses exist on the last pipeline stage, on all
-of its tensor-parallel ranks; other stages return None for them."""
+of its tensor- and context-parallel ranks; other stages return None for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import torch
 
 from megarl.batch import MicroBatch
 from megarl.config.schema import ParallelConfig
-from megarl.megatron.model import ValueHeadModel, build_value_head_model
+from megarl.megatron.context_parallel import ContextShard
+from megarl.megatron.model import ValueHeadModel, ValuePositions, build_value_head_model
 from megarl.megatron.trained_model import TrainedModel
 
 ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -29,6 +30,7 @@ ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, t
 
 class ValueModel(TrainedModel):
     prefix: ClassVar[str] = "critic"
+    routing_prefix: ClassVar[str] = "critic_moe"
 
     def _build(self, parallel: ParallelConfig) -> list[ValueHeadModel]:
         return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)
@@ -42,7 +44,7 @@ class ValueModel(TrainedModel):
 
     def scores(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         """The value after the last token of each sample, each [B] fp32 on the CPU; None before the last stage."""
-        return self._forward_only(micro_batches, lambda micro: (micro.batch.cu_seqlens[1:] - 1).to(self.device))
+        return self._forward_only(micro_batches, lambda micro, shard: self._at(micro.batch.cu_seqlens[1:] - 1, shard))
 
     def update(self, micro_batches: list[MicroBatch], loss: ValueLoss) -> dict[str, float]:
         """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per micro-batch.
@@ -56,5 +58,11 @@ class ValueModel(TrainedModel):
 
         return self._update(micro_batches, self._before_responses, finish)
 
-    def _before_responses(self, micro: MicroBatch) -> torch.Tensor:
-        return micro.predict_positions.to(self.device)
+    def _before_responses(self, micro: MicroBatch, shard: ContextShard) -> ValuePositions:
+        return self._at(micro.predict_positions, shard)
+
+    def _at(self, positions: torch.Tensor, shard: ContextShard) -> ValuePositions:
+        """Of positions in the micro-batch's tokens."""
+        rows = shard.rows_of(positions)
+        here = positions if rows is None else shard.local(positions[rows])
+        return ValuePositions(here.to(self.device), None if rows is None else rows.to(self.device), len(positions))

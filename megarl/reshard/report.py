@@ -63,8 +63,7 @@ def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: s
     held = {dst: sum(n for pair, n in moved.items() if pair[1] == dst) for dst in destinations}
     lines = [
         f"{shape.model_type}, {shape.num_layers} layers{f', {shape.num_moe_experts} experts' if shape.is_moe else ''}: "
-        f"Megatron tp {train.tp} pp {train.pp} dp {train.dp}{f' ep {train.ep} etp {train.expert_tp}' if shape.is_moe else ''} "
-        f"({train_dtype}) -> {rollout.dp} vLLM engines of tp {rollout.tp} ({rollout_dtype})",
+        f"Megatron {_sizes(train, shape.is_moe)} ({train_dtype}) -> {rollout.dp} vLLM engines of tp {rollout.tp} ({rollout_dtype})",
         f"planned in {seconds:.2f} s: {copies} copies between {len(moved)} pairs of ranks, each destination element written once",
         f"written: {_gb(total)}, at most {_gb(max(held.values()))} on one rank; padding that is not written: "
         f"{_gb(_padding(destinations) * itemsize)}",
@@ -81,6 +80,12 @@ def _aliased_bytes(plan: ReshardPlan, sources: dict[int, Atlas], destinations: d
     aliases = {rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()}
     return Counter({rank: itemsize * sum(c.num_elements for c in plan.copies.get((rank, rank), ()) if c.dst_name in names)
                     for rank, names in aliases.items()})  # fmt: skip
+
+
+def _sizes(mesh: MeshSpec, is_moe: bool) -> str:
+    """'tp 2 pp 1 dp 4'; context and virtual pipeline parallelism where there is any."""
+    sizes = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "vpp": mesh.vpp, "dp": mesh.dp} | ({"ep": mesh.ep, "etp": mesh.expert_tp} if is_moe else {})
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name not in ("cp", "vpp"))
 
 
 def _padding(destinations: dict[int, Atlas]) -> int:

@@ -1,23 +1,23 @@
-"""Rewards: rules for GSM8K and mathematics, and the user's own function, judged by `score`, wherever that runs; and what reward models
-need besides the models (judge_prompt.py, combine.py; classifier.py is one)."""
+"""Rewards: rules for GSM8K and mathematics, and the user's own function, called in processes that can be killed (pool.py); and what reward
+models need besides the models (judge_prompt.py, combine.py; classifier.py is one)."""
 
-from megarl.rewards.base import RewardFunction, RewardSample, probe_reward, score
+from megarl.config.schema import DataConfig
+from megarl.rewards.base import RewardFunction, RewardSample
+from megarl.rewards.code import CodeReward
 from megarl.rewards.custom import load_custom_reward
 from megarl.rewards.routing import BUILT_IN, auto_reward
 
-__all__ = ["RewardFunction", "RewardSample", "load_reward", "probe_reward", "score"]
+__all__ = ["RewardFunction", "RewardSample", "load_reward"]
 
 
-def load_reward(reward: str | None = None, reward_function: str | None = None) -> RewardFunction:
+def load_reward(data: DataConfig) -> RewardFunction:
     """The function that --reward (None: auto) and --reward-function ask for.
 
-    Raises: ValueError if both choose one, --reward is unknown, or the user's function cannot be loaded.
+    Raises: ValueError if both choose one, the user's function cannot be loaded, or programs cannot be confined here.
     """
-    reward = reward or "auto"
-    if reward != "auto" and reward not in BUILT_IN:
-        raise ValueError(f"--reward ({reward}) must be auto, {' or '.join(BUILT_IN)}; your own goes with --reward-function.")
-    if reward_function is None:
-        return BUILT_IN.get(reward, auto_reward)
+    reward = data.reward or "auto"
+    if data.reward_function is None:
+        return CodeReward(data) if reward == "code" else BUILT_IN.get(reward, auto_reward)
     if reward != "auto":
-        raise ValueError(f"--reward ({reward}) and --reward-function ({reward_function}) contradict each other. Give one of them.")
-    return load_custom_reward(reward_function)
+        raise ValueError(f"--reward ({reward}) and --reward-function ({data.reward_function}) contradict each other. Give one of them.")
+    return load_custom_reward(data.reward_function)

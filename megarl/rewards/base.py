@@ -1,10 +1,9 @@
-"""What a reward function is, and how one is called: `score` is the only place that does it."""
+"""What a reward function is, and how one is called: `judge` is the only place that does it."""
 
 from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,36 +29,9 @@ class RewardSample:
     """For errors only."""
 
 
-def score(fn: RewardFunction, rows: Iterable[RewardSample]) -> list[float | None]:
-    """The reward of each row, in order. None is kept for rewards that fail without ending the run (none do so yet).
-
-    Raises: ValueError if the function raises (with its traceback) or returns NaN, an infinity or something that is not a number.
-    """
-    return [_score_one(fn, row) for row in rows]
-
-
-def probe_reward(fn: RewardFunction, dataset: Sequence[Any], flag: str = "--train-data") -> None:
-    """Calls the function before training starts, so that a broken one is found while nothing is lost yet.
-
-    The first row of every data source is judged twice: for an empty response, and for its ground truth as the response.
-
-    Args:
-        dataset: rows with `data_source`, `ground_truth` and `extra_info` (a PromptDataset).
-    Raises: ValueError as `score` does.
-    """
-    first_rows: dict[str, int] = {}
-    for index in range(len(dataset)):
-        first_rows.setdefault(dataset[index].data_source, index)
-    for index in first_rows.values():
-        row = dataset[index]
-        for solution in dict.fromkeys(("", row.ground_truth or "")):
-            try:
-                score(fn, [RewardSample(row.data_source, solution, row.ground_truth, row.extra_info)])
-            except ValueError as error:
-                raise ValueError(f"before training, on row {index} (from 0) of {flag}: {error}") from error
-
-
-def _score_one(fn: RewardFunction, row: RewardSample) -> float:
+def judge(fn: RewardFunction, row: RewardSample) -> float:
+    """The reward of one response. Raises: ValueError if the function raises (with its traceback) or returns NaN, an infinity or
+    something that is not a number."""
     try:
         value = fn(
             data_source=row.data_source,
@@ -69,10 +41,10 @@ def _score_one(fn: RewardFunction, row: RewardSample) -> float:
         )
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and the run must end with one message
         # from None: the message holds the traceback, once is enough
-        raise ValueError(f"{_describe(fn, row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+        raise ValueError(f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
     number = _number(value)
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{_describe(fn, row)} returned {value!r} ({type(value).__name__}); wanted a finite number, e.g. 0.0 or 1.0.")
+        raise ValueError(f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a finite number, e.g. 0.0 or 1.0.")
     return number
 
 
@@ -86,8 +58,12 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _describe(fn: RewardFunction, row: RewardSample) -> str:
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+def _name(fn: RewardFunction) -> str:
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
+
+
+def describe(name: str, row: RewardSample) -> str:
+    """A reward function of that name, and what it was called with: the beginning of a message about it."""
     sample = "" if row.sample_id is None else f"sample {row.sample_id}, "
     shown = repr(row.solution_str)
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."

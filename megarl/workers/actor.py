@@ -12,6 +12,7 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import OptimizerConfig, TrainConfig
+from megarl.invariants import check_column
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
@@ -33,7 +34,7 @@ class PolicyRole(MegatronRole):
 
         config = self.config
         return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
-                      self.lora)
+                      config.experts, self.lora)
 
     def write_log_probs(self, column: str) -> None:
         share = self.share
@@ -130,7 +131,8 @@ class ActorRole(PolicyRole):
 
         Args:
             sample_ids, group_ids, rewards: of the whole step, so that group statistics do not depend on the split. None: the reward failed.
-            kl_coef: what the KL controller says."""
+            kl_coef: what the KL controller says.
+        Raises: InvariantError for an advantage that is not finite."""
         if not self.model.is_last_stage:
             return {}
         batch = self.share.batch
@@ -142,6 +144,7 @@ class ActorRole(PolicyRole):
             **{name: column[batch.response_mask] for name, column in batch.columns.items() if name in ADVANTAGE_COLUMNS}))  # fmt: skip
         for name, values in columns.items():
             batch.set_column(name, batch.scatter(values))
+            check_column(batch, name, may_be_nan=name == "returns")
         return metrics if self.model.reports else {}
 
     def _sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class CriticRole(MegatronRole):
 
         config = self.config
         return ValueModel(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
-                          self.lora)
+                          config.experts, self.lora)
 
     @needs("parameters")
     def values(self) -> None:

@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from megarl.batch import check_column_names
 from megarl.config.mesh import MeshSpec, replicas
+from megarl.invariants import check_batch
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
 from megarl.workers.exchange import ROLLOUT_COLUMNS, MissingRowsError, bytes_per_token, collect_samples, move_rows
 
 
 class DataRole:
-    def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str]) -> None:
+    def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str], vocab_size: int) -> None:
         """meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
-        self.plane = plane
+        self.plane, self.vocab_size = plane, vocab_size
         self.meshes = {key: meshes[key] for key in share_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -37,7 +38,7 @@ class DataRole:
             mini_batches: as planned for the mesh.
         Returns: what this rank received: batch/samples_moved, batch/bytes_moved.
         Raises: ValueError, before anything is sent, for a sample that nobody holds or that this rank should hold, and for a plan that
-            does not fit the mesh."""
+            does not fit the mesh. InvariantError if what arrives is not what the engines made."""
         mesh = self._mesh(share)
         destinations = self._ranks_of_samples(share, mini_batches, last_stage=False)
         holders = {s.sample_id: s.holders for s in samples}
@@ -58,6 +59,8 @@ class DataRole:
         except MissingRowsError as error:
             raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error}.") from error
         if self.rank in mesh.ranks:
+            digest_of = {s.sample_id: s.digest for s in samples}
+            check_batch(batch, {sample: digest_of[sample] for sample in wanted}, self.vocab_size)
             self.plane.shares[share] = Share(batch, mini_batches)
         received = [sample for ids in route.incoming.values() for sample in ids]
         return {"batch/samples_moved": float(len(received)),

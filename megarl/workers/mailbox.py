@@ -3,6 +3,7 @@
     log    cmd/0, cmd/1, ...   one ordered list of commands. The driver writes, every rank reads all of it in order and skips
                                commands of roles it does not host: so ranks that share roles run them in the same order.
     inbox  inbox               one queue of results and errors of all ranks; the driver takes them as they come.
+    stacks stacks/wanted       set when a call hangs: every rank writes where its Python is to stacks/<rank>.
     abort  abort               set once the driver has reported a failure: nobody needs to wait for anything any more.
 
 All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the attempt before.
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -131,6 +134,18 @@ class Mailbox:
         for key in keys:
             self._store.delete_key(key)
 
+    def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
+        """Where the main thread of each of these ranks is, of those that say so in time."""
+        self.ask_for_stacks()
+        deadline, said = time.monotonic() + wait_s, {}
+        while len(said) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said |= {rank: self._store.get(f"stacks/{rank}").decode() for rank in ranks if rank not in said and self._store.check([f"stacks/{rank}"])}
+        return said
+
+    def ask_for_stacks(self) -> None:
+        self._store.set("stacks/wanted", "1")
+
     def abort(self, index: int, exit_code: int) -> None:
         """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop waiting."""
         self._store.set("abort", "1")
@@ -145,6 +160,11 @@ class Mailbox:
     def report(self, result: Result) -> None:
         head, _ = self._pack(f"result/{result.rank}/{result.index}", pickle.dumps(result))
         self._store.queue_push("inbox", head)
+
+    def tell_stack_when_asked(self, rank: int, describe: Callable[[], str]) -> None:
+        """Block until the driver asks, then answer. On a thread and a connection of its own."""
+        self._store.get("stacks/wanted")
+        self._store.set(f"stacks/{rank}", describe())
 
     def aborted(self) -> bool:
         return self._store.check(["abort"])

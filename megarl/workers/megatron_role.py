@@ -12,6 +12,7 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.invariants import check_column
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
@@ -87,10 +88,11 @@ class MegatronRole:
 
     def write_column(self, name: str, per_micro_batch: list[torch.Tensor] | None) -> None:
         """Make the response tokens' values, in the order of the share's micro-batches, a column of the step; None, as before the last
-        pipeline stage, writes nothing."""
+        pipeline stage, writes nothing. Raises InvariantError if one is not finite."""
         if per_micro_batch is not None:
             batch = self.share.batch
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
+            check_column(batch, name)
 
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
@@ -104,6 +106,25 @@ class MegatronRole:
         save_hf(folder, self.folder, self.shape, self.atlases, self.model.weights)
         if self.lora is not None:
             save_peft(f"{folder}_adapter", self.folder, self.shape, self.atlases, self.model.parameters, self.lora)
+
+    @needs("parameters", "optimizer")
+    def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
+        """Write the model, its optimizer and its schedule, and what else to remember (for JSON). Collective over the mesh.
+
+        Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not there."""
+        from megarl.megatron.training_state import save_checkpoint
+
+        save_checkpoint(folder, self.model, self.atlases[self.rank], state)
+
+    @needs("parameters", "optimizer")
+    def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
+        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`.
+
+        Returns: the state that was saved with it.
+        Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
+        from megarl.megatron.training_state import load_checkpoint
+
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
 
 
 def peak_memory_bytes() -> int:

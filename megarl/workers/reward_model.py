@@ -112,7 +112,7 @@ class RewardModelRole:
     def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
         micro_batches = self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches(batch)
         scores = self.value_model.scores(micro_batches)
-        if scores is None or self.mesh.coordinates(self.rank)["tp"] != 0:
+        if scores is None or not self.value_model.reports:
             return []
         of_sample = {sample: score for micro, values in zip(micro_batches, scores, strict=True)
                      for sample, score in zip(micro.batch.sample_ids.tolist(), values.tolist(), strict=True)}  # fmt: skip

@@ -16,6 +16,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.workers.actor import ActorRole
@@ -106,7 +107,8 @@ class RolloutRole:
             sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs])
         if self.rank != self.holders[0]:
             return []
-        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length")
+        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length",
+                       digest=digest(p, o.token_ids))
                 for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
 
     def shut_down(self) -> None:

@@ -11,18 +11,21 @@ must be told, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM)
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result
+from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
 from megarl.workers.process import end_on_signals, end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -46,12 +49,27 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
         end_with_parent(os.getppid())
     mailbox = Mailbox(store)
+    teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
+    teller.start()
     try:
         _serve(roles, rank, mailbox)
     except dist.DistNetworkError as error:
         logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
         _exit(1)
+    teller.join(_ABORT_WAIT_S)
     return driver.wait() if driver is not None else 0
+
+
+def _tell_stack_when_asked(rank: int) -> None:
+    with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
+        Mailbox(connect()).tell_stack_when_asked(rank, _main_stack)
+
+
+def _main_stack() -> str:
+    """Of the main thread, below the worker loop. Needs the GIL, which every wait in torch or gloo gives up."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    inside = next((i for i, frame in enumerate(frames) if frame.name == "_run" and frame.filename == __file__), -1)
+    return "".join(traceback.format_list(frames[inside + 1 :])).rstrip()
 
 
 def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:

@@ -47,7 +47,7 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
         from megarl.workers.sft import SFTActorRole
 
         return {"actor": SFTActorRole("actor", config, shape, meshes, plane, config.optimizer)} if "actor" in here else {}
-    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes))}
+    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes), shape.vocab_size)}
     if "actor" in here:
         roles["actor"] = ActorRole("actor", config, shape, meshes, plane, config.optimizer)
     if "reference" in here:

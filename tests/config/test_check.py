@@ -42,15 +42,22 @@ RULES = {
         "--tensor-model-parallel-size 8",
         8,
         {},
-        "--tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 1 or 2.",
+        "--tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 2 or 4.",
         "--tensor-model-parallel-size 2",
     ),
     "key-value heads": (
         "--tensor-model-parallel-size 4",
         4,
-        {},
-        "--tensor-model-parallel-size (4): must divide the model's key-value heads (2). Try 1 or 2.",
+        {"num_attention_heads": 24, "num_query_groups": 6, "ffn_hidden_size": 96},
+        "--tensor-model-parallel-size (4): must divide the model's key-value heads (6), or be a multiple of them. Try 1 or 2.",
         "--tensor-model-parallel-size 2",
+    ),
+    "stacked rows of shared keys": (
+        "--tensor-model-parallel-size 4 --qkv-layout stacked",
+        4,
+        {},
+        "--qkv-layout (stacked): needs whole key-value heads on each rank: --tensor-model-parallel-size (4) must divide the model's (2).",
+        "--tensor-model-parallel-size 4",
     ),
     "ffn": (
         "--tensor-model-parallel-size 2",
@@ -65,6 +72,28 @@ RULES = {
         {},
         "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out.",
         "",
+    ),
+    "losses of experts that a dense model has not": (
+        "--moe-z-loss-coeff 1e-3",
+        2,
+        {},
+        "--moe-z-loss-coeff (0.001): needs a mixture of experts, and qwen3 is none. Leave it out.",
+        "",
+    ),
+    "a factor of no balancing loss": (
+        "--moe-aux-loss-coeff 1e-3",
+        2,
+        EXPERTS,
+        "--moe-aux-loss-coeff (0.001): has no effect without --moe-router-load-balancing-type. Leave it out, or try "
+        "--moe-router-load-balancing-type seq_aux_loss.",
+        "--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss",
+    ),
+    "a balancing loss without a factor": (
+        "--moe-router-load-balancing-type aux_loss",
+        2,
+        EXPERTS,
+        "--moe-router-load-balancing-type (aux_loss): has no effect with --moe-aux-loss-coeff 0. Try --moe-aux-loss-coeff 1e-3.",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3",
     ),
     "expert count": (
         "--expert-model-parallel-size 2",
@@ -138,12 +167,50 @@ RULES = {
         "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1 or 3.",
         "--pipeline-model-parallel-size 1",
     ),
+    "virtual pipeline": (
+        "--virtual-pipeline-model-parallel-size 2",
+        2,
+        {},
+        "--virtual-pipeline-model-parallel-size (2): needs --pipeline-model-parallel-size above 1",
+        "--virtual-pipeline-model-parallel-size 1 --pipeline-model-parallel-size 2",
+    ),
+    "layers of a stage": (
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        2,
+        {"num_layers": 6},
+        "--virtual-pipeline-model-parallel-size (2): must divide the actor's layers per pipeline stage (3). Try 1 or 3.",
+        "--virtual-pipeline-model-parallel-size 3 --pipeline-model-parallel-size 2",
+    ),
+    "recompute layers of a chunk": (
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+        2,
+        {"num_layers": 4},
+        "--recompute-num-layers (2): must be at most the actor's layers per model chunk (1). Try 1.",
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ),
     "too few ranks": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         2,
         {},
         "needs as many ranks, and the actor has 2. Try --nproc-per-node 4.",
         "--tensor-model-parallel-size 2",
+    ),
+    "context parallel ranks": (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        6,
+        {},
+        "--tensor-model-parallel-size (2) x --context-parallel-size (2) x --pipeline-model-parallel-size (1) = 4: must divide the actor's "
+        "ranks (6). Try --nproc-per-node 4.",
+        "--context-parallel-size 2 --num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
+    ),
+    "experts on context parallel ranks": (
+        "--context-parallel-size 2 --expert-model-parallel-size 4",
+        2,
+        EXPERTS,
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "Try 1 or 2.",
+        "--context-parallel-size 2 --expert-model-parallel-size 2",
     ),
     "ranks that do not fit": (
         "--tensor-model-parallel-size 2",

@@ -81,11 +81,16 @@ def test_every_refusal_is_of_something():
         "swiglu",
         "rotary_base",
         "rope_type",
+        "use_rope_scaling",
+        "rope_scaling_factor",
+        "rotary_seq_len_interpolation_factor",
         "use_rotary_position_embeddings",
         "position_embedding_type",
         "group_query_attention",
         "untie_embeddings_and_output_weights",
         "num_experts",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
         "make_vocab_size_divisible_by",
         "micro_batch_size",
         "seq_length",
@@ -96,6 +101,8 @@ def test_every_refusal_is_of_something():
         "tokenizer_type",
         "vocab_file",
         "merge_file",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
     ]
     for table, names in (ENGINE_REFUSED, engine_args().annotations), (TRANSFORMER_REFUSED, [*transformer_config().annotations, *scripts]):
         for pattern in " ".join(table.values()).split():

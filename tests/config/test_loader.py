@@ -360,14 +360,11 @@ def test_megatron_transformer_fields():
         "--no-gradient-accumulation-fusion",
         "--cross-entropy-fusion-impl",
         "te",
-        "--context-parallel-size",
-        "1",
     )
     assert config.transformer == {
         "attention_dropout": 0.1,
         "gradient_accumulation_fusion": False,
         "cross_entropy_fusion_impl": "te",
-        "context_parallel_size": 1,
     }
     for name in (
         "num-layers",
@@ -386,10 +383,17 @@ def test_megatron_transformer_fields():
         "vocab-size",
     ):
         assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
+    for flag, key in {"num-layers": "num_hidden_layers", "rotary-base": "rope_theta", "layernorm-epsilon": "rms_norm_eps",
+                      "use-rope-scaling": "rope_scaling", "window-size": "sliding_window"}.items():  # fmt: skip
+        (line,) = errors(f"--{flag}", "7")
+        assert line.startswith(f"--{flag} (7): the shape comes from --model's config.json, where it is {key}. Change it there,"), line
     assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
-    for name in ("context-parallel-size",):
-        assert errors(f"--{name}", "2")[0].startswith(f"--{name} (2): more than 1 is not supported yet.")
-    assert "not supported yet" in errors("--moe-router-topk", "2")[0] and "no flag can carry" in errors("--timers", "x")[0]
+    assert "in one way only" in errors("--cp-comm-type", "a2a")[0]
+    for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
+        assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
+    assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]
+    assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
+    assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
 
 

@@ -21,9 +21,9 @@ def test_imports_are_light():
 def test_jsonl_cursor_and_rewards_run_without_them(sums_paths):
     program = (
         "from megarl.data.prompts import PromptDataset; from megarl.data.cursor import DataCursor\n"
-        "from megarl.rewards import load_reward, probe_reward\n"
+        "from megarl.config.schema import DataConfig; from megarl.rewards.pool import RewardPool, probe_reward\n"
         "dataset = PromptDataset.load(sys.argv[1], needs='ground_truth')\n"
-        "DataCursor(len(dataset)).next_rows(9); probe_reward(load_reward(), dataset)"
+        "DataCursor(len(dataset)).next_rows(9); probe_reward(RewardPool(DataConfig(train_data=('x',)), 0), dataset)"
     )
     assert run(program, sums_paths["train"]) == []
 

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from megarl.data.prompts import PromptDataset
 from megarl.data.sums import is_test, snap_answer, sums, worked_answer
 from megarl.data.sums_files import NUM_MIXED_ROWS, NUM_TRAIN_ROWS, NUM_WORKED_ROWS, make_sums
-from megarl.rewards import RewardSample, load_reward, score
+from megarl.rewards.base import RewardSample, judge
+from megarl.rewards.routing import auto_reward
 
 FILES = ("train.jsonl", "test.jsonl", "test.parquet", "sft_worked.jsonl", "sft_mixed.jsonl")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
@@ -96,9 +97,8 @@ def test_files_hold_what_they_should(sums_paths):
 
 
 def test_reward_agrees_with_the_answers(sums_paths):
-    reward = load_reward("auto")
     mixed = PromptDataset.load(sums_paths["sft_mixed"], needs="response")
-    rewards = score(reward, [RewardSample(p.data_source, p.response, p.ground_truth, p.extra_info) for p in mixed])
+    rewards = [judge(auto_reward, RewardSample(p.data_source, p.response, p.ground_truth, p.extra_info)) for p in mixed]
     assert rewards == [float(int(p.response.rpartition("#### ")[2]) == int(p.ground_truth)) for p in mixed]
     assert abs(sum(rewards) / len(rewards) - (0.3 + 0.7 / 8)) < 0.05  # five standard deviations
 

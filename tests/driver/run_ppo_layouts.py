@@ -35,6 +35,8 @@ PLACEMENTS = {
     "disjoint_2_1_1": "--actor-ranks 0-1 --critic-ranks 2 --reference-ranks 3 --rollout-ranks 0-1 --actor-tensor-model-parallel-size 2 "
                       "--reference-tensor-model-parallel-size 1",
     "tp2_beside_dp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel",
+    "tp2_cp2_and_cp2": "--actor-ranks 0-3 --critic-ranks 1-2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel "
+                       "--context-parallel-size 2",
     "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
 }  # fmt: skip
 WARM_UP = {"warm_up": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --critic-warmup-iters 1"}
@@ -140,7 +142,7 @@ class Record:
 
 
 def run(placement: str, folder: Path, data: Path) -> None:
-    flags = [*FLAGS.split(), *(PLACEMENTS | WARM_UP)[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
+    flags = [*FLAGS.split(), "--reward-max-failed-share", "0.2", *(PLACEMENTS | WARM_UP)[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
              "--save", str(folder / placement / "run"), "--nproc-per-node", str(WORLD_SIZE)]  # fmt: skip
     config = load_config(flags, REGISTRY)
     shape = check_job(config, WORLD_SIZE)

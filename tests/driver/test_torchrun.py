@@ -120,8 +120,11 @@ def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
     assert f"{stopped}at step 12, waiting for right.sleep on rank 1\n" in stderr
     assert "[rank 0] the driver process was killed by signal 9; ending the job\n" in stderr
     assert "[right] sleep timed out at step 14: no answer from rank 1 within call_timeout_s (2 s)." in stderr
+    busy = stderr.split("[rank 1] was here:\n")[1]  # the call that hangs, and only that
+    assert "in sleep\n    time.sleep(seconds)" in busy and "serve.py" not in busy.split("\n[")[0]
+    assert "[rank 0] was here:\n" in stderr
     assert "[worker rank 1] start-up failed: ValueError: num_layers (0) must be at least 1.\n" in stderr
-    assert sum(line.startswith(("[actor", "[driver", "[rank", "[right", "[worker")) for line in stderr.splitlines()) == 6
+    assert sum(line.startswith(("[actor", "[driver", "[rank", "[right", "[worker")) for line in stderr.splitlines()) == 6 + 2  # failures, and two stacks of the one that hung
     assert stderr.count("Traceback") == 2  # of the two exceptions; peers of a failed rank keep quiet
     for attempt in range(1, 7):
         assert attempt == 5 or job.read(f"left_over_{attempt}") == ""

@@ -88,7 +88,7 @@ def compare(folder: Path, **kind) -> dict:
     policy.memory.use(*OFFLOAD_PARTS)
     out["weights"], out["states"] = weights_and_states(policy)
     out["same_views"] = all(policy.parameters[name] is view and view.data_ptr() == parameter.data_ptr()
-                            for (name, view), parameter in zip(views.items(), policy.model.parameters(), strict=True))  # fmt: skip
+                            for (name, view), parameter in zip(views.items(), dict(policy.named_parameters()).values(), strict=True))  # fmt: skip
     return out
 
 

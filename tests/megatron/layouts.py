@@ -9,10 +9,15 @@ _COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_a
 MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "biases": dict(model_type="llama", vocab_size=150, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),
+    "llama_deep": dict(model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)),
+    "one_key": dict(model_type="qwen3", vocab_size=150, head_dim=24, tie_word_embeddings=True, **(_COMMON | {"num_key_value_heads": 1})),
+    "gemma3": dict(model_type="gemma3_text", vocab_size=150, head_dim=24, query_pre_attn_scalar=20, sliding_window=8, sliding_window_pattern=3,
+                   **(_COMMON | {"num_key_value_heads": 1})),
     "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
                       num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
 }  # fmt: skip
-"""config.json of each: q/k norms; biases and tied embeddings; experts. Every vocabulary needs padding."""
+"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts. Most vocabularies need padding."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: b
 TP = dict(tensor_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 PP = dict(pipeline_model_parallel_size=2)
+CP = dict(context_parallel_size=2)
 VPP = PP | dict(virtual_pipeline_model_parallel_size=2)
 EP = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
@@ -46,15 +52,20 @@ BLOCK = FULL | dict(recompute_method="block")
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "mlp"))
 
 LAYOUTS = {
+    "one": _layout(1),
     "tp2": _layout(2, **TP),
     "tp2_sp": _layout(2, **SP),
-    "tp2_sp_do": _layout(2, distributed=True, **SP),
     "tp2_sp_stacked": _layout(2, qkv_layout="stacked", **SP),
     "tp2_sp_full": _layout(2, **SP, **FULL),
     "tp2_sp_selective": _layout(2, **SP, **SELECTIVE),
     "tp2_sp_tied": _layout(2, "qwen2_tied", **SP),
+    "tp2_sp_biases": _layout(2, "biases", **SP),
+    "tp2_one_key": _layout(2, "one_key", **TP),
+    "tp2_sp_one_key": _layout(2, "one_key", **SP),
+    "tp2_sp_selective_gemma3": _layout(2, "gemma3", **SP, **SELECTIVE),
+    "pp2_block_gemma3": _layout(2, "gemma3", **PP, **BLOCK),
+    "cp2_gemma3": _layout(2, "gemma3", **CP),
     "pp2": _layout(2, **PP),
-    "pp2_do": _layout(2, distributed=True, **PP),
     "pp2_block": _layout(2, **PP, **BLOCK),
     "pp2_tied": _layout(2, "qwen2_tied", **PP),
     "pp2_vpp2": _layout(2, **VPP),
@@ -63,7 +74,6 @@ LAYOUTS = {
     "pp2_vpp2_tied": _layout(2, "qwen2_tied", **VPP),
     "pp2_vpp2_moe": _layout(2, "qwen3_moe", **VPP),
     "dp2": _layout(2),
-    "dp2_overlap": _layout(2, overlap=True),
     "dp2_do": _layout(2, distributed=True),
     "dp2_do_overlap": _layout(2, distributed=True, overlap=True),
     "dp2_tied_do": _layout(2, "qwen2_tied", distributed=True),
@@ -76,21 +86,53 @@ LAYOUTS = {
     "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),
     "tp2_sp_ep2_etp2_do": _layout(4, "qwen3_moe", distributed=True, **SP, **EP),
     "pp2_ep2_full": _layout(4, "qwen3_moe", **PP, **EP, **FULL),
+    "cp2": _layout(2, **CP),
+    "cp2_do": _layout(2, distributed=True, **CP),
+    "cp2_full": _layout(2, **CP, **FULL),
+    "cp2_ep2": _layout(2, "qwen3_moe", **CP, **EP),
+    "cp4_tied": _layout(4, "qwen2_tied", context_parallel_size=4),
+    "cp2_dp2_do": _layout(4, distributed=True, **CP),
+    "tp2_sp_cp2": _layout(4, **SP, **CP),
+    "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
+    "cp2_pp2_vpp2_full": _layout(4, **CP, **VPP, **FULL),
+    "tp2_sp_cp2_ep2": _layout(4, "qwen3_moe", **SP, **CP, **EP, **ETP1),
     "tp2_sp_pp2_vpp2_selective": _layout(4, **SP, **VPP, **SELECTIVE),
     "pp2_vpp2_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **VPP),
     "pp2_vpp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **VPP),
     "pp2_vpp2_ep2_do": _layout(4, "qwen3_moe", distributed=True, **VPP, **EP),
     "pp4": _layout(4, pipeline_model_parallel_size=4),
-    "dp2_bf16_do": _layout(2, bf16=True, distributed=True),
-    "pp2_bf16": _layout(2, bf16=True, **PP),
-    "pp2_vpp2_bf16_do": _layout(2, bf16=True, distributed=True, **VPP),
+    "pp4_vpp2": _layout(4, "llama_deep", **VPP | dict(pipeline_model_parallel_size=4)),
+    "dp2_do_bf16": _layout(2, bf16=True, distributed=True),
+    "dp2_tied_do_bf16": _layout(2, "qwen2_tied", bf16=True, distributed=True),
+    "pp2_vpp2_do_bf16": _layout(2, bf16=True, distributed=True, **VPP),
 }
+LONG_TAIL = {
+    "dp2_overlap": _layout(2, overlap=True),
+    "dp2_tied_do_overlap": _layout(2, "qwen2_tied", distributed=True, overlap=True),
+    "ep2_do_overlap": _layout(2, "qwen3_moe", distributed=True, overlap=True, **EP),
+    "ep2_full": _layout(2, "qwen3_moe", **EP, **FULL),
+    "tp2_sp_ep2_selective": _layout(2, "qwen3_moe", **SP, **EP, **ETP1, **SELECTIVE),
+    "pp2_vpp2_deep_full": _layout(2, "llama_deep", **VPP, **FULL | dict(recompute_num_layers=2)),
+    "pp2_vpp2_deep_block": _layout(2, "llama_deep", **VPP, **BLOCK),
+    "pp2_vpp4_deep": _layout(2, "llama_deep", **VPP | dict(virtual_pipeline_model_parallel_size=4)),
+    "tp2_sp_dp2_do_overlap": _layout(4, distributed=True, overlap=True, **SP),
+    "pp2_dp2_tied_do_overlap": _layout(4, "qwen2_tied", distributed=True, overlap=True, **PP),
+    "pp2_vpp2_dp2_tied_overlap": _layout(4, "qwen2_tied", overlap=True, **VPP),
+    "pp2_vpp2_ep2_do_overlap": _layout(4, "qwen3_moe", distributed=True, overlap=True, **VPP, **EP),
+    "tp2_sp_bf16": _layout(2, bf16=True, **SP),
+    "pp2_bf16": _layout(2, bf16=True, **PP),
+}
+"""Combinations of what is in the others; slow tests."""
+LAYOUTS |= LONG_TAIL
 PACKINGS = {"packed": 60, "single": 1}
 """max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
 its micro-batch as a whole."""
-MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp"}
-"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know."""
+MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp", "own_key_gradient": "cp2"}
+"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know;
+gradients of keys and values from a rank's own queries alone."""
 
-CASES = [(layout, role, packing) for layout, of in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
-         if not (role == "critic" and (of.model == "qwen2_tied" or of.bf16))]  # fmt: skip
+CASES = [f"{name}/{role}/{packing}" for name, layout in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
+         if role == "actor" or not (layout.bf16 or layout.model == "qwen2_tied")]  # fmt: skip
 """A critic's embeddings are not tied."""
+QUICK = [case for case in CASES if case.endswith(("actor/packed", "critic/single")) and case.partition("/")[0] not in LONG_TAIL]
+PLANTED = [f"{layout}/actor/packed/{mutant}" for mutant, layout in MUTANTS.items()]

@@ -1,22 +1,26 @@
-"""Run under torchrun with 4 ranks: two updates of every case of layouts.py, against one rank of the same job.
+"""Run under torchrun with 4 ranks: a forward pass and two updates of every case of layouts.py, against one rank of the same job.
 
 Every rank cuts what it should hold out of the reference's full tensors, by its atlas, and compares: all copies are seen and
-nothing is gathered. Writes report_<rank>.json for test_equivalence.py; names of cases as arguments run those alone.
+nothing is gathered. Writes report_<rank>.json for test_equivalence.py.
 
-    torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]"""
+    torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]     # default: all cases"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layouts import CASES, LAYOUTS, MODELS, MUTANTS, PACKINGS, Layout
+from layouts import CASES, LAYOUTS, MODELS, PACKINGS, PLANTED, Layout
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
@@ -37,11 +41,11 @@ Tensors = dict[str, torch.Tensor]
 def full_weights(shape: ModelShape) -> Tensors:
     """Away from 1 and 0, so that a norm or bias that is not loaded shows."""
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name)
+    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name and not shape.zero_centered_norms)
             for name, (rows, cols) in hf_sizes(shape).items()}  # fmt: skip
 
 
-def make_batch(vocab_size: int, count: int = 12) -> Batch:
+def make_batch(vocab_size: int, count: int = 9) -> Batch:
     """Prompts of 1 to 24 tokens, responses of 1 to 16: ranks that have equally much to do have unequal numbers of response tokens."""
     generator = torch.Generator().manual_seed(3)
 
@@ -63,10 +67,22 @@ def rectangles(atlas: Atlas, local: Tensors, full: Tensors) -> Iterator[tuple[st
             yield piece.hf_name, local[name][piece.local_row : piece.local_row + rows, piece.local_col : piece.local_col + cols], part
 
 
+def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference; infinite if one is no number."""
+    return (mine - wanted).abs().max().nan_to_num(nan=torch.inf).item()
+
+
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
     """Largest difference and where it is; relative to the largest element of the canonical tensor, or absolute."""
-    return max(((mine - wanted).abs().max().item() / (full[name].abs().max().item() if relative else 1.0), name)
+    return max((distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
                for name, mine, wanted in rectangles(atlas, local, full))  # fmt: skip
+
+
+def checksums(atlas: Atlas, local: Tensors) -> dict[str, int]:
+    """Of every rectangle of a canonical tensor that this rank holds. Ranks that hold the same one have copies of it."""
+    return {f"{piece.hf_name}[{piece.row_start}:{piece.row_end}, {piece.col_start}:{piece.col_end}]":
+            zlib.crc32(local[name][piece.local_row :, piece.local_col :][: piece.row_end - piece.row_start, : piece.col_end - piece.col_start]
+                       .contiguous().numpy()) for name, param in atlas.items() for piece in param.pieces}  # fmt: skip
 
 
 def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]:
@@ -83,6 +99,19 @@ def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]
         mine.copy_(wanted)
     model.parameters_changed()
     return model, atlas
+
+
+@contextlib.contextmanager
+def message_under_way(layout: Layout) -> Iterator[None]:
+    """Between ranks 0 and 1, over the world: whatever a layout sent there itself would arrive in this one's place."""
+    received, between = torch.zeros(1), layout.ranks > 1
+    pending = dist.irecv(received, src=1) if between and dist.get_rank() == 0 else None
+    yield
+    if between and dist.get_rank() == 1:
+        dist.send(torch.ones(1), dst=0)
+    if pending is not None:
+        pending.wait()
+        assert received == 1
 
 
 def plan(model: TrainedModel, batch: Batch, max_tokens: int) -> MiniBatch:
@@ -106,6 +135,15 @@ def update(model: TrainedModel, micros: list[MicroBatch], num_tokens: int, token
     return model.update(micros, policy_loss, temperature=0.8, with_entropy=True, token_level=token_level)
 
 
+def forward_only(model: TrainedModel, micros: list[MicroBatch]) -> dict[int, torch.Tensor]:
+    """Log-probs or values of the response tokens by sample id; {} before the last stage."""
+    outputs = model.values(micros) if isinstance(model, ValueModel) else model.log_probs(micros, temperature=0.8)
+    if outputs is None:
+        return {}
+    ids, lengths = torch.cat([m.batch.sample_ids for m in micros]), torch.cat([m.batch.response_lengths for m in micros])
+    return dict(zip(ids.tolist(), torch.cat(outputs).split(lengths.tolist()), strict=True))
+
+
 def gradients_at_step(model: TrainedModel) -> Tensors:
     """Filled with the gradients of the next update when its optimizer steps: summed over ranks, not clipped.
 
@@ -121,8 +159,32 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
     return gradients
 
 
-def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> tuple[dict, TrainedModel, Atlas, Tensors]:
-    """Two updates -> (this rank's loss and gradient norm of each, the model, its atlas, the gradients of the first)."""
+def own_part(out: torch.Tensor, of_ranks: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """A reduce-scatter without the sum."""
+    out.copy_(of_ranks.chunk(group.size())[group.rank()])
+
+
+@dataclass
+class Run:
+    """What one rank has of a forward pass and two updates that follow it.
+
+    Args:
+        report: its response tokens per micro-batch, and of each update its part of the loss and of the gradient norm.
+        outputs: of the forward pass, by sample id.
+        gradients: of the first update."""
+
+    model: TrainedModel
+    atlas: Atlas
+    report: dict[str, list]
+    outputs: dict[int, torch.Tensor]
+    gradients: Tensors
+
+    @property
+    def weights(self) -> Tensors:
+        return {name: p.float() for name, p in self.model.parameters.items()}
+
+
+def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> Run:
     (model, atlas), batch = build(folder, layout, role), make_batch(MODELS[layout.model]["vocab_size"])
     mini_batch = plan(model, batch, PACKINGS[packing])
     micros = [MicroBatch.of(batch.select_samples(ids)) for ids in mini_batch.micro_batches[model.groups.dp.rank()]]
@@ -133,58 +195,63 @@ def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "")
         for name, parameter in model.named_parameters():
             if "layernorm" in name:
                 parameter.sequence_parallel = False
-    gradients, report = gradients_at_step(model), {"tokens": [len(micro.targets) for micro in micros], "loss": [], "grad_norm": []}
-    for _ in range(2):
-        metrics = update(model, micros, num_tokens, token_level=packing == "packed")
-        report["loss"].append(metrics.get("loss", 0.0))
-        report["grad_norm"].append(metrics.get(f"{model.prefix}/grad_norm", 0.0))
-    return report, model, atlas, gradients
+    outputs, gradients = forward_only(model, micros), gradients_at_step(model)
+    report = {"tokens": [len(micro.targets) for micro in micros], "loss": [], "grad_norm": []}
+    with patch.object(dist, "reduce_scatter_tensor", own_part) if mutant == "own_key_gradient" else contextlib.nullcontext():
+        for _ in range(2):
+            metrics = update(model, micros, num_tokens, token_level=packing == "packed")
+            report["loss"].append(metrics.get("loss", 0.0))
+            report["grad_norm"].append(metrics.get(f"{model.prefix}/grad_norm", 0.0))
+    return Run(model, atlas, report, outputs, gradients)
 
 
 def write_reference(folder: Path, path: Path, layout: Layout, role: str) -> None:
     """What one rank without splits does with packed micro-batches: full tensors by canonical name."""
-    report, model, atlas, gradients = run(folder, Layout(model=layout.model, bf16=layout.bf16), role, "packed")
-    start, found = full_weights(model.shape), {"report": report}
-    for kind, local in (("gradients", gradients), ("weights", {name: p.float() for name, p in model.parameters.items()})):
+    one = run(folder, Layout(model=layout.model, bf16=layout.bf16), role, "packed")
+    start, found = full_weights(one.model.shape), {"report": one.report, "outputs": one.outputs}
+    for kind, local in (("gradients", one.gradients), ("weights", one.weights)):
         found[kind] = {name: torch.full_like(tensor, float("nan")) for name, tensor in start.items()}
-        for _, mine, out in rectangles(atlas, local, found[kind]):
+        for _, mine, out in rectangles(one.atlas, local, found[kind]):
             out.copy_(mine)
     for name, weight in found["weights"].items():
         assert found["gradients"][name].any() and (weight - start[name]).abs().max() > 1e-3, f"{name} was not trained"
     torch.save(found, path)
 
 
-def compare(folder: Path, reference: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> dict:
+def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: str, mutant: str = "") -> dict:
     """The report of this rank, with its differences from one rank."""
-    report, model, atlas, gradients = run(folder, layout, role, packing, mutant)
+    with message_under_way(layout):
+        mine = run(folder, layout, role, packing, mutant)
     wanted = torch.load(reference)
-    report["one_rank"] = wanted["report"]
-    report["gradient"] = worst(atlas, gradients, wanted["gradients"], relative=True)
-    report["weight"] = worst(atlas, {name: p.float() for name, p in model.parameters.items()}, wanted["weights"], relative=False)
-    return report
+    outputs = [(distance(output, wanted["outputs"][sample]), f"sample {sample}") for sample, output in mine.outputs.items()]
+    return mine.report | {
+        "one_rank": wanted["report"],
+        "output": max(outputs, default=(0.0, "no sample")),
+        "gradient": worst(mine.atlas, mine.gradients, wanted["gradients"], relative=True),
+        "weight": worst(mine.atlas, mine.weights, wanted["weights"], relative=False),
+        "copies": checksums(mine.atlas, mine.weights),
+    }
 
 
-def main(out: Path, *only: str) -> None:
+def main(out: Path, *cases: str) -> None:
     join_world(60)
-    rank, report = dist.get_rank(), {}
-    cases = [(*case, "") for case in CASES] + [(layout, "actor", "packed", mutant) for mutant, layout in MUTANTS.items()]
-    cases = [case for case in cases if not only or "/".join(filter(None, case)) in only]
-    for layout, *_ in cases:
-        create_groups(megatron_mesh(tuple(range(LAYOUTS[layout].ranks)), ParallelConfig(**LAYOUTS[layout].parallel)))
+    rank, arguments, references = dist.get_rank(), {}, {}
+    for case in cases or CASES + PLANTED:
+        name, role, *how = case.split("/")
+        layout = LAYOUTS[name]
+        path = out / f"{layout.model}_{role}_{layout.bf16}.pt"
+        references[path] = layout, role
+        arguments[case] = layout, path, role, *how
+        create_groups(megatron_mesh(tuple(range(layout.ranks)), ParallelConfig(**layout.parallel)))
     create_groups(megatron_mesh((0,), ParallelConfig()))
-    references = {(of.model, role, of.bf16): (of, out / f"{of.model}_{role}_{of.bf16}.pt") for name, role, *_ in cases for of in [LAYOUTS[name]]}
     if rank == 0:
         for name, config in MODELS.items():
             (out / name).mkdir(exist_ok=True)
             (out / name / "config.json").write_text(json.dumps(config))
-        for (_, role, _), (layout, path) in references.items():
+        for path, (layout, role) in references.items():
             write_reference(out, path, layout, role)
     dist.barrier()
-    for name, role, packing, mutant in cases:
-        layout = LAYOUTS[name]
-        if rank < layout.ranks:
-            _, reference = references[layout.model, role, layout.bf16]
-            report["/".join(filter(None, (name, role, packing, mutant)))] = compare(out, reference, layout, role, packing, mutant)
+    report = {case: compare(out, *of_case) for case, of_case in arguments.items() if rank < of_case[0].ranks}
     (out / f"report_{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

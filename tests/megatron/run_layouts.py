@@ -1,4 +1,4 @@
-"""Run under torchrun with 2 ranks: every layout against transformers and against one rank. Writes a JSON report for test_layouts.py.
+"""Run under torchrun with 2 ranks: every layout against transformers. Writes a JSON report for test_layouts.py.
 
     torchrun --nproc-per-node 2 tests/megatron/run_layouts.py OUT_FOLDER
 """
@@ -19,7 +19,7 @@ from cases import FAMILY_LAYOUTS
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.packing import Sample, plan_mini_batches
@@ -28,29 +28,18 @@ from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 TEMPERATURE = 0.8
-# Name -> (mesh, parallel flags). "one" is the reference that the others must equal. _whole: the loss sees a micro-batch as a whole.
+# Name -> (mesh, parallel flags).
 LAYOUTS = {
     "one": (MeshSpec((0,)), ParallelConfig()),
     "tp2": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2)),
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
     "pp2": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
     "dp2": (MeshSpec((0, 1)), ParallelConfig()),
-    "tp2_recompute_full": (MeshSpec((0, 1), tp=2), ParallelConfig(
-        tensor_model_parallel_size=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
-    "tp2_sp_recompute_selective": (MeshSpec((0, 1), tp=2), ParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, recompute_granularity="selective",
-        recompute_modules=("core_attn", "layernorm", "mlp"))),
     "one_stacked": (MeshSpec((0,)), ParallelConfig(qkv_layout="stacked")),
-    "tp2_sp_stacked_recompute": (MeshSpec((0, 1), tp=2), ParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, qkv_layout="stacked", recompute_granularity="full",
-        recompute_method="uniform", recompute_num_layers=2)),
+    "tp2_sp_stacked": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, qkv_layout="stacked")),
     "ep2": (MeshSpec((0, 1), ep=2), ParallelConfig(expert_model_parallel_size=2)),
     "tp2_sp_ep2": (MeshSpec((0, 1), tp=2, ep=2, etp=1), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
-    "tp2_sp_whole": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
-    "pp2_whole": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
-    "one_bf16": (MeshSpec((0,)), ParallelConfig()),
-    "dp2_bf16": (MeshSpec((0, 1)), ParallelConfig()),
 }  # fmt: skip
 
 
@@ -111,11 +100,9 @@ def hf_log_probs(folder: Path, batch: Batch) -> torch.Tensor:
 def build(folder: Path, layout: str) -> tuple[Policy, dict]:
     mesh, parallel = LAYOUTS[layout]
     shape = ModelShape.load(str(folder))
-    # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
-    policy = Policy(shape, mesh, ModelConfig(model=str(folder), bf16=layout.endswith("_bf16")), parallel, OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5))
+    policy = Policy(shape, mesh, ModelConfig(model=str(folder)), parallel)
     atlases = megatron_atlases(shape, mesh, qkv_layout=parallel.qkv_layout)
     load_hf(str(folder), atlases[dist.get_rank()], policy.parameters)
-    policy.parameters_changed()
     return policy, atlases
 
 
@@ -125,28 +112,16 @@ def micro_batches(policy: Policy, batch: Batch, max_tokens: int, seed: str) -> l
     return [MicroBatch.of(batch.select_samples(ids)) for ids in mini.micro_batches[policy.groups.dp.rank()]]
 
 
-def check_layout(folder: Path, layout: str, batch: Batch, expected: torch.Tensor, max_tokens: int = 60, seed: str = "a") -> dict:
-    """Log-prob error, gradient norms of two updates, and where the updated weights were exported."""
+def check_layout(folder: Path, layout: str, batch: Batch, expected: torch.Tensor) -> dict:
+    """Log-prob error; {} before the last stage."""
     policy, atlases = build(folder, layout)
-    out, num_tokens = {}, int(batch.response_mask.sum())
-    micros = micro_batches(policy, batch, max_tokens, seed)
+    out, micros = {}, micro_batches(policy, batch, 60, "a")
     log_probs = policy.log_probs(micros, TEMPERATURE)
     if log_probs is not None:
         column = batch.scatter(expected)
         wanted = torch.cat([column[a:b][batch.response_mask[a:b]] for m in micros for a, b in spans(batch, m)])
         out["log_prob_error"] = (torch.cat(log_probs) - wanted).abs().max().item()
     save_hf(str(folder) + f"_{layout}_roundtrip", str(folder), policy.shape, atlases, policy.parameters)
-
-    def loss(micro, log_probs, entropy, rows):
-        value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
-        return value, {"loss": value.detach()}
-
-    out["updates"] = []
-    for _ in range(2):
-        policy.advance_schedule()
-        metrics = policy.update(micros, loss, TEMPERATURE, with_entropy=True, token_level=not layout.endswith("_whole"))
-        out["updates"].append(metrics)
-    save_hf(str(folder) + f"_{layout}_{max_tokens}_{seed}_updated", str(folder), policy.shape, atlases, policy.parameters)
     return out
 
 
@@ -168,11 +143,8 @@ def main(out: Path) -> None:
         batch = make_batch(config.vocab_size)
         expected = hf_log_probs(folder, batch)
         for layout in FAMILY_LAYOUTS[family]:
-            mesh = LAYOUTS[layout][0]
-            cases = [(60, "a")] + ([(10**6, "a"), (10**6, "b"), (17, "c")] if layout in ("one", "dp2") and family == "qwen3" else [])
-            for max_tokens, seed in cases:
-                if rank in mesh.ranks:
-                    report[f"{family}/{layout}/{max_tokens}/{seed}"] = check_layout(folder, layout, batch, expected, max_tokens, seed)
+            if rank in LAYOUTS[layout][0].ranks:
+                report[f"{family}/{layout}"] = check_layout(folder, layout, batch, expected)
         dist.barrier()
     (out / f"report_{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from run_layouts import LAYOUTS, families, make_batch, make_folder, micro_batche
 from megarl.batch import Batch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.megatron.initialize import random_weights
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.value_model import ValueModel
@@ -28,7 +28,7 @@ from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 LAYOUTS |= {
-    "dp2_sharded": LAYOUTS["dp2"],
+    "one_bf16": LAYOUTS["one"],
     "tp2_pp2": (MeshSpec((0, 1, 2, 3), tp=2, pp=2), ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
 }
 
@@ -60,21 +60,18 @@ def hf_values(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
     return {"values": torch.cat(values), "scores": torch.stack(scores)}
 
 
-def build(folder: Path, layout: str, trains: bool = True) -> tuple[ValueModel, dict]:
+def build(folder: Path, layout: str) -> tuple[ValueModel, dict]:
     mesh, parallel = LAYOUTS[layout]
     shape = ModelShape.load(folder, value_head=True)
-    # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
-    optimizer = OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5, use_distributed_optimizer=layout == "dp2_sharded")
-    critic = ValueModel(shape, mesh, ModelConfig(model=str(folder), bf16=layout == "one_bf16"), parallel, optimizer if trains else None)
+    critic = ValueModel(shape, mesh, ModelConfig(model=str(folder), bf16=layout == "one_bf16"), parallel)
     atlases = megatron_atlases(shape, mesh, qkv_layout=parallel.qkv_layout)
     load_hf(folder, atlases[dist.get_rank()], critic.parameters, shape)
-    critic.parameters_changed()
     return critic, atlases
 
 
 def check_outputs(folder: Path, layout: str, batch: Batch, expected: dict[str, torch.Tensor]) -> dict:
-    """Of a frozen model: how far values and scores are from transformers'; {} before the last stage."""
-    model, atlases = build(folder, layout, trains=False)
+    """How far values and scores are from transformers'; {} before the last stage."""
+    model, atlases = build(folder, layout)
     save_hf(f"{folder}_{layout}_roundtrip", folder, model.shape, atlases, model.parameters)
     micros = micro_batches(model, batch, 60, "a")
     values, scores = model.values(micros), model.scores(micros)
@@ -90,34 +87,9 @@ def check_outputs(folder: Path, layout: str, batch: Batch, expected: dict[str, t
             "score_error": (torch.cat(scores) - wanted_scores).abs().max().item()}  # fmt: skip
 
 
-def check_updates(folder: Path, layout: str, batch: Batch) -> dict:
-    """Loss and gradient norm of two updates; gradients of the first and the weights after the second are exported."""
-    critic, atlases = build(folder, layout)
-    micros, num_tokens, out = micro_batches(critic, batch, 60, "a"), int(batch.response_mask.sum()), {"updates": []}
-
-    def loss(micro, values):
-        value = 0.5 * (values - micro.column("advantages")).square().sum() / num_tokens
-        return value, {"loss": value.detach()}
-
-    def step():
-        del critic.step
-        gradients = {name: p.main_grad.view(p.shape[0], -1) for name, p in critic.named_parameters()}
-        save_hf(f"{folder}_{layout}_gradients", folder, critic.shape, atlases, gradients)
-        return critic.step()
-
-    critic.step = step
-    for _ in range(2):
-        critic.advance_schedule()
-        out["updates"].append(critic.update(micros, loss))
-    if critic.is_last_stage:
-        out["value_head"] = critic.parameters["value_head.weight"].flatten().tolist()
-    save_hf(f"{folder}_{layout}_updated", folder, critic.shape, atlases, critic.parameters)
-    return out
-
-
 def check_fresh(causal: Path, layout: str, batch: Batch) -> dict:
     """Largest value by a head that no folder has: loaded from a causal language model, and initialised at random."""
-    model, atlases = build(causal, layout, trains=False)
+    model, atlases = build(causal, layout)
     micros, atlas = micro_batches(model, batch, 60, "a"), atlases[dist.get_rank()]
     loaded = torch.cat(model.values(micros)).abs().max().item()
     model.parameters["value_head.weight"].fill_(1.0)
@@ -142,7 +114,7 @@ def main(out: Path) -> None:
         expected = torch.load(out / f"{family}.pt")
         for layout in VALUE_LAYOUTS[family]:
             if rank in LAYOUTS[layout][0].ranks:
-                report[f"{family}/{layout}"] = check_outputs(folder, layout, batch, expected) | check_updates(folder, layout, batch)
+                report[f"{family}/{layout}"] = check_outputs(folder, layout, batch, expected)
                 if layout == "tp2_sp":
                     report[f"{family}/fresh"] = check_fresh(out / f"{family}_causal", layout, batch)
         dist.barrier()

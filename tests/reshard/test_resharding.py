@@ -67,7 +67,7 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
                        tied=rng.random() < 0.5, experts=experts)  # fmt: skip
     layout, te = Layout(tp, dp, pp, vpp, ep, etp), rng.random() < 0.5
     ranks = tuple(sorted(rng.sample(range(2 * layout.size), layout.size)))
-    mesh = MeshSpec(ranks, tp, pp, ep, etp, vpp=vpp)
+    mesh = MeshSpec(ranks, tp, pp, ep, etp, rng.choice([cp for cp in (1, 2, 4) if dp % cp == 0]), vpp)
     first = rng.choice([0, 5])
     engine_ranks = tuple(range(first, first + vllm_tp * rng.choice([1, 2])))
     model, dtypes = full_model(shape), rng.choice(DTYPES)

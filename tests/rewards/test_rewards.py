@@ -7,13 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megarl.rewards import RewardSample, load_reward, probe_reward, score
+from megarl.config.schema import DataConfig
+from megarl.rewards import RewardSample, base, load_reward
+from megarl.rewards.pool import RewardPool, probe_reward
 from megarl.rewards.routing import route
 
 
 def judge(fn, solution, truth, source="x"):
-    (reward,) = score(fn, [RewardSample(source, solution, truth)])
-    return reward
+    return base.judge(fn, RewardSample(source, solution, truth))
+
+
+def settings(reward=None, reward_function=None) -> DataConfig:
+    return DataConfig(train_data=("x",), reward=reward, reward_function=reward_function)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +64,13 @@ def judge(fn, solution, truth, source="x"):
     ],
 )
 def test_gsm8k(solution, truth, reward):
-    assert judge(load_reward("gsm8k"), solution, truth) == reward
+    assert judge(load_reward(settings("gsm8k")), solution, truth) == reward
 
 
 @pytest.mark.parametrize("truth", [None, "", "seventeen", "so it is 16+1\n#### 17", "1 7", ".", "-"])
 def test_gsm8k_refuses_a_ground_truth_no_answer_can_match(truth):
     with pytest.raises(ValueError, match="the gsm8k reward wants the number alone"):
-        judge(load_reward("gsm8k"), "#### 17", truth)
+        judge(load_reward(settings("gsm8k")), "#### 17", truth)
 
 
 MATH_CASES = [
@@ -95,13 +100,13 @@ MATH_CASES = [
 
 @pytest.mark.parametrize(("solution", "truth", "reward"), MATH_CASES)
 def test_math(solution, truth, reward):
-    assert judge(load_reward("math"), solution, truth) == reward
+    assert judge(load_reward(settings("math")), solution, truth) == reward
 
 
 def test_math_judges_alike_outside_the_main_thread():
     # There the library's own default, SIGALRM timeouts, raises.
     results = []
-    thread = threading.Thread(target=lambda: results.extend(judge(load_reward("math"), s, t) for s, t, _ in MATH_CASES), daemon=True)
+    thread = threading.Thread(target=lambda: results.extend(judge(load_reward(settings("math")), s, t) for s, t, _ in MATH_CASES), daemon=True)
     thread.start()
     thread.join(60)
     assert results == [reward for _, _, reward in MATH_CASES]
@@ -110,7 +115,7 @@ def test_math_judges_alike_outside_the_main_thread():
 def test_math_ends_on_an_endless_expression(monkeypatch):
     monkeypatch.setattr("megarl.rewards.math.TIMEOUT_S", 1)
     start = time.monotonic()
-    assert judge(load_reward("math"), r"\boxed{9^{9^{9^{9}}}}", "17") == 0
+    assert judge(load_reward(settings("math")), r"\boxed{9^{9^{9^{9}}}}", "17") == 0
     # One timeout for parsing, one for each of the two comparisons the library may try; without any it takes minutes at least.
     assert time.monotonic() - start < 20
 
@@ -118,7 +123,7 @@ def test_math_ends_on_an_endless_expression(monkeypatch):
 @pytest.mark.parametrize("truth", [None, "", " "])
 def test_math_refuses_an_empty_ground_truth(truth):
     with pytest.raises(ValueError, match="the math reward wants a mathematical expression"):
-        judge(load_reward("math"), "17", truth)
+        judge(load_reward(settings("math")), "17", truth)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +140,13 @@ def test_auto_routes_by_data_source(source, name):
     assert route(source) == name
     solution = {"gsm8k": "#### 17", "math": r"\boxed{17}"}[name]
     wrong_format = {"gsm8k": r"\boxed{17}", "math": "#### nothing"}[name]
-    assert [judge(load_reward(), text, "17", source) for text in (solution, wrong_format)] == [1, 0]
+    assert [judge(load_reward(settings()), text, "17", source) for text in (solution, wrong_format)] == [1, 0]
 
 
 @pytest.mark.parametrize("source", ["", "my/data", "codecontests"])
 def test_unknown_data_source_names_the_known_ones_and_both_flags(source):
     with pytest.raises(ValueError) as error:
-        judge(load_reward(), "#### 17", "17", source)
+        judge(load_reward(settings()), "#### 17", "17", source)
     for words in (
         repr(source),
         "megarl/sums -> gsm8k",
@@ -170,27 +175,34 @@ def verl_style(data_source, solution_str, ground_truth, extra_info=None): return
 def raises(data_source, solution_str, ground_truth, extra_info): return {}[solution_str]
 def exits(data_source, solution_str, ground_truth, extra_info): raise SystemExit(3)
 def greedy(data_source, solution_str, ground_truth, extra_info): extra_info.clear(); return 1
+def fails_on_right_answers(data_source, solution_str, ground_truth, extra_info):
+    return float("nan") if ground_truth in solution_str else 0.0
 number = 3
 """
 
 
 @pytest.fixture
-def own(tmp_path):
+def own_path(tmp_path):
     path = tmp_path / "own:reward.py"  # a colon in the path: the last one separates
     path.write_text(OWN)
-    return lambda name: load_reward(reward_function=f"{path}:{name}")
+    return path
+
+
+@pytest.fixture
+def own(own_path):
+    return lambda name: load_reward(settings(reward_function=f"{own_path}:{name}"))
 
 
 def test_own_function_is_called_by_verls_convention(own):
     rows = [RewardSample("x", "abcd", "bc", {"scale": 2}), RewardSample("x", "", "bc", {"scale": 2})]
-    assert score(own("length"), rows) == [2.0, 0.0]
-    assert score(own("verl_style"), rows) == [1.0, 0.0]
-    assert score(own("anything"), rows) == [1.0, 1.0]
+    assert [base.judge(own("length"), row) for row in rows] == [2.0, 0.0]
+    assert [base.judge(own("verl_style"), row) for row in rows] == [1.0, 0.0]
+    assert [base.judge(own("anything"), row) for row in rows] == [1.0, 1.0]
 
 
 def test_own_function_cannot_change_the_dataset(own):
     row = RewardSample("x", "a", "b", {"scale": 2})
-    assert score(own("greedy"), [row]) == [1.0] and row.extra_info == {"scale": 2}
+    assert base.judge(own("greedy"), row) == 1.0 and row.extra_info == {"scale": 2}
 
 
 @pytest.mark.parametrize(
@@ -211,9 +223,9 @@ def test_own_function_that_cannot_be_used_is_refused(own, name, words):
 def test_own_file_that_cannot_be_used_is_refused(tmp_path):
     for value in ("reward.py", ":f", "reward.py:"):
         with pytest.raises(ValueError, match=rf"--reward-function \({value}\) does not name a file and a function"):
-            load_reward(reward_function=value)
+            load_reward(settings(reward_function=value))
     with pytest.raises(ValueError, match="there is no file nowhere.py"):
-        load_reward(reward_function="nowhere.py:f")
+        load_reward(settings(reward_function="nowhere.py:f"))
     for name, text, words in (
         ("a", "def f(:", "SyntaxError"),
         ("b", "import nothing_of_that_name", "ModuleNotFoundError"),
@@ -222,14 +234,12 @@ def test_own_file_that_cannot_be_used_is_refused(tmp_path):
         path = tmp_path / f"{name}.py"
         path.write_text(text)
         with pytest.raises(ValueError, match=f"(?s)--reward-function .* fails: {words}.*Traceback.*{words}"):
-            load_reward(reward_function=f"{path}:f")
+            load_reward(settings(reward_function=f"{path}:f"))
 
 
 def test_contradictory_and_unknown_flags_are_refused():
     with pytest.raises(ValueError, match=r"--reward \(math\) and --reward-function \(a.py:f\) contradict"):
-        load_reward("math", "a.py:f")
-    with pytest.raises(ValueError, match=r"--reward \(gsm9k\) must be auto, gsm8k or math"):
-        load_reward("gsm9k")
+        load_reward(settings("math", "a.py:f"))
 
 
 # --- misbehaviour
@@ -237,9 +247,8 @@ def test_contradictory_and_unknown_flags_are_refused():
 
 @pytest.mark.parametrize(("name", "words"), [("raises", "KeyError: 'the answer'"), ("exits", "SystemExit: 3")])
 def test_raising_function_is_reported_with_sample_and_traceback(own, name, words):
-    rows = [RewardSample("my/data", "the answer", "17", sample_id=41)]
     with pytest.raises(ValueError) as error:
-        score(own(name), rows)
+        base.judge(own(name), RewardSample("my/data", "the answer", "17", sample_id=41))
     for part in (
         f"the reward function {name}",
         "sample 41",
@@ -275,21 +284,23 @@ def rows_of(*sources):
     return [SimpleNamespace(data_source=source, ground_truth="17", extra_info={"scale": 1}) for source in sources]
 
 
-def test_probe_accepts_what_works(own):
-    probe_reward(load_reward(), rows_of("megarl/sums", "openai/gsm8k", "lighteval/MATH", "megarl/sums"))
-    probe_reward(own("length"), rows_of("anything"))
+def probe(reward_function, rows, **options):
+    with RewardPool(settings(reward_function=reward_function), num_workers=1) as pool:
+        probe_reward(pool, rows, **options)
 
 
-def test_probe_finds_a_broken_function_and_a_source_without_a_reward(own):
+def test_probe_accepts_what_works(own_path):
+    probe(None, rows_of("megarl/sums", "openai/gsm8k", "lighteval/MATH", "megarl/sums"))
+    probe(f"{own_path}:length", rows_of("anything"))
+
+
+def test_probe_finds_a_broken_function_and_a_source_without_a_reward(own_path):
     with pytest.raises(ValueError, match=r"(?s)before training, on row 0 \(from 0\) of --eval-data: .*raises.*KeyError: ''.*Traceback"):
-        probe_reward(own("raises"), rows_of("x"), flag="--eval-data")
+        probe(f"{own_path}:raises", rows_of("x"), flag="--eval-data")
     with pytest.raises(ValueError, match=r"(?s)on row 2 \(from 0\) of --train-data: .*no reward is known for data_source \('other'\)"):
-        probe_reward(load_reward(), rows_of("megarl/sums", "megarl/sums", "other"))
+        probe(None, rows_of("megarl/sums", "megarl/sums", "other"))
 
 
-def test_probe_also_tries_the_right_answer():
-    def fails_on_right_answers(data_source, solution_str, ground_truth, extra_info):
-        return float("nan") if ground_truth in solution_str else 0.0
-
+def test_probe_also_tries_the_right_answer(own_path):
     with pytest.raises(ValueError, match="returned nan"):
-        probe_reward(fails_on_right_answers, rows_of("x"))
+        probe(f"{own_path}:fails_on_right_answers", rows_of("x"))

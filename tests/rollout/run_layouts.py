@@ -35,7 +35,7 @@ from megarl.rollout.out_of_process import OutOfProcessEngine
 
 TWO, FOUR = (0, 1), (0, 1, 2, 3)
 MESHES = {
-    "one": MeshSpec((0,)), "tp2": MeshSpec(TWO, tp=2), "pp2": MeshSpec(TWO, pp=2), "ep2": MeshSpec(TWO, ep=2),
+    "one": MeshSpec((0,)), "tp2": MeshSpec(TWO, tp=2), "pp2": MeshSpec(TWO, pp=2), "pp2_vpp2": MeshSpec(TWO, pp=2, vpp=2), "ep2": MeshSpec(TWO, ep=2),
     "tp2_sp": MeshSpec(TWO, tp=2), "tp2_sp_ep2": MeshSpec(TWO, tp=2, ep=2, etp=1),
     "tp4": MeshSpec(FOUR, tp=4), "tp2_pp2": MeshSpec(FOUR, tp=2, pp=2), "tp4_sp": MeshSpec(FOUR, tp=4), "ep4": MeshSpec(FOUR, ep=4),
     "tp2_sp_ep2_etp2": MeshSpec(FOUR, tp=2, ep=2, etp=2), "pp2_ep2": MeshSpec(FOUR, pp=2, ep=2),
@@ -46,7 +46,8 @@ STD = 0.08
 
 def parallel(layout: str, mesh: MeshSpec) -> ParallelConfig:
     return ParallelConfig(
-        tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, expert_model_parallel_size=mesh.ep,
+        tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=mesh.vpp, expert_model_parallel_size=mesh.ep,
         expert_tensor_parallel_size=mesh.etp, sequence_parallel="sp" in layout)  # fmt: skip
 
 
@@ -127,6 +128,7 @@ def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store
     errors["of other weights"] = gap(references[0], asked, responses)
     engine.shutdown()
     megatron_mesh._groups.clear()  # they died with the world
+    megatron_mesh._second_channels.clear()
     return errors
 
 

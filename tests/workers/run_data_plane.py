@@ -23,6 +23,7 @@ WORLD_SIZE = 4
 MESHES = {
     "actor": MeshSpec((0, 1, 2, 3), tp=2), "reference": MeshSpec((0, 1, 2, 3), tp=2), "critic": MeshSpec((0, 1, 2, 3)),
     "odd": MeshSpec((1, 2, 3)), "pipeline": MeshSpec((0, 1, 2, 3), pp=2), "alone": MeshSpec((3,)), "crossed": MeshSpec((3, 0, 2, 1), tp=2),
+    "context": MeshSpec((0, 1, 2, 3), cp=2, pp=2),
 }  # fmt: skip
 KEYS = share_keys(MESHES)
 ENGINES = (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),), ((2,),), ((1, 3), (0,)))
@@ -133,7 +134,7 @@ def refused(rank: int, role: DataRole) -> None:
     role.plane.rollouts["train"] = rolled_out(-1, samples, rank)
     plans = {share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None) for share in ("actor", "critic")}
     orphan = [*samples[:5], Sample(5, 7, 3, ()), *samples[6:]]
-    text = "sample 5 is wanted by share 'actor' (tp 2, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
+    text = "sample 5 is wanted by share 'actor' (tp 2, cp 1, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
     raises(text, role.distribute, "actor", orphan, plans["actor"])
     for share, plan in plans.items():
         role.distribute(share, samples, plan)
@@ -152,7 +153,7 @@ def main() -> None:
         return send_and_receive(operations)
 
     dist.batch_isend_irecv = counted
-    role = DataRole(DataPlane(), MESHES, KEYS)
+    role = DataRole(DataPlane(), MESHES, KEYS, vocab_size=2**40)
     refused(rank, role)
     for seed in range(rounds):
         one_round(seed, rank, role)

@@ -88,7 +88,7 @@ def run(config, moves: bool) -> dict:
         if moves:
             roles[name].model.memory._copies = MovedStorages()
     roles["rollout"].engine = engine = Engine(roles["actor"])
-    out["num_parameters"] = {name: sum(p.numel() for p in roles[name].model.model.parameters()) for name in MODELS}
+    out["num_parameters"] = {name: sum(p.numel() for _, p in roles[name].model.named_parameters()) for name in MODELS}
     views = {}
     for name in MODELS:
         roles[name].model.memory.load(OFFLOAD_PARTS)
@@ -114,7 +114,7 @@ def run(config, moves: bool) -> dict:
         model.memory.load(OFFLOAD_PARTS)
         out["weights"][name] = digest(list(model.parameters.values()))
         out["same_views"][name] = all(model.parameters[k] is v and v.data_ptr() == p.data_ptr()
-                                      for (k, v), p in zip(views[name].items(), model.model.parameters(), strict=True))  # fmt: skip
+                                      for (k, v), p in zip(views[name].items(), dict(model.named_parameters()).values(), strict=True))  # fmt: skip
         if model.optimizer is not None:
             inner = [part.optimizer for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer])]
             out["states"][name] = digest([state[key] for adam in inner for state in adam.state.values() for key in ("exp_avg", "exp_avg_sq")])

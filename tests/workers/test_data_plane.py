@@ -47,12 +47,13 @@ def test_in_many_more_rounds(tmp_path):
 def test_roles_with_one_mesh_have_one_share():
     wide, block = MeshSpec((0, 1, 2, 3)), MeshSpec((0, 1, 2, 3), tp=2)
     meshes = {"actor": block, "reference": block, "critic": wide, "rollout": wide, "reward_model": MeshSpec((0, 1, 2, 3), tp=2, ep=2),
-              "reward_model_2": MeshSpec((1, 0, 2, 3))}  # fmt: skip
+              "reward_model_2": MeshSpec((1, 0, 2, 3)), "reward_model_3": MeshSpec((0, 1, 2, 3), cp=2)}  # fmt: skip
     assert share_keys(meshes) == {"actor": "actor", "reference": "actor", "critic": "critic", "rollout": "critic", "reward_model": "actor",
-                                  "reward_model_2": "reward_model_2"}  # fmt: skip
+                                  "reward_model_2": "reward_model_2", "reward_model_3": "reward_model_3"}  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", [MESH, MeshSpec((4, 2, 9, 0, 1, 3, 7, 8), tp=2, pp=2), MeshSpec((1, 2, 3)), MeshSpec((5, 6), pp=2)])
+@pytest.mark.parametrize("mesh", [MESH, MeshSpec((4, 2, 9, 0, 1, 3, 7, 8), tp=2, pp=2), MeshSpec((1, 2, 3)), MeshSpec((5, 6), pp=2),
+                                  MeshSpec(tuple(range(9, 1, -1)), tp=2, cp=2), MeshSpec((3, 1, 4, 5), cp=2, pp=2)])  # fmt: skip
 def test_replicas_are_the_blocks_of_the_mesh(mesh):
     assert replicas(mesh) == tuple(mesh.ranks_where(dp=i) for i in range(mesh.dp))
     assert replicas(mesh, last_stage=True) == tuple(mesh.ranks_where(dp=i, pp=mesh.pp - 1) for i in range(mesh.dp))
@@ -63,7 +64,7 @@ def role(monkeypatch) -> DataRole:
     """Of a single process, in a job of two ranks as far as plans go. A message would be an error."""
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("something was sent"))
     meshes = {"actor": MESH, "critic": MeshSpec((0, 1)), "odd": MeshSpec((1, 0))}
-    role = DataRole(DataPlane(), meshes, share_keys(meshes))
+    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_size=100)
     role.plane.rollouts["train"] = Rollouts([], [0, 1], [[5], [6, 7]], [[1, 2], [3]], [[-0.5, -1.0], [-2.0]])
     return role
 
@@ -84,7 +85,7 @@ def test_a_job_of_one_rank_sends_nothing(role):
 
 
 @pytest.mark.parametrize("text, share, samples, planned, dp_size", [
-    (r"sample 1 is wanted by share 'actor' \(tp 1, dp 1, pp 1 on ranks 0\), but no rank holds it", "actor", [SAMPLES[0], Sample(1, 3, 1)],
+    (r"sample 1 is wanted by share 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no rank holds it", "actor", [SAMPLES[0], Sample(1, 3, 1)],
      SAMPLES, 1),
     (r"sample 1 is wanted by share 'actor' .*, but it is not among the samples of the step", "actor", SAMPLES[:1], SAMPLES, 1),
     (r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it", "actor", [*SAMPLES, UNKNOWN], [UNKNOWN], 1),
@@ -105,7 +106,7 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
             role.exchange(*arguments)
 
     role.distribute("actor", SAMPLES, plan(SAMPLES))
-    refuses(r"share 'odd' \(tp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet", ["values"], "actor", "odd")
+    refuses(r"share 'odd' \(tp 1, cp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet", ["values"], "actor", "odd")
     with monkeypatch.context() as patch:  # the other rank's sample leaves
         patch.setattr(dist, "P2POp", lambda *arguments: arguments)
         patch.setattr(dist, "batch_isend_irecv", lambda operations: [])

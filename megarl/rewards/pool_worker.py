@@ -1,0 +1,56 @@
+"""One process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`. Pickled requests on stdin, JSON answers on stdout.
+
+What the reward function prints goes to stderr, and it has no stdin."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+
+from megarl.config.schema import DataConfig
+from megarl.rewards import load_reward
+from megarl.rewards.base import judge
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LONGEST_MESSAGE = 8000  # characters
+
+
+def main(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def reply(**answer: object) -> None:
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+    data: DataConfig = pickle.load(requests)
+    # What it allocates, not what it maps: the libraries of a GPU map more than any machine has.
+    resource.setrlimit(resource.RLIMIT_DATA, (data.reward_memory_limit_bytes,) * 2)
+    try:
+        function = load_reward(data)
+    except ValueError as error:
+        return reply(error=str(error))
+    reply(ready=True)
+    while True:
+        try:
+            sample = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            reply(reward=judge(function, sample))
+        except ValueError as error:
+            reply(failure=str(error)[-_LONGEST_MESSAGE:])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

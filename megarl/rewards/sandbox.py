@@ -1,0 +1,174 @@
+"""Run a Python program that nobody has read, within limits.
+
+    outcome = run_confined(program, stdin="3 4", timeout_s=10.0, memory_limit_bytes=1 << 30)
+    outcome.stdout if outcome.exit_code == 0 else ...
+
+The kernel keeps it in (Linux only; no privileges needed where the machine lets a user have namespaces):
+
+    network, other processes    namespaces of its own (unshare: user, net, pid, ipc)
+    files                       Landlock: it reads the Python it runs on and system libraries, writes in its empty folder, and sees no other
+    memory, CPU, file size      rlimits; the clock: it is killed, and all that it has started with it
+
+`missing()` says what of the first two this machine cannot give. The third it always has."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+
+_MAX_OUTPUT = 2**20  # bytes that a program may write into each of its files and streams
+_MAX_OPEN_FILES, _MAX_PROCESSES = 64, 64
+
+# linux/sched.h, linux/prctl.h, linux/landlock.h, asm-generic/unistd.h (the same numbers on x86-64 and Arm)
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWPID, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x20000000, 0x08000000
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_RULE_PATH_BENEATH, _LANDLOCK_CREATE_RULESET_VERSION = 1, 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""Version of Landlock -> how many kinds of access to files it can forbid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """exit_code: negative: died of that signal. None: it took too long and was killed."""
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+
+
+def run_confined(program: str, stdin: str, timeout_s: float, memory_limit_bytes: int, allow_missing: bool = False) -> Outcome:
+    """Run Python source in an empty folder, which is removed afterwards. Output beyond 1 MiB is cut.
+
+    Raises: RuntimeError if this machine cannot confine it and that is not allowed."""
+    if (lacking := missing()) and not allow_missing:
+        raise RuntimeError(refusal(lacking))
+    with tempfile.TemporaryDirectory(prefix="megarl_code_") as folder:
+        limits = {"folder": folder, "timeout_s": timeout_s, "memory_limit_bytes": memory_limit_bytes, "unshare": "namespaces" not in lacking,
+                  "landlock": "Landlock" not in lacking}  # fmt: skip
+        command = [sys.executable, "-I", __file__, json.dumps(limits)]
+        with open(os.path.join(folder, ".program"), "w", encoding="utf-8", errors="replace") as file:
+            file.write(program)
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given.write(stdin.encode(errors="replace"))
+            given.seek(0)
+            process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, cwd=folder, env={"PATH": os.defpath, "HOME": folder},
+                                       start_new_session=True)  # fmt: skip
+            try:
+                code: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it started, where it has no namespace that ends with it
+                process.wait()
+            return Outcome(code, _text(out), _text(err))
+
+
+def _text(file) -> str:
+    file.seek(0)
+    return file.read(_MAX_OUTPUT).decode(errors="replace")
+
+
+def refusal(lacking: tuple[str, ...]) -> str:
+    return (f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where they are allowed (a container "
+            "may need other seccomp settings), or, if nothing within reach of this user matters, add --allow-unsandboxed-code.")  # fmt: skip
+
+
+@functools.cache
+def missing() -> tuple[str, ...]:
+    """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files). Tried in a child that ends at once."""
+    found = []
+    for name, attempt in (("namespaces", _unshare), ("Landlock", lambda: _confine_files("/"))):
+        child = os.fork()
+        if child == 0:
+            try:
+                attempt()
+            except BaseException:  # whatever it is, it does not work
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            found.append(name)
+    return tuple(found)
+
+
+# ------------------------------------------------------------------ in the process of the program
+
+
+def _main(limits: dict) -> None:
+    """Give up all that is not needed, then become the program. Its parent is the first process of the namespace and ends with it."""
+    _die_with_parent()
+    if limits["unshare"]:
+        _unshare()
+        child = os.fork()  # only children are in the new PID namespace; when the first of them ends, the kernel ends the rest
+        if child:
+            status = os.waitpid(child, 0)[1]
+            code = os.waitstatus_to_exitcode(status)
+            os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+            os._exit(1)
+        _die_with_parent()
+    with open(".program", encoding="utf-8") as file:
+        source = file.read()
+    os.remove(".program")
+    seconds = max(1, round(limits["timeout_s"]))
+    for what, value in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, limits["memory_limit_bytes"]), (resource.RLIMIT_FSIZE, _MAX_OUTPUT),
+                        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES), (resource.RLIMIT_NPROC, _MAX_PROCESSES), (resource.RLIMIT_CORE, 0)):  # fmt: skip
+        resource.setrlimit(what, (value, value))
+    if limits["landlock"]:
+        _confine_files(limits["folder"])
+    # A module of its own, so that it finds nothing of this file by chance.
+    exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def _die_with_parent() -> None:
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _unshare() -> None:
+    _check(_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC))
+
+
+def _confine_files(folder: str) -> None:
+    """Landlock: from here on this process and its children have these files and no others."""
+    libc = _libc()
+    abi = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION))
+    every = (1 << _RIGHTS_OF_ABI.get(abi, 16)) - 1
+    handled = struct.pack("=Q", every)
+    rules = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, handled, len(handled), 0))
+    read = _EXECUTE | _READ_FILE | _READ_DIR
+    allowed = dict.fromkeys({sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/usr", "/lib", "/lib64", "/bin"}, read)
+    allowed |= {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE, "/etc/ld.so.cache": _READ_FILE, folder: every}
+    for path, rights in allowed.items():
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_RULE_PATH_BENEATH, struct.pack("=Qi", rights, handle), 0))
+            os.close(handle)
+    _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check(libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0))
+    os.close(rules)
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

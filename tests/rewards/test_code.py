@@ -1,0 +1,160 @@
+"""--reward code: programs are judged by their tests, and cannot get out.
+
+    pytest tests/rewards/test_code.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import DataConfig
+from megarl.rewards import sandbox
+from megarl.rewards.code import CodeReward, program_of, read_tests
+from megarl.rewards.sandbox import run_confined
+
+confined = pytest.mark.skipif(bool(sandbox.missing()), reason=f"this machine has no {' and no '.join(sandbox.missing())}")
+STDIN = json.dumps({"inputs": ["3 4\n", "1 1"], "outputs": ["7\n", "2"]})
+CALL = json.dumps({"fn_name": "add", "inputs": [[3, 4], [1, 1]], "outputs": [7, 2]})
+ASSERTS = json.dumps({"asserts": ["assert add(3, 4) == 7", "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"]})
+ADD = "def add(a, b):\n    return a + b\n"
+CASES = [
+    ("print(sum(map(int, input().split())))", STDIN, 1),
+    ("print(sum(map(int, input().split())), '  \\n\\n')", STDIN, 1),
+    ("print(7)", STDIN, 0),
+    ("print(sum(map(int, input().split()))); exit(1)", STDIN, 0),
+    ("if __name__ == '__main__': print(sum(map(int, input().split())))", STDIN, 1),
+    (f"Here it is:\n```python\n{ADD}```\nDone.", CALL, 1),
+    (f"```\nwrong\n```\n```py\n{ADD}```", CALL, 1),
+    ("class Solution:\n    def add(self, a, b): return a + b", CALL, 1),
+    ("def add(a, b): return (a - b)", CALL, 0),
+    ("def add(a, b): print('noise'); return a + b", CALL, 1),
+    ("def add(a, b): return object()", CALL, 0),
+    ("def sub(a, b): return a + b", CALL, 0),
+    ("def add(a, b): raise SystemExit(0)", CALL, 0),
+    ("import os\nos._exit(0)", CALL, 0),
+    ("def f(): return (1, [2])", json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [[1, [2]]]}), 1),
+    (ADD, ASSERTS, 1),
+    ("def add(a, b): return 7", ASSERTS, 0),
+    ("def add(a, b):\n    raise SystemExit(0)", ASSERTS, 0),
+    ("```python\nno end, and no program", ASSERTS, 0),
+    ("\x00\ud800", ASSERTS, 0),
+    ("", STDIN, 0),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reward() -> CodeReward:
+    return CodeReward(DataConfig(train_data=("x",), code_timeout_s=5.0))
+
+
+@confined
+@pytest.mark.parametrize(("response", "tests", "wanted"), CASES)
+def test_programs_are_judged_by_their_tests(reward, response, tests, wanted):
+    assert reward("x", response, tests, {}) == wanted
+
+
+@confined
+def test_a_program_does_not_pass_by_printing_what_it_saw(reward):
+    """It prints the mark that it found in its caller's variables, and an answer that it cannot know."""
+    forger = ("import sys\ndef add(a, b):\n    mark = sys._getframe(1).f_globals['_mark']\n    print('\\n' + mark + '0')\n"
+              "    sys.stdout.flush()\n    import os; os._exit(0)")  # fmt: skip
+    assert reward("x", forger, CALL, {}) == 0.0
+
+
+@pytest.mark.parametrize("truth", [None, "", "17", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [1], "outputs": ["1"]}',
+                                   '{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}', '{"asserts": []}', '{"asserts": "assert 1"}'])  # fmt: skip
+def test_ground_truth_of_another_form_is_refused(truth):
+    with pytest.raises(ValueError, match=r'ground_truth is .*"asserts".*at least one test'):
+        read_tests(truth)
+
+
+def test_the_last_block_is_the_program():
+    assert program_of("a ```python\none\n``` b ```c++ \ntwo\n``` c") == "two\n"
+    assert program_of("no block") == "no block"
+
+
+ESCAPES = {
+    "connects to this machine": ("import socket; socket.create_connection(('127.0.0.1', {port}), 2)", "OSError"),
+    "sends datagrams": ("import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))", "OSError"),
+    "reads a file of the user": ("print(open('{secret}').read())", "PermissionError"),
+    "reads accounts": ("print(open('/etc/passwd').read())", "PermissionError"),
+    "lists processes": ("import os; os.listdir('/proc')", "PermissionError"),
+    "writes elsewhere": ("open('{folder}/evil', 'w')", "PermissionError"),
+    "writes too much": ("open('big', 'wb').write(b'x' * (3 << 20))", "File too large"),
+    "takes memory": ("bytearray(2 << 30)", "MemoryError"),
+    "signals the rank": ("import os; os.kill({pid}, 9)", "ProcessLookupError"),
+    "reads the environment": ("import os; print(os.environ['MEGARL_SECRET'])", "KeyError"),
+}
+
+
+@confined
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_programs_cannot_get_out(escape, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGARL_SECRET", "told")
+    (tmp_path / "secret").write_text("told")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program, words = ESCAPES[escape]
+        program = program.format(port=server.getsockname()[1], secret=tmp_path / "secret", folder=tmp_path, pid=os.getpid())
+        outcome = run_confined(program, "", timeout_s=5.0, memory_limit_bytes=2**30)
+    assert outcome.exit_code == 1 and words in outcome.stderr and "told" not in outcome.stdout
+    assert not (tmp_path / "evil").exists()
+
+
+@confined
+def test_time_is_limited_and_nothing_goes_on_after_it():
+    before = time.monotonic()
+    program = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(1000)\ntime.sleep(1000)"
+    assert run_confined(program, "", timeout_s=0.5, memory_limit_bytes=2**30).exit_code is None
+    assert time.monotonic() - before < 30
+    time.sleep(0.2)
+    assert not children_of_sandboxes()
+
+
+@confined
+def test_a_program_that_ends_takes_its_children_with_it():
+    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint('done')"
+    outcome = run_confined(program, "", timeout_s=20.0, memory_limit_bytes=2**30)
+    assert (outcome.exit_code, outcome.stdout) == (0, "done\n")
+    assert not children_of_sandboxes()
+
+
+def children_of_sandboxes() -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"megarl_code_" in (entry / "cmdline").read_bytes() and (entry / "stat").read_text().split()[2] != "Z":
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@confined
+def test_output_is_cut_and_folders_are_removed():
+    outcome = run_confined("import os\nprint(os.getcwd())\nopen('a', 'w').write('x')\nprint('y' * (3 << 20))", "", 10.0, 2**30)
+    folder = outcome.stdout.split("\n")[0]
+    assert len(outcome.stdout) <= 2**20 and "megarl_code_" in folder and not Path(folder).exists()
+
+
+def test_a_machine_that_cannot_confine_is_refused_unless_told(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.code.missing", lambda: ("namespaces",))
+    monkeypatch.setattr(sandbox, "missing", lambda: ("namespaces",))
+    with pytest.raises(ValueError, match=r"--reward code: this machine cannot confine programs: namespaces missing.*--allow-unsandboxed-code"):
+        CodeReward(DataConfig(train_data=("x",)))
+    with pytest.raises(RuntimeError, match="cannot confine"):
+        run_confined("print(1)", "", 5.0, 2**30)
+    allowed = CodeReward(DataConfig(train_data=("x",), allow_unsandboxed_code=True))
+    assert allowed("x", ADD, CALL, {}) == 1.0
+
+
+def test_what_is_missing_is_found_in_a_child():
+    program = "from megarl.rewards import sandbox; sandbox._unshare = lambda: 1 / 0; print(sandbox.missing())"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("('namespaces',)\n", "('namespaces', 'Landlock')\n"), done.stderr

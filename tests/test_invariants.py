@@ -1,0 +1,271 @@
+"""Data that was changed on its way is caught: each mutation below is planted in a correct step, and one check must name it.
+
+    pytest tests/test_invariants.py"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megarl.batch import Batch
+from megarl.invariants import InvariantError, check_batch, check_column, check_plan, check_samples, check_scores, digest
+from megarl.packing import MiniBatch, Sample, plan_mini_batches
+
+VOCAB, PROMPTS, GROUP, MAX_LENGTH = 50, 3, 4, 20
+
+
+@dataclass
+class Step:
+    """What passes through one step, as the engine made it."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    samples: list[Sample]
+    mini_batches: list[MiniBatch]
+    batch: Batch
+    records: list[dict]
+
+
+def make_step() -> Step:
+    rng = random.Random(0)
+    count = PROMPTS * GROUP
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 6))] for _ in range(count)]
+    responses = [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 9))] for _ in range(count)]
+    samples = [Sample(i, len(p) + len(r), len(r), (0,), digest=digest(p, r)) for i, (p, r) in enumerate(zip(prompts, responses))]
+    log_probs = [[-rng.random() for _ in r] for r in responses]
+    batch = Batch.from_samples(list(range(count)), prompts, responses, log_probs)
+    batch.advantages = batch.scatter([rng.gauss(0, 1) for _ in range(int(batch.response_mask.sum()))])
+    records = [{"sample_id": s.sample_id, "reward": rng.random(), "digest": s.digest} for s in samples]
+    records[5]["reward"] = None  # one that failed
+    return Step(prompts, responses, samples, plan_mini_batches(samples, 8, {}, 2, 40, 64, "seed"), batch, records)
+
+
+def check(step: Step) -> None:
+    check_samples(step.samples, PROMPTS, GROUP, MAX_LENGTH)
+    check_plan(step.mini_batches, step.samples)
+    check_batch(step.batch, {s.sample_id: s.digest for s in step.samples}, VOCAB)
+    check_column(step.batch, "advantages")
+    check_scores("reward", step.records, step.samples)
+
+
+MUTATIONS = {}
+
+
+def mutation(words: str):
+    def add(change):
+        MUTATIONS[change.__name__] = (change, words)
+        return change
+
+    return add
+
+
+def rows(batch: Batch, index: int) -> slice:
+    return slice(int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1]))
+
+
+@mutation("it must cover a response, and not the first token")
+def mask_shifted_by_one(step):
+    step.batch.response_mask = step.batch.response_mask.roll(1)
+    step.batch.rollout_log_probs = step.batch.rollout_log_probs.roll(1)
+
+
+@mutation("its tokens or its mask are not those")
+def mask_shifted_back_by_one(step):
+    step.batch.response_mask = step.batch.response_mask.roll(-1)
+
+
+@mutation("its tokens or its mask are not those")
+def mask_without_the_last_token(step):
+    for i in range(len(step.samples)):
+        step.batch.response_mask[rows(step.batch, i).stop - 1] = False
+
+
+@mutation("its mask covers 0 of")
+def mask_empty(step):
+    step.batch.response_mask[rows(step.batch, 4)] = False
+
+
+@mutation("it must cover a response, and not the first token")
+def mask_over_the_prompt(step):
+    step.batch.response_mask[rows(step.batch, 4)] = True
+
+
+@mutation("sample 1: its tokens or its mask are not those|sample 0: its tokens or its mask are not those")
+def answers_swapped(step):
+    a, b = step.responses[0], step.responses[1]
+    step.batch = Batch.from_samples(list(range(12)), step.prompts, [b, a, *step.responses[2:]])
+
+
+@mutation("its tokens or its mask are not those")
+def ids_swapped(step):
+    step.batch.sample_ids = step.batch.sample_ids[[1, 0, *range(2, 12)]]
+
+
+@mutation("sample 3: its tokens or its mask are not those")
+def one_token_changed(step):
+    at = rows(step.batch, 3).stop - 1
+    step.batch.tokens[at] = (step.batch.tokens[at] + 1) % VOCAB
+
+
+@mutation("sample 3: its tokens or its mask are not those")
+def one_token_of_a_prompt_changed(step):
+    at = rows(step.batch, 3).start
+    step.batch.tokens[at] = (step.batch.tokens[at] + 1) % VOCAB
+
+
+@mutation("token ids .* are not all in the vocabulary of 50")
+def token_outside_the_vocabulary(step):
+    step.batch.tokens[7] = VOCAB
+
+
+@mutation("sample 6: its tokens or its mask are not those")
+def response_truncated_on_the_way(step):
+    step.batch = Batch.from_samples(list(range(12)), step.prompts, [r[:-1] if i == 6 else r for i, r in enumerate(step.responses)])
+
+
+@mutation("sample 11 is here and should not be, or should be and is not")
+def sample_lost_on_the_way(step):
+    step.batch = step.batch.select(list(range(11)))
+
+
+@mutation("do not cover the")
+def boundaries_of_another_batch(step):
+    step.batch.cu_seqlens = step.batch.cu_seqlens[:-1]
+
+
+@mutation("sample 2 has 0 response tokens")
+def response_empty(step):
+    step.samples[2] = replace(step.samples[2], length=4, response_length=0)
+
+
+@mutation("1 of 3 x 4 samples are missing, the first is 7, of prompt 1: groups must be complete")
+def group_truncated(step):
+    del step.samples[7]
+
+
+@mutation("sample 12 belongs to none of the 3 prompts")
+def sample_of_no_prompt(step):
+    step.samples.append(replace(step.samples[0], sample_id=12))
+
+
+@mutation("sample 3 was sampled more than once")
+def sample_twice(step):
+    step.samples.append(step.samples[3])
+
+
+@mutation("sample 8 has .* at most 20 together")
+def response_too_long(step):
+    step.samples[8] = replace(step.samples[8], length=21)
+
+
+@mutation("is planned 0 times in an epoch")
+def mini_batch_dropped(step):
+    step.mini_batches = step.mini_batches[1:]
+
+
+@mutation("is planned 2 times in an epoch")
+def sample_planned_twice(step):
+    first = step.mini_batches[0]
+    step.mini_batches[0] = replace(first, micro_batches=(first.micro_batches[0] + first.micro_batches[0][:1], *first.micro_batches[1:]))
+
+
+@mutation("its loss would be divided for")
+def loss_divided_by_one_ranks_tokens(step):
+    step.mini_batches[0] = replace(step.mini_batches[0], num_tokens=step.mini_batches[0].num_tokens // 2)
+
+
+@mutation("rollout_log_probs of sample .* there it must be finite and at most 0.001")
+def log_prob_of_nothing(step):
+    step.batch.rollout_log_probs[rows(step.batch, 2).stop - 1] = float("-inf")
+
+
+@mutation("rollout_log_probs of sample .* there it must be finite and at most 0.001")
+def log_prob_with_the_wrong_sign(step):
+    step.batch.rollout_log_probs = -step.batch.rollout_log_probs
+
+
+@mutation("rollout_log_probs of sample .* a prompt token; there it must be 0")
+def log_probs_shifted_by_one(step):
+    step.batch.rollout_log_probs = step.batch.rollout_log_probs.roll(-1)
+
+
+@mutation("advantages of sample .* is nan .* a response token; there it must be finite")
+def advantage_nan(step):
+    step.batch.advantages[rows(step.batch, 9).stop - 1] = float("nan")
+
+
+@mutation("advantages of sample .* is inf")
+def advantage_infinite(step):
+    step.batch.advantages[rows(step.batch, 9).stop - 1] = float("inf")
+
+
+@mutation("reward says nan of sample 4")
+def reward_nan(step):
+    step.records[4]["reward"] = float("nan")
+
+
+@mutation("reward has judged another response than sample 1")
+def rewards_swapped(step):
+    step.records[0]["sample_id"], step.records[1]["sample_id"] = 1, 0
+
+
+@mutation("reward has scored sample 10 0 times")
+def score_lost(step):
+    del step.records[10]
+
+
+@mutation("reward has scored sample 10 2 times")
+def scored_twice(step):
+    step.records.append(step.records[10])
+
+
+def test_a_correct_step_passes():
+    check(make_step())
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_change_on_the_way_is_caught(name):
+    step, (change, words) = make_step(), MUTATIONS[name]
+    change(step)
+    with pytest.raises(InvariantError, match=words):
+        check(step)
+
+
+def test_samples_without_a_digest_and_empty_ranks_pass():
+    step = make_step()
+    check_batch(step.batch, dict.fromkeys(range(12)), VOCAB)
+    empty = step.batch.select([])
+    check_batch(empty, {}, VOCAB)
+    check_column(empty, "advantages")
+
+
+def test_returns_may_be_nan_where_a_reward_failed():
+    batch = make_step().batch
+    batch.returns = batch.scatter(torch.full((int(batch.response_mask.sum()),), float("nan")))
+    check_column(batch, "returns", may_be_nan=True)
+    batch.returns[0] = 1.0  # a prompt token
+    with pytest.raises(InvariantError, match="returns of sample 0 is 1.0 at position 0, a prompt token"):
+        check_column(batch, "returns", may_be_nan=True)
+
+
+def test_the_digest_knows_where_the_response_begins():
+    assert digest([5, 6], [7]) == digest((5, 6), (7,)) != digest([5], [6, 7]) != digest([], [5, 6, 7])
+
+
+def test_steps_without_a_reward_are_told(tmp_path):
+    from types import SimpleNamespace
+
+    from megarl.driver.step import RolloutBatch, StepHost
+
+    notes = []
+    host = object.__new__(StepHost)
+    host.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
+    host.job = SimpleNamespace(run=SimpleNamespace(progress=SimpleNamespace(note=notes.append), folder=tmp_path))
+    host.zero_reward_steps = 0
+    for number, rewards in enumerate(({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {0: None, 1: 0.0}, {0: 0.0}), 1):
+        host.current = RolloutBatch(number, [0], 2, rewards=rewards)
+        host._note_zero_rewards()
+    assert [note.split(". ")[0] for note in notes] == ["step 2: no reward but 0 in 2 steps", "step 5: no reward but 0 in 2 steps"]
