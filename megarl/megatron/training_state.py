@@ -21,7 +21,8 @@ from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.trained_model import TrainedModel
-from megarl.reshard.atlas import EMBEDDING, Atlas, hf_sizes
+from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, Sizes, hf_sizes
+from megarl.reshard.lora_atlas import adapter_sizes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -92,7 +93,7 @@ class _Stretch:
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
     """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut otherwise."""
-    sizes, stretches, out = hf_sizes(model.shape), _stretches(model), []
+    sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -108,13 +109,17 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
     """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the moments, if it resumes, its own."""
-    sizes, stretches = hf_sizes(model.shape), _stretches(model)
+    sizes, stretches = _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
         yield from rectangles_of(WEIGHTS, param, sizes, values.view(-1))
         for kind, part in stretches[name].tensors() if name in stretches else ():
             if resume or kind == WEIGHTS:
                 yield from rectangles_of(kind, param, sizes, part, stretches[name].start)
+
+
+def _canonical_sizes(model: TrainedModel) -> Sizes:
+    return hf_sizes(model.shape) | (adapter_sizes(model.shape, model.adapters.lora) if model.adapters else {})
 
 
 def _param(atlas: Atlas, name: str) -> LocalParam:
