@@ -25,7 +25,7 @@ ENGINE_REFUSED = {
     "--rollout-ranks places the engines.": "master_addr master_port nnodes node_rank device_ids data_parallel_*",
     "the engine generates text.": "runner convert enable_prompt_embeds pooler_config",
     "quantized rollout weights are not supported yet.": "quantization quantization_config allow_deprecated_quantization",
-    "LoRA is not supported yet.": "enable_lora lora_* max_loras max_lora_rank",
+    "the engine gets adapters merged: train them with --lora-rank.": "enable_lora lora_* max_loras max_lora_rank",
     "putting the engine to sleep is not supported yet.": "enable_sleep_mode sleep_*",
     "an engine can split over tensor-parallel ranks only, in this version.": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",

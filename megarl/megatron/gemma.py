@@ -31,13 +31,14 @@ def with_output_norm(linear: type) -> type:
         def __init__(self, input_size: int, output_size: int, *, config, **kwargs) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_layernorm = RMSNorm(config, output_size)
-
-        def forward(self, input_):
-            output, bias = super().forward(input_)
-            assert bias is None, "the norm is of the output with its bias"
-            return self.post_layernorm(output), None
+            self.register_forward_hook(_norm_output)  # a hook, so that an adapter's can come before it
 
     return NormedLinear
+
+
+def _norm_output(linear: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, None]:
+    assert output[1] is None, "the norm is of the output with its bias"
+    return linear.post_layernorm(output[0]), None
 
 
 class TwoRotaryEmbeddings(RotaryEmbedding):

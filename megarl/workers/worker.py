@@ -70,7 +70,8 @@ def _roles_of_actor(suffix: str, config: TrainConfig, meshes: Mapping[str, MeshS
     if actor in here:
         roles[actor] = ActorRole(actor, config, shape, meshes, plane, config.optimizer)
     if reference in here:
-        as_the_actor = meshes[reference] == meshes[actor] and config.reference == config.actor
+        # Routers keep what they chose for the actor's updates: they cannot also serve the reference.
+        as_the_actor = shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
         roles[reference] = (AdapterlessReferenceRole(roles[actor]) if config.lora.lora_rank and as_the_actor
                             else ReferenceRole(reference, config, shape, meshes, plane, optimizer=None))  # fmt: skip
     if critic in here:

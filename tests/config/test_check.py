@@ -427,7 +427,7 @@ RULES = {
         "--lora-rank 4",
         2,
         EXPERTS,
-        "--lora-target-modules (linear_fc1 linear_fc2): in a mixture of experts these are matrices of experts, which have no adapters. "
+        "--lora-target-modules (linear_fc1 linear_fc2): in a mixture of experts it is the experts', which have no adapters. "
         "Try --lora-target-modules linear_qkv linear_proj.",
         "--lora-rank 4 --lora-target-modules linear_qkv linear_proj",
     ),
