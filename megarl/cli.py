@@ -131,7 +131,8 @@ def reshard_plan(argv: list[str]) -> int:
         rollout = train if of_actor.rollout.dtype == "auto" else of_actor.rollout.dtype
         shape = ModelShape.load(of_actor.model.model)
         sys.stdout.write(f"actor{suffix}\n" if suffix else "")
-        sys.stdout.write(report(shape, meshes[f"actor{suffix}"], meshes[f"rollout{suffix}"], train, rollout, of_actor.actor.qkv_layout, options))
+        actor, engines = meshes[f"actor{suffix}"], meshes[f"rollout{suffix}"]
+        sys.stdout.write(report(shape, actor, engines, train, rollout, of_actor.actor.qkv_layout, options))
     return 0
 
 

@@ -188,7 +188,8 @@ def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, 
 
 def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
     """One step of all actors of a job, each as its algorithm says; `roles`: names of all that the job has."""
-    roles = list(roles)
-    flows = [of_actor.algorithm.flow([kind_and_suffix(role)[0] if suffix else role for role in roles if actor_suffix(role, roles) == suffix]).of_actor(suffix)
-             for suffix, of_actor in configs_of_actors(config).items()]  # fmt: skip
+    roles, flows = list(roles), []
+    for suffix, of_actor in configs_of_actors(config).items():
+        mine = [role for role in roles if actor_suffix(role, roles) == suffix]
+        flows.append(of_actor.algorithm.flow([kind_and_suffix(role)[0] for role in mine] if suffix else mine).of_actor(suffix))
     return flows[0].beside(*flows[1:])

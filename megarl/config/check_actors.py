@@ -34,7 +34,8 @@ def _actors(config: TrainConfig, world_size: int, new_run: bool) -> Iterator[str
     if not new_run:
         yield f"{head}: an evaluation is of one model. Leave it out."
     if not all(of_actor.algorithm.needs_rollout for of_actor in actors.values()):
-        yield f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job for each, or try --algorithm grpo."
+        yield (f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job for each, or try "
+               "--algorithm grpo.")  # fmt: skip
         return
     for suffix, of_actor in actors.items():
         if len(models := of_actor.reward_models.reward_model) > 1:

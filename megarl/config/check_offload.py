@@ -25,7 +25,8 @@ def offload_findings(config: TrainConfig, roles: Sequence[MegatronRole], engine:
             yield (f"{flag} ({' '.join(parts)}): the {role.name} is frozen, it has no {' and no '.join(surplus)}. "
                    f"Try {flag} parameters.")  # fmt: skip
     yield from _other_reward_models(config, roles)
-    if config.placement.offload_ahead_bytes and not any(role.parallel.offload for role in roles) and not (config.reward and config.reward.offload):
+    offloaded = [*(role.parallel.offload for role in roles), config.reward.offload if config.reward else ()]
+    if config.placement.offload_ahead_bytes and not any(offloaded):
         yield f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without --offload. Leave it out, or set that."
     yield from _hybrid_optimizer(config, trained)
     if engine is not None and "parameters" in config.actor.offload:

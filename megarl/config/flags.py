@@ -39,7 +39,8 @@ OF_ROLES: dict[type, dict[str, str]] = {
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Roles that a role's own flags set too: the reference is the actor as it was."""
-OF_JOB = frozenset({("batch", "train_iters"), *(("placement", name) for name in ("nproc_per_node", "executor", "num_actors", "pools", "offload_ahead_bytes", "call_timeout_s")),
+_PLACEMENT_OF_JOB = ("nproc_per_node", "executor", "num_actors", "pools", "offload_ahead_bytes", "call_timeout_s")
+OF_JOB = frozenset({("batch", "train_iters"), *(("placement", name) for name in _PLACEMENT_OF_JOB),
                     *(("run", field.name) for field in dataclasses.fields(RunConfig) if not field.name.startswith("gate_"))})  # fmt: skip
 """(section, field) of what all actors share."""
 _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9]\d+)-(.+)")

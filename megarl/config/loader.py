@@ -157,7 +157,7 @@ class _Loader:
         if isinstance(found, Flag):
             return found, is_negated
         if self.algorithm is None and name.removeprefix("no-") in self.owners or not self._is_mine(occurrence):
-            return None  # --algorithm is missing or wrong, which is reported: this flag may well be right; or the first actor's loader judges it
+            return None  # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader judges it
         self.errors.append(f"{occurrence}: {found or self._unknown(name, occurrence.name)} [{occurrence.place}]")
         return None
 

@@ -42,10 +42,12 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> list[st
     pairs = [(section_flags("algorithm", cls), {"": (first.algorithm, other.algorithm)})]
     pairs += [(section_flags(section, section_cls), {"": (getattr(first, section), getattr(other, section))})
               for section, section_cls in SECTIONS.items() if section_cls not in OF_ROLES]  # fmt: skip
-    pairs += [(section_flags("", section_cls), {f"{role}-": (getattr(first, section), getattr(other, section)) for role, section in section_of.items()})
-              for section_cls, section_of in OF_ROLES.items()]  # fmt: skip
+    for section_cls, section_of in OF_ROLES.items():
+        of_roles = {f"{role}-": (getattr(first, section), getattr(other, section)) for role, section in section_of.items()}
+        pairs.append((section_flags("", section_cls), of_roles))
     lines += [line for flags, of_roles in pairs for flag in flags for line in _other_values(flag, of_roles, number)]
-    for prefix, theirs, mine in (("rollout-", first.rollout.engine_args, other.rollout.engine_args), ("", first.transformer, other.transformer)):
+    passed_on = {"rollout-": (first.rollout.engine_args, other.rollout.engine_args), "": (first.transformer, other.transformer)}
+    for prefix, (theirs, mine) in passed_on.items():
         if missing := theirs.keys() - mine.keys():
             raise ValueError(f"--{flag_name(min(missing), prefix)}: the first actor has it and actor {number} has not, which no flag can say.")
         lines += [format_flag(numbered(flag_name(name, prefix), number), value) for name, value in mine.items() if value != theirs.get(name)]
@@ -53,7 +55,8 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> list[st
 
 
 def _other_values(flag: Flag, nodes: Mapping[str, tuple[object | None, object | None]], number: int) -> list[str]:
-    """Prefix of the flag -> (first actor's node of the tree, this one's). For all roles if for any: the actor's flag sets the reference's too."""
+    """nodes: prefix of the flag -> (first actor's node of the tree, this one's). For all roles if for any, as the actor's flag sets the
+    reference's too."""
     field = flag.targets[0][1]
     if OF_JOB.issuperset(flag.targets):
         return []

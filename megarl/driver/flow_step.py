@@ -120,8 +120,9 @@ class FlowStep:
         after = {candidate.node.name}
         if candidate.source is not None:  # all that wait for the same exchange
             share = self.prepared.share_of[candidate.node.role]
+            needs, share_of = self.prepared.flow.dependencies, self.prepared.share_of
             after |= {n.name for n in self.prepared.flow.nodes
-                      if not n.function and self.prepared.share_of[n.role] == share and candidate.source.name in self.prepared.flow.dependencies[n.name]}  # fmt: skip
+                      if not n.function and share_of[n.role] == share and candidate.source.name in needs[n.name]}
         after = after.union(*(self.prepared.flow.behind[name] for name in after))
         return any(self._ranks_with_sources(node) & candidate.ranks for node in self._unissued_path() if node.name not in after)
 

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int, progress: Progress | None = None) -> Iterator[Job]:
+def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int,
+             progress: Progress | None = None) -> Iterator[Job]:  # fmt: skip
     """Create the run folder; close it and stop the engines after the last call. `progress`: as of `Run`."""
     with Run(config, write_args(config), progress) as run:
         job = Job(config, executor, run, inputs, world_size)

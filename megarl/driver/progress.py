@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
 
-from megarl.role_names import kind_and_suffix
+from megarl.role_names import kind_and_suffix, with_suffix
 
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
@@ -88,9 +88,10 @@ def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
     """Of the second actor reward_2 and so on, beside the first's."""
     shown = {}
     for name, (key, form) in COLUMNS.items():
-        group, metric = key.split("/")
-        suffixes = sorted(suffix for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics}) if kind == group)
-        shown |= {f"{name}{suffix}": form.format(metrics[f"{group}{suffix}/{metric}"]) for suffix in suffixes if f"{group}{suffix}/{metric}" in metrics}
+        group = key.split("/")[0]
+        for suffix in sorted(suffix for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics}) if kind == group):
+            if (of_actor := with_suffix(key, suffix)) in metrics:
+                shown[f"{name}{suffix}"] = form.format(metrics[of_actor])
     return shown
 
 

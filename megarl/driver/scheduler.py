@@ -113,7 +113,7 @@ class Scheduler:
     def __init__(self, executor: Executor, meshes: Mapping[str, object], host: Host, share_of: Mapping[str, str] | None = None):
         self.timeline = Timeline()
         self._executor, self._meshes, self._host = executor, meshes, host
-        self._share_of = {role: next(r for r in meshes if meshes[r] == mesh) for role, mesh in meshes.items()} if share_of is None else share_of
+        self._share_of = share_of or {role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()}
         self._prepared: PreparedFlow | None = None
         self._running: FlowStep | None = None  # a step until its path is over
         self._step: FlowStep | None = None  # from then on, for what is left in the background

@@ -54,8 +54,10 @@ class StepHost:
     def begin(self, number: int, rows: Mapping[str, list[int]], flow: Flow) -> RolloutBatch:
         """A step. rows: suffix of an actor -> rows of the data for its engines."""
         self.flow = flow
-        self.batches = {suffix: RolloutBatch(number, rows.get(suffix, []), learner.config.batch.num_samples_per_prompt, kl_coef=learner.kl.coef)
-                        for suffix, learner in self.job.learners.items()}  # fmt: skip
+        self.batches = {}
+        for suffix, learner in self.job.learners.items():
+            samples_per_prompt = learner.config.batch.num_samples_per_prompt
+            self.batches[suffix] = RolloutBatch(number, rows.get(suffix, []), samples_per_prompt, kl_coef=learner.kl.coef)
         for batch in self.batches.values():
             batch.actors = {learner.actor: self.batches[learner.suffix] for learner in self.job.learners.values()}
         return self.current
@@ -206,7 +208,7 @@ class StepHost:
             of = {"actor": f"actor{suffix}"} if suffix else {}
             for sample, record in batch.texts.items():
                 reward = batch.rewards.get(sample)
-                said = {self._without_number(role): {k: v for k, v in batch.records[role][sample].items() if k != "sample_id"} for role in models}
+                said = {self._without_number(role): _without_id(batch.records[role][sample]) for role in models}
                 rule = {"rule_reward": record["reward"]} if models or reward != record["reward"] else {}
                 rows.append(of | record | {"reward": reward} | rule | said)
         self.job.run.write_rollouts(rows)
@@ -215,6 +217,10 @@ class StepHost:
 def _scores(batch: RolloutBatch, role: str) -> list[float | None]:
     """In the order of the batch's samples."""
     return [batch.score_of(role, sample) for sample in batch.sample_ids]
+
+
+def _without_id(record: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in record.items() if key != "sample_id"}
 
 
 EXCHANGED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")

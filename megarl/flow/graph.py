@@ -217,11 +217,11 @@ def function_node(function: Callable, reads: Iterable[str] | None, writes: Itera
 
 
 def _renumbered(node: Node, suffix: str) -> Node:
-    known = METHODS.get((kind_and_suffix(node.role)[0], node.method))
+    known = METHODS.get((kind_and_suffix(node.role)[0], node.method), ((), ()))
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         """What METHODS says of the first actor's state it means of any; a node's own words mean that of its actor."""
-        return names and tuple(name + suffix if is_state(name) and not (known and name in known.reads + known.writes) else name for name in names)
+        return names and tuple(name + suffix if is_state(name) and name not in known[0] + known[1] else name for name in names)
 
     name = "" if node.name == f"{node.role}.{node.method}" else node.name + suffix
     return replace(node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes))

@@ -48,8 +48,9 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     if not config.algorithm.needs_rollout:
         from megarl.workers.sft import SFTActorRole
 
-        shape = ModelShape.load(config.model.model)
-        return {"actor": SFTActorRole("actor", config, shape, meshes, plane, config.optimizer)} if dist.get_rank() in meshes["actor"].ranks else {}
+        if dist.get_rank() not in meshes["actor"].ranks:
+            return {}
+        return {"actor": SFTActorRole("actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer)}
     configs = configs_of_actors(config)
     vocab_sizes = {suffix: ModelShape.load(of_actor.model.model).vocab_size for suffix, of_actor in configs.items()}
     roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes), {

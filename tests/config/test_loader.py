@@ -192,7 +192,7 @@ def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
 def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
     """The second and third differ from the first in everything but what all share, also in the algorithm, and so in the roles they have."""
     rng = random.Random(1)
-    for trial in range(40):
+    for trial in range(15):
         first, *others = (random_config(rng, num_actors=3) for _ in range(3))
         shared = {name: getattr(first.placement, name) for name in ("nproc_per_node", "executor", "pools", "offload_ahead_bytes", "call_timeout_s")}
         gates = {name: rng.random() for name in ("gate_max_abs", "gate_mean_abs")}
