@@ -1,7 +1,8 @@
 """Every family gives transformers' numbers in every layout, and comes back to its Hugging Face folder bit by bit.
 
 One torchrun job with two ranks (run_families.py) does all the work; these tests read what it wrote. families.py has the rows, among them
-faults that must show.
+faults that must show. Mutations of the code that made them fail: two of Gemma's norms exchanged in the atlas, a rank that takes the query
+heads of its neighbour beside a shared key head.
 
     pytest tests/megatron/test_families.py"""
 
@@ -32,7 +33,7 @@ def reports(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize("family, layout", CASES)
 def test_log_probs_equal_transformers(reports, family, layout):
-    # fp32: observed <= 3.4e-6; a wrong rope, norm, head order or temperature is above 0.1.
+    # fp32: observed <= 3.9e-6; a wrong rope, norm, head order or temperature is above 0.1.
     errors = [report[f"{family}/{layout}"]["log_probs"] for report in reports if f"{family}/{layout}" in report]
     errors = [error for error in errors if error is not None]
     assert errors and max(errors) <= 1e-5
@@ -40,7 +41,7 @@ def test_log_probs_equal_transformers(reports, family, layout):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_equal_transformers(reports, family):
-    assert reports[0][f"{family}/one"]["logits"] <= 1e-5  # of about 1 to 10, at every token; observed <= 3e-6
+    assert reports[0][f"{family}/one"]["logits"] <= 1e-5  # of about 1 to 10, at every token; observed <= 6.3e-6
 
 
 @pytest.mark.parametrize("family", FAULTS)
