@@ -42,6 +42,8 @@ class Batch:
     """[T] fp32; 0 where masked."""
     returns: torch.Tensor | None = None
     """[T] fp32, what the critic learns to predict; NaN where the sample's reward failed, 0 where masked."""
+    routed_experts: torch.Tensor | None = None
+    """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer; anything in layers without experts."""
 
     @staticmethod
     def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],
@@ -66,6 +68,11 @@ class Batch:
         return self.cu_seqlens.diff()
 
     @property
+    def sample_of_token(self) -> torch.Tensor:
+        """[T] int64, the row of each token's sample."""
+        return torch.arange(len(self)).repeat_interleave(self.lengths)
+
+    @property
     def response_lengths(self) -> torch.Tensor:
         """[B] int64."""
         return _cumulative(self.response_mask)[self.cu_seqlens].diff()
@@ -82,8 +89,8 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """The token columns that are there, by name."""
-        return {name: column for name in TOKEN_COLUMNS if (column := getattr(self, name)) is not None}
+        """The columns that are there, by name."""
+        return {name: column for name in (*TOKEN_COLUMNS, "routed_experts") if (column := getattr(self, name)) is not None}
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] fp32 token column under its name, without its gradient, on the CPU.

@@ -1,7 +1,7 @@
 """Imports go down only, imports inside functions included.
 
-    train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> algorithms, reshard
-    -> invariants -> config, flow, batch, packing, metrics -> kernels, _C
+    train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
+    -> algorithms, reshard -> invariants -> config, flow, batch, packing, metrics -> kernels, _C
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -21,6 +21,7 @@ FLOORS = (
     ("config", "flow", "batch", "packing", "metrics"),
     ("invariants",),
     ("algorithms", "reshard"),
+    ("checkpoint",),
     ("megatron", "rollout", "data", "rewards"),
     ("workers",),
     ("driver",),

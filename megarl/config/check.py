@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.check_experts import expert_findings
+from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
@@ -13,6 +15,7 @@ from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
+from megarl.config.installed import megatron_finding
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
@@ -70,12 +73,12 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _batch, _optimizer, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _batch, _optimizer, _lora, _held_out, _offload, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
-    return [*findings, *reward_findings(config), *path_findings(config, new_run)]
+    return [*filter(None, [megatron_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
@@ -136,6 +139,11 @@ def _megatron(job: _Job) -> Iterator[str]:
     yield from dict.fromkeys(finding for role in job.megatron_roles() for finding in parallel_findings(role))
 
 
+def _experts(job: _Job) -> Iterator[str]:
+    trained = [job.shape, *([job.critic_shape] if job.config.critic is not None else [])]
+    yield from expert_findings(job.config, [shape for shape in trained if shape is not None])
+
+
 def _algorithm(job: _Job) -> Iterator[str]:
     warmup, steps = job.config.algorithm.critic_warmup_iters, job.config.batch.train_iters
     if warmup >= steps:
@@ -180,6 +188,10 @@ def _optimizer(job: _Job) -> Iterator[str]:
         if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
             yield (f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
                    f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}.")  # fmt: skip
+
+
+def _lora(job: _Job) -> Iterator[str]:
+    yield from dict.fromkeys(lora_findings(job.config, {"actor": job.shape, "critic": job.critic_shape}))
 
 
 def _offload(job: _Job) -> Iterator[str]:

@@ -62,6 +62,9 @@ def parallel_findings(role: MegatronRole) -> Iterator[str]:
     if role.shape is not None:
         yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"))
         yield from _experts(role)
+        if role.parallel.qkv_layout == "stacked" and role.shape.num_query_groups % role.tp:
+            yield (f"{role.flag('qkv_layout')} (stacked): needs whole key-value heads on each rank: {role.flag('tensor_model_parallel_size')} "
+                   f"({role.tp}) must divide the model's ({role.shape.num_query_groups}). Try {role.flag('qkv_layout')} grouped.")
 
 
 def _ranks(role: MegatronRole) -> Iterator[str]:
@@ -137,13 +140,20 @@ def _experts(role: MegatronRole) -> Iterator[str]:
 def split_findings(shape: ModelShape, tp: int, pp: int, tp_flag: str = "--tensor-model-parallel-size",
                    pp_flag: str = "--pipeline-model-parallel-size") -> Iterator[str]:
     """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks."""
-    sizes = {**split_sizes(shape), "key-value heads": shape.num_query_groups}
-    fits = [n for n in divisors(shape.num_attention_heads) if not any(size % n for size in sizes.values())]
+    sizes, groups = split_sizes(shape), shape.num_query_groups
+    fits = [n for n in divisors(shape.num_attention_heads) if _shares_heads(groups, n) and not any(size % n for size in sizes.values())]
     for name, size in sizes.items():
         if size % tp:
             yield f"{tp_flag} ({tp}): must divide the model's {name} ({size}).{try_(fits, tp)}"
+    if not _shares_heads(groups, tp):
+        yield f"{tp_flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of them.{try_(fits, tp)}"
     if shape.num_layers % pp:
         yield f"{pp_flag} ({pp}): must divide the model's layers ({shape.num_layers}).{try_(divisors(shape.num_layers), pp)}"
+
+
+def _shares_heads(groups: int, tp: int) -> bool:
+    """Each rank has whole key-value heads, or as many ranks as any other share one."""
+    return groups % tp == 0 or tp % groups == 0
 
 
 def split_sizes(shape: ModelShape) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.config.values import Kind, kind_of_hint
 
 # Sections whose flags carry a prefix. Every other section's flags are its field names.
@@ -29,6 +29,7 @@ SECTIONS: dict[str, type] = {
 OF_ROLES: dict[type, dict[str, str]] = {
     ParallelConfig: {"actor": "actor", "reference": "reference", "critic": "critic", "reward": "reward"},
     OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},
+    LoRAConfig: {"actor": "lora", "critic": "critic_lora"},
 }
 """Dataclass -> role -> the section that holds the role's. Their flags set every role, and with the role's name in front that one."""
 ROLES = tuple(OF_ROLES[ParallelConfig])

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.config.hf_experts import expert_fields, unsupported_experts
+from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
+from megarl.config.hf_latent import latent_fields, unsupported_latents
+from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +28,46 @@ class Family:
     head_dim_is_a_key: bool = True  # False: vLLM ignores the key
     num_key_value_heads: int | None = 32  # None: num_attention_heads
     max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     eos_token_id: int | None = None
     sliding_window: int | None = None  # not None: every layer slides unless the key says null
     is_moe: bool = False
+    has_latents: bool = False  # multi-head latent attention
+    is_gemma: bool = False
+    tie_word_embeddings: bool = False
+    only: dict[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)  # as ONLY, and before it
 
     @property
     def sequence_classifier(self) -> str:
         """The transformers class with a value head in place of the output layer."""
-        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+        stem = "Gemma3Text" if self.is_gemma else self.architecture.removesuffix("ForCausalLM")  # Gemma3For... sees images
+        return f"{stem}ForSequenceClassification"
 
 
+BIASES = {key: ((False, True), "must be true or false") for key in ("attention_bias", "mlp_bias")}
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
-    "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", qkv_bias=True, head_dim_is_a_key=False, num_key_value_heads=16, is_moe=True,
+                        only={"qkv_bias": ((True,), "models without it are not supported")}),
+    "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, only=BIASES),
     "mistral": Family("MistralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, sliding_window=4096),
-}
+    "mixtral": Family("MixtralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, rms_norm_eps=1e-5,
+                      rope_theta=1e6, is_moe=True),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, is_moe=True,
+                          has_latents=True),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", num_key_value_heads=None, max_position_embeddings=4096, eos_token_id=1, is_moe=True,
+                          has_latents=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", qk_layernorm=True, head_dim=256, num_key_value_heads=4, max_position_embeddings=131072,
+                          eos_token_id=1, is_gemma=True, tie_word_embeddings=True, only=ONLY_GEMMA),
+}  # fmt: skip
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
     "hidden_act": (("silu",), "only SwiGLU (silu) is supported"),
-    "attention_bias": ((False,), "it adds a bias to o_proj as well, which is not supported"),
-    "mlp_bias": ((False,), "biases in the MLP are not supported"),
+    "attention_bias": ((False,), "it adds a bias to o_proj as well, which transformers and vLLM have together for llama only"),
+    "mlp_bias": ((False,), "biases in the MLP are supported for llama only"),
     "qkv_bias": ((False,), "biases that transformers would not load are not supported"),
     "bias": ((False,), "biases that transformers would not load are not supported"),
     "qk_norm": ((False,), "vLLM would normalize q and k and transformers would not"),
@@ -53,14 +75,7 @@ ONLY = {
     "is_causal": ((True,), "only causal language models are supported"),
     "dual_chunk_attention_config": ((), "dual chunk attention is not supported"),
     "quantization_config": ((), "quantized weights cannot be trained; use the unquantized model"),
-    "decoder_sparse_step": ((1,), "every layer must be a mixture of experts"),
-    "mlp_only_layers": (([],), "every layer must be a mixture of experts"),
-    "shared_expert_intermediate_size": ((0,), "shared experts are not supported"),
 }
-ROPE_TYPES = ("default", "llama3")
-LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Megatron-Core 0.16.1 takes the factor only and has the rest built in (RotaryEmbedding._apply_scaling).
-LLAMA3_BUILT_IN = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +85,27 @@ class ModelShape:
     Args:
         head_dim: Megatron's kv_channels.
         vocab_size: rows of the embedding in the folder, unpadded.
-        qkv_bias: biases on q, k, v (never on o).
+        qkv_bias: biases on q, k, v. o_bias, mlp_bias: on o; on gate, up and down.
         qk_layernorm: RMSNorm over the head dimension of q and k.
-        rope_scaling: None, or llama3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+        rope_scaling: None, or rope_type (linear, llama3, yarn) and its keys, by transformers' names.
         eos_token_ids: of config.json, then those that only generation_config.json has.
         torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
-        num_moe_experts: 0 for a dense model; then the three fields that follow mean nothing, otherwise ffn_hidden_size does not.
-        moe_ffn_hidden_size: of one expert. moe_router_topk: experts per token.
-        norm_topk_prob: the weights of a token's experts sum to 1.
+        num_moe_experts: 0 for a dense model; then the fields up to moe_router_enable_expert_bias mean nothing.
+        moe_ffn_hidden_size: of one expert; ffn_hidden_size is that of the dense layers. moe_router_topk: experts per token.
+        norm_topk_prob: the weights of a token's experts sum to 1, before moe_router_topk_scaling_factor.
+        dense_layers: the layers of a mixture that have no experts.
+        moe_shared_expert_intermediate_size: of all shared experts together, 0: there is none. moe_shared_expert_gate: a weight per token.
+        moe_router_num_groups: 0, or a token's experts are in moe_router_group_topk of that many groups, the best ones by the sum of the
+            scores of their moe_router_group_best best experts.
+        moe_router_enable_expert_bias: a correction of the scores (arXiv:2408.15664), which choose experts but do not weigh them. Frozen.
+        kv_lora_rank: 0, or attention is multi-head latent: head_dim is that of queries and keys, of which the last qk_rope_head_dim
+            have rotary embeddings; q_lora_rank 0: queries have no latent.
+        activation: silu or gelu_tanh, of the MLP's gate.
+        sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that sliding_layers says True of.
+        local_rope_theta: rotary base of these layers, which have no scaling then; None: as others.
+        query_pre_attn_scalar: queries times keys are divided by its square root; None: head_dim.
+        zero_centered_norms: norms multiply by 1 + weight. output_norms: attention and MLP have one after them as well as before.
+        scaled_embeddings: by sqrt(hidden_size).
         value_head: a critic or reward model: `score.weight` [1, hidden_size] in place of the output layer. Embeddings are not tied then.
     """
 
@@ -94,7 +122,7 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, float] | None
+    rope_scaling: dict[str, object] | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -102,6 +130,29 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     moe_router_topk: int = 0
     norm_topk_prob: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    dense_layers: tuple[int, ...] = ()
+    moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
+    moe_router_group_best: int = 0
+    moe_router_enable_expert_bias: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    activation: str = "silu"
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    local_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    zero_centered_norms: bool = False
+    output_norms: bool = False
+    scaled_embeddings: bool = False
     value_head: bool = False
 
     @classmethod
@@ -119,8 +170,10 @@ class ModelShape:
         if family is None:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
-        findings = [*_missing(config, family), *_unsupported(config, family, value_head), *_unsupported_rope(config)]
-        findings += _unsupported_experts(config) if family.is_moe else ()
+        findings = [*_missing(config, family), *_unsupported(config, family, value_head)]
+        findings += unsupported_gemma(config) if family.is_gemma else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
+        findings += unsupported_experts(config["model_type"], config) if family.is_moe else ()
+        findings += unsupported_latents(config) if family.has_latents else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
         shape = _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
         return replace(shape, value_head=True, tie_word_embeddings=False) if value_head else shape
@@ -131,12 +184,69 @@ class ModelShape:
 
     @property
     def is_moe(self) -> bool:
-        """Every layer is a mixture of experts."""
+        """A layer is a mixture of experts; every layer that is not in dense_layers."""
         return self.num_moe_experts > 0
 
     @property
     def is_dense(self) -> bool:
+        """No layer is a mixture of experts."""
         return not self.is_moe
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.is_moe and layer not in self.dense_layers
+
+    def of_layer(self, layer: int) -> ModelShape:
+        """The shape of a model whose layers are all like this one."""
+        kind = self if self.is_moe_layer(layer) else replace(self, num_moe_experts=0)
+        return replace(kind, dense_layers=()) if self.dense_layers else kind
+
+    @property
+    def names_blocks_sparse(self) -> bool:
+        """The checkpoint has block_sparse_moe.experts.<e>.w1, w3 and w2 where others have mlp.experts.<e>.gate_proj, up_proj and down_proj."""
+        return self.is_moe and self.model_type == "mixtral"
+
+    @property
+    def names_experts(self) -> bool:
+        return self.is_moe and not self.names_blocks_sparse
+
+    @property
+    def shares_experts(self) -> bool:
+        """mlp.shared_experts; Qwen2-MoE, where there is a gate, calls them mlp.shared_expert."""
+        return self.is_moe and self.moe_shared_expert_intermediate_size > 0 and not self.moe_shared_expert_gate
+
+    @property
+    def gates_shared_expert(self) -> bool:
+        return self.is_moe and self.moe_shared_expert_intermediate_size > 0 and self.moe_shared_expert_gate
+
+    @property
+    def corrects_scores(self) -> bool:
+        return self.is_moe and self.moe_router_enable_expert_bias
+
+    @property
+    def is_mla(self) -> bool:
+        """Multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def is_gqa(self) -> bool:
+        return not self.is_mla
+
+    @property
+    def has_query_latent(self) -> bool:
+        return self.is_mla and self.q_lora_rank > 0
+
+    @property
+    def has_query_projection(self) -> bool:
+        """Queries are a projection of the hidden states."""
+        return not self.has_query_latent
+
+    @property
+    def has_plain_query(self) -> bool:
+        return self.is_mla and self.has_query_projection
+
+    @property
+    def input_norms_only(self) -> bool:
+        return not self.output_norms
 
     @property
     def architecture(self) -> str:
@@ -173,24 +283,28 @@ def _missing(config: dict[str, object], family: Family) -> Iterator[str]:
 
 
 def _unsupported(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
-    for key, (accepted, reason) in ONLY.items():
+    for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
     head_dim, heads, hidden_size = config.get("head_dim"), config.get("num_attention_heads"), config.get("hidden_size")
     if head_dim is not None and not family.head_dim_is_a_key and heads and hidden_size and head_dim * heads != hidden_size:
         yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
     yield from _unsupported_architecture(config, family, value_head)
+
+
+def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[str]:
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
     window, full_layers = config.get("sliding_window"), _value(config, "max_window_layers", 28)
     if config.get("use_sliding_window") and window is not None and full_layers < _value(config, "num_hidden_layers", 0):
-        yield f"use_sliding_window (true, sliding_window {window}): sliding-window attention is not supported."
-    if window is not None and config["model_type"] in ("llama", "mistral"):
-        yield f"sliding_window ({window}): sliding-window attention is not supported."
-    if family.sliding_window is not None and "sliding_window" not in config:
-        yield (f"sliding_window (missing, which means {family.sliding_window}): sliding-window attention is not supported. "
-               f'Write "sliding_window": null if the model has none.')
+        yield f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers for this family."
+    if window is not None and family.sliding_window is not None and (not isinstance(window, int) or window < 1):
+        yield f"sliding_window ({window}): must be a positive whole number, or null."
+    if window is not None and config["model_type"] == "llama":
+        yield f"sliding_window ({window}): vLLM would slide and transformers would not."
+    if window is not None and config["model_type"] == "mixtral":
+        yield f"sliding_window ({window}): transformers would slide and vLLM would not."
 
 
 def _unsupported_architecture(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
@@ -204,71 +318,31 @@ def _unsupported_architecture(config: dict[str, object], family: Family, value_h
         yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
-_EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
-
-
-def _expert_sizes(config: dict[str, object]) -> dict[str, object]:
-    """The keys of a mixture of experts. transformers 5 also writes num_experts as num_local_experts."""
-    found = {key: _value(config, key, default) for key, default in _EXPERT_DEFAULTS.items()}
-    return found | {"num_experts": _value(config, "num_experts", _value(config, "num_local_experts", 128))}
-
-
-def _unsupported_experts(config: dict[str, object]) -> Iterator[str]:
-    sizes = _expert_sizes(config)
-    experts, per_token = sizes["num_experts"], sizes["num_experts_per_tok"]
-    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        if not isinstance(sizes[key], int) or sizes[key] < 1:
-            yield f"{key} ({sizes[key]}): must be a positive whole number."
-    if not isinstance(sizes["norm_topk_prob"], bool):
-        yield f"norm_topk_prob ({sizes['norm_topk_prob']}): must be true or false."
-    if isinstance(experts, int) and isinstance(per_token, int) and per_token > experts:
-        yield f"num_experts_per_tok ({per_token}): must be at most num_experts ({experts})."
-    if per_token == 1 and sizes["norm_topk_prob"]:
-        yield "norm_topk_prob (true): with num_experts_per_tok 1 every weight is 1 and the router learns nothing. Write false."
-
-
-def _rope(config: dict[str, object]) -> dict[str, object]:
-    """The rope parameters in the form of transformers 5: older folders have rope_theta and rope_scaling beside each other."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", _value(config, "rope_theta", 10000.0))
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] == "llama3":
-        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return rope
-
-
-def _unsupported_rope(config: dict[str, object]) -> Iterator[str]:
-    rope = _rope(config)
-    nested = [key for key, value in rope.items() if isinstance(value, dict)]
-    if nested:
-        yield f"rope_parameters ({', '.join(nested)}): different rotary embeddings per kind of layer are not supported."
-    elif rope["rope_type"] not in ROPE_TYPES:
-        yield f"rope_type ({rope['rope_type']}): must be one of {', '.join(ROPE_TYPES)}."
-    elif rope["rope_type"] == "llama3" and (missing := [key for key in LLAMA3_KEYS if not isinstance(rope.get(key), (int, float))]):
-        yield f"rope_type (llama3): needs {' and '.join(missing)}."
-    elif rope["rope_type"] == "llama3":
-        for key, value in LLAMA3_BUILT_IN.items():
-            if rope[key] != value:
-                yield f"{key} ({rope[key]}): Megatron-Core has {value} built in."
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        yield f"partial_rotary_factor ({rope['partial_rotary_factor']}): {ONLY['partial_rotary_factor'][1]}."
-
-
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    rope, heads, experts = _rope(config), config["num_attention_heads"], _expert_sizes(config) if family.is_moe else None
-    return ModelShape(
+    window, heads = config.get("sliding_window", family.sliding_window) if family.sliding_window else None, config["num_attention_heads"]
+    shape = ModelShape(
         model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
         num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
         head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm,
-        rms_norm_eps=float(_value(config, "rms_norm_eps", 1e-6)), rope_theta=float(rope["rope_theta"]),
-        rope_scaling={key: rope[key] for key in LLAMA3_KEYS} if rope["rope_type"] == "llama3" else None,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
+        qkv_bias=family.qkv_bias or bool(config.get("attention_bias")), o_bias=bool(config.get("attention_bias")),
+        mlp_bias=bool(config.get("mlp_bias")), qk_layernorm=family.qk_layernorm,
+        rms_norm_eps=float(_value(config, "rms_norm_eps", family.rms_norm_eps)),
         max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        num_moe_experts=experts["num_experts"] if experts else 0, moe_ffn_hidden_size=experts["moe_intermediate_size"] if experts else 0,
-        moe_router_topk=experts["num_experts_per_tok"] if experts else 0, norm_topk_prob=bool(experts and experts["norm_topk_prob"]),
+        **(gemma_fields(config) if family.is_gemma else _plain_fields(config, family, window)),
     )  # fmt: skip
+    fields = expert_fields(config["model_type"], config) if family.is_moe else {}
+    fields |= latent_fields(config) if family.has_latents else {}
+    return replace(shape, **fields)
+
+
+def _plain_fields(config: dict[str, object], family: Family, window: int | None) -> dict[str, object]:
+    """One rotary embedding for all layers, and a window in all of them or in none."""
+    rope = rope_parameters(config, family.rope_theta)
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling(rope), "sliding_window": window,
+            "sliding_layers": (True,) * config["num_hidden_layers"] if window else ()}  # fmt: skip
 
 
 def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:

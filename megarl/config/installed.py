@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config.values import SCALARS, Kind
+
+SUPPORTED_MEGATRON = "0.16.1"
+"""The only version whose lines megarl.megatron.fixes knows."""
 
 _CONTAINERS = {"list": list, "List": list, "tuple": tuple, "Tuple": tuple, "set": set, "Set": set, "Sequence": list}
 _UNPARSABLE = {"Callable", "type", "Type", "ContextManager", "torch.dtype", "PipelineParallelLayerLayout", "RecipeConfig", "AttnBackend"}
@@ -31,6 +35,16 @@ class InstalledClass:
     def kind(self, name: str) -> Kind | None:
         """What a field accepts; None if no flag can carry it."""
         return kind_of_annotation(self.annotations[name], self.aliases)
+
+
+def megatron_finding() -> str | None:
+    """Why the installed Megatron-Core cannot be used; None if it can."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    rule = f"megarl replaces parts of {SUPPORTED_MEGATRON} by line and knows no other version. Run pip install megatron-core=={SUPPORTED_MEGATRON}."
+    return None if version == SUPPORTED_MEGATRON else f"megatron-core ({version}): {rule}"
 
 
 @functools.cache

@@ -31,8 +31,28 @@ ENGINE_REFUSED = {
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",
 }
 
+# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal value is taken from a flag.
+_SHAPE_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups group_query_attention",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "layernorm_epsilon norm_epsilon",
+    "rope_theta": "rotary_base",
+    "rope_scaling": "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
+    "hidden_act": "activation_func swiglu gated_linear_unit",
+    "tie_word_embeddings": "untie_embeddings_and_output_weights",
+    "sliding_window": "window_size",
+}
+
 # The same for TransformerConfig. Names of Megatron's own training arguments are among them, for those who know these.
 TRANSFORMER_REFUSED = {
+    **{f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another --model.": fields
+       for key, fields in _SHAPE_KEYS.items()},
     "the shape comes from --model's config.json. Change it there, or use another --model.": """
         num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size max_position_embeddings
         normalization layernorm_epsilon norm_epsilon layernorm_zero_centered_gamma apply_layernorm_1p add_bias_linear
@@ -40,7 +60,13 @@ TRANSFORMER_REFUSED = {
         rotary_* rope_* use_rotary_position_embeddings position_embedding_type no_rope_freq mrope_section window_size
         window_attn_skip_freq softmax_scale softmax_type attention_output_gate apply_residual_connection_post_layernorm
         group_query_attention untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
-    "the experts come from --model's config.json, and balancing losses are not supported yet.": "num_moe_experts num_experts moe_*",
+    "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have not, and flex was never tried.": """
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend""",
+    "every token goes to all of its experts: a dropped one would have other log-probs in the engine.": """
+        moe_expert_capacity_factor moe_token_dropping moe_token_drop_policy moe_pad_expert_input_to_capacity""",
+    "the router sees what the engine's sees.": "moe_input_jitter_eps moe_router_force_load_balancing",
+    "set --moe-routing-replay.": "moe_enable_routing_replay",
+    "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",
     "overlapping the experts' communication is not supported yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",

@@ -14,6 +14,7 @@ from megarl.config.errors import require
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 OFFLOAD_PARTS = ("parameters", "gradients", "optimizer")
 """In the order in which an update uses them."""
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 TRANSPORTS = ("auto", "direct", "shared-memory", "cuda-ipc", "messages")
 
 
@@ -93,6 +94,27 @@ class ParallelConfig:
                 )
             ],
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """mixtures of experts (of every role that is trained)"""
+
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Balancing loss: E * sum over experts of (share of the choices) * (mean probability), 1 where all are equal, with shares taken within
+    each packed micro-batch (aux_loss; depends on the packing), each sample (seq_aux_loss), or the mini-batch (global_aux_loss; one more
+    forward pass per update). The mean over all tokens, or samples, of the mini-batch, prompts included."""
+    moe_aux_loss_coeff: float = 0.0
+    """Factor of the balancing loss. Every layer adds its own, as in Megatron."""
+    moe_z_loss_coeff: float = 0.0
+    """Factor of the router z-loss, the mean over the mini-batch's tokens of (log sum exp of the router's logits)^2 in each layer; 0 is off."""
+
+    moe_routing_replay: Literal["none", "policy", "engine"] = "none"
+    """Experts that the actor's updates send each token to. none: those that the router favours now. policy: those of the pass that made the
+    old log-probs. engine: those of the engine that sampled, for that pass too (GPU only). Their weights are always the router's of now."""
+
+    def __post_init__(self) -> None:
+        require(self, at_least={"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +233,27 @@ class OptimizerConfig:
             at_most={"optimizer_offload_fraction": 1},
             above={"adam_eps": 0},
             below={"adam_beta1": 1, "adam_beta2": 1},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig:
+    """LoRA (of actor and critic; for one: --actor-lora-rank, --critic-lora-rank and so on)"""
+
+    lora_rank: int = 0
+    """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all weights are trained."""
+    lora_alpha: float = 32.0
+    """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
+    lora_target_modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = LORA_TARGETS
+    """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts get none."""
+
+    def __post_init__(self) -> None:
+        targets = self.lora_target_modules or ()
+        require(
+            self,
+            at_least={"lora_rank": 0},
+            above={"lora_alpha": 0},
+            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once.")],
         )
 
 
@@ -438,11 +481,15 @@ class TrainConfig:
     reference: ParallelConfig | None = None
     reward: ParallelConfig | None = None
     """Of the reward models that run on Megatron."""
+    experts: MoEConfig = field(default_factory=MoEConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The actor's."""
     critic_optimizer: OptimizerConfig | None = None
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """The actor's."""
+    critic_lora: LoRAConfig | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

@@ -107,6 +107,7 @@ class StoreExecutor:
 
     def shutdown(self) -> None:
         if not self._ended:
+            self._outbox.ask_for_stacks()  # whoever waits to be asked is in the store's code, see `_end`
             self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
             self._end()
 

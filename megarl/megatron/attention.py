@@ -1,10 +1,11 @@
-"""Self-attention whose linear_qkv stores its rows as vLLM does."""
+"""Self-attention for what Megatron's own cannot: linear_qkv's rows in vLLM's order, and more ranks than key heads."""
 
 from __future__ import annotations
 
 from megarl.megatron.cpu_shim import cpu_megatron
 
 with cpu_megatron():
+    from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
     from megatron.core.transformer.attention import SelfAttention
 
 
@@ -33,3 +34,26 @@ class StackedQKVSelfAttention(SelfAttention):
 
     def clip_qk(self):
         raise NotImplementedError("qk-clip expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped.")
+
+
+class SharedKeySelfAttention(SelfAttention):
+    """With more tensor-parallel ranks than query groups: the ranks of a group share its key and value head.
+
+    A rank's part of linear_qkv is then a part of one group's [q, ..., q, k, v], so what all ranks computed is gathered, and each takes its
+    query heads and the head of its group. Backward sums what every rank of a group adds to the gradient of k and v. Megatron does the
+    same with the global parallel_state (attention.py:1398), which a job of several meshes has none of."""
+
+    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True):
+        """Query [T, b, heads, d], key and value [T, b, 1, d], from hidden states [T, b, hidden]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
+        groups, tp = self.config.num_query_groups, self.tp_group.size()
+        group, part = divmod(self.tp_group.rank(), tp // groups)
+        heads = self.config.num_attention_heads // tp
+        of_group = mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))[..., group, :, :]
+        query, key, value = of_group[..., part * heads : (part + 1) * heads, :], of_group[..., -2:-1, :], of_group[..., -1:, :]
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value

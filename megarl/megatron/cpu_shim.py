@@ -4,8 +4,7 @@ Megatron-Core 0.16.1 names CUDA in tensor factories (device="cuda"), type checks
 streams and the RNG tracker. Inside the context those names mean the CPU; outside, torch is untouched, so vLLM in the same
 process never sees them. Entering costs a few microseconds and nothing per operation.
 
-What Megatron itself gets wrong on a CPU is corrected once, when this file is imported, by fixes that name the line they are
-for. Another Megatron version is refused: every entry was checked against this one."""
+Every entry was checked against the version of Megatron that fixes.py is for. What Megatron itself gets wrong is put right there."""
 
 from __future__ import annotations
 
@@ -13,9 +12,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-
-SUPPORTED_MEGATRON = "0.16.1"
 
 
 def _to_cpu(device: object) -> object:
@@ -118,91 +114,14 @@ def cpu_megatron() -> Iterator[None]:
                 setattr(owner, name, old)
 
 
-def _reduce_scatter_in_place(output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool) -> None:
-    """`output` is this rank's part of `input`; what the other parts hold afterwards is not read."""
-    # Not dist.all_reduce: in Megatron's coalescing manager it would be flattened into a copy again.
-    group.allreduce(input, op).wait()
-
-
-def _all_gather_in_place(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-    """`input` is this rank's part of `output`."""
-    for work in [group.broadcast(part, root) for root, part in enumerate(output.chunk(group.size()))]:
-        work.wait()
-
-
-def _fix_megatron() -> None:
-    import megatron.core
-    import megatron.core.distributed.param_and_grad_buffer as buffers
+def _use_cpu_random_state() -> None:
+    """Megatron's own accessors of CUDA's random state; recompute saves and restores it through them."""
     import megatron.core.tensor_parallel.random as mcore_random
 
-    if megatron.core.__version__ != SUPPORTED_MEGATRON:
-        raise RuntimeError(f"megatron-core {megatron.core.__version__} is installed, megarl on CPU was written for {SUPPORTED_MEGATRON}: "
-                           f"pip install megatron-core=={SUPPORTED_MEGATRON}")
     mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-    # random.py:636 says `self.fp8 = fp8 is not None` with default False, so selective recompute of anything but core_attn
-    # takes the Transformer Engine branch and dies with a NameError where that is not installed.
-    original_init = mcore_random.CheckpointWithoutOutput.__init__
-
-    def init(self, fp8=False):
-        original_init(self, fp8)
-        self.fp8 = bool(fp8)
-
-    mcore_random.CheckpointWithoutOutput.__init__ = init
-
-    # param_and_grad_buffer.py:285 and :443, on gloo: both copy the whole buffer first (2 GB of gradients for 0.5B parameters),
-    # the first gathers into the copy, the second all-reduces it. In place the same sums take no memory and a quarter of the time.
-    buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = _reduce_scatter_in_place, _all_gather_in_place
-    _fix_experts()
-
-
-def _fix_experts() -> None:
-    import megatron.core.tensor_parallel.mappings as mappings
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-
-    # moe_utils.py:1192 asks whether te_general_gemm is None; without Transformer Engine the name does not exist.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    # moe_utils.py:1093 makes lists of split sizes out of CUDA tensors only; all_to_all_single takes no tensors.
-    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
-    # Expert tensor parallelism gathers and scatters shares of unequal length, which gloo refuses.
-    mappings._gather_along_first_dim = _gather_padded(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _reduce_scatter_padded(mappings._reduce_scatter_along_first_dim)
-
-
-def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
-
-
-def _gather_padded(gather):
-    def gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
-        if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, None, use_global_buffer)
-        longest = max(output_split_sizes)
-        gathered = gather(_padded(input_, longest), group).split(longest) if longest else [input_]
-        return torch.cat([rows[:length] for rows, length in zip(gathered, output_split_sizes)])
-
-    return gather_along_first_dim
-
-
-def _reduce_scatter_padded(reduce_scatter):
-    def reduce_scatter_along_first_dim(input_, group, input_split_sizes=None, use_global_buffer=False):
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(input_, group, None, use_global_buffer)
-        longest, mine = max(input_split_sizes), input_split_sizes[group.rank()]
-        if not longest:
-            return input_
-        return reduce_scatter(torch.cat([_padded(rows, longest) for rows in input_.split(input_split_sizes)]), group)[:mine]
-
-    return reduce_scatter_along_first_dim
 
 
 if _SWAPS:
     with cpu_megatron():
-        _fix_megatron()
+        _use_cpu_random_state()

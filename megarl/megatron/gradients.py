@@ -13,7 +13,7 @@ def accumulate_in_pieces(model: torch.nn.Module) -> None:
     Megatron's own hook says `main_grad.add_(grad)`; for fp32 and bf16 PyTorch then makes an fp32 copy of the whole gradient: half a
     gigabyte for the embedding of 0.5B parameters, and more time than the sum. `grad_added_to_main_grad` is how layers that fuse
     the accumulation tell it that nothing is left to do; `zero_out_wgrad` on a tied embedding would say that something is."""
-    for parameter in model.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.zero_out_wgrad = False
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 

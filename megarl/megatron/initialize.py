@@ -1,26 +1,54 @@
-"""Random weights for --random-init, the same under every layout."""
+"""Random weights, the same under every layout: a whole model's for --random-init, and those that adapters start with."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import VALUE_HEAD, Atlas, hf_atlas
+from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
 
 
 @torch.no_grad()
 def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02) -> None:
-    """Fill this rank's shards: norms 1, biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
+    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
     name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
-    full = hf_atlas(shape)
+
+    def values(name: str, rows: int, cols: int) -> torch.Tensor:
+        return _full_tensor(name, rows, cols, seed, std) - (shape.zero_centered_norms and "norm" in name)
+
+    _fill(atlas, hf_sizes(shape), parameters, values)
+
+
+@torch.no_grad()
+def initial_adapters(atlas: Atlas, sizes: Sizes, parameters: dict[str, torch.Tensor], seed: int) -> None:
+    """As PEFT begins: A uniform in +-1 / sqrt(in), B 0, so that the model is what it was.
+
+    Args:
+        atlas: this rank's, with adapters; its other parameters are left as they are.
+        sizes: of every canonical tensor of the adapters (`adapter_sizes`)."""
+
+    def values(name: str, rows: int, cols: int) -> torch.Tensor:
+        if name.endswith(".lora_B.weight"):
+            return torch.zeros(rows, cols)
+        return torch.empty(rows, cols).uniform_(-(cols**-0.5), cols**-0.5, generator=_generator(name, seed))
+
+    _fill({name: local for name, local in atlas.items() if ".adapter." in name}, sizes, parameters, values)
+
+
+def _fill(atlas: Atlas, sizes: Sizes, parameters: dict[str, torch.Tensor], values: Callable[[str, int, int], torch.Tensor]) -> None:
+    """values(name, rows, cols) of each canonical tensor, cut as the atlas says; 0 elsewhere."""
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:
-            values = _full_tensor(piece.hf_name, full[piece.hf_name].rows, full[piece.hf_name].cols, seed, std)
-            part = values[piece.row_start : piece.row_end, piece.col_start : piece.col_end]
+            part = values(piece.hf_name, *sizes[piece.hf_name])[piece.row_start : piece.row_end, piece.col_start : piece.col_end]
             target[piece.local_row : piece.local_row + part.shape[0], piece.local_col : piece.local_col + part.shape[1]] = part
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
 
 
 def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float) -> torch.Tensor:
@@ -28,4 +56,4 @@ def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float) -> torc
         return torch.ones(rows, cols)
     if name.endswith(".bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
         return torch.zeros(rows, cols)
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))) * std
+    return torch.randn(rows, cols, generator=_generator(name, seed)) * std

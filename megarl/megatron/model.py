@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,22 +14,35 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
-from megarl.megatron.attention import StackedQKVSelfAttention
+from megarl.megatron import gemma
+from megarl.megatron.attention import SharedKeySelfAttention, StackedQKVSelfAttention
 from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.megatron.modules import PackedAttention, RMSNorm
+from megarl.megatron.expert_router import ExpertRouter
+from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
+from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
+from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 Model = TypeVar("Model", bound=GPTModel)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+"""ModelShape.activation -> of the MLP's gate."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +158,11 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
     fields = dict(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden_size,
-        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.qkv_bias,
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        qk_layernorm=shape.qk_layernorm or shape.is_mla, add_qkv_bias=shape.qkv_bias, gated_linear_unit=True,
+        activation_func=ACTIVATIONS[shape.activation], add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        softmax_scale=_softmax_scale(shape), **_window_fields(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
@@ -159,10 +175,10 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         recompute_modules=list(parallel.recompute_modules) if parallel.recompute_modules else None,
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, even for dense models
-        **(_expert_fields(shape, parallel) if shape.is_moe else {}),
+        **(_expert_fields(shape, parallel) if shape.is_moe else {}), **(_latent_fields(shape) if shape.is_mla else {}),
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
-    return TransformerConfig(**(fields | extra))
+    return (MLATransformerConfig if shape.is_mla else TransformerConfig)(**(fields | extra))
 
 
 def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
@@ -171,15 +187,52 @@ def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
     return dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False) if chunks > 1 else {}
 
 
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Of queries times keys; None: 1 / sqrt(head_dim), or what latent attention makes of its own YaRN fields."""
+    if shape.is_mla:
+        return None
+    factor, scalar = attention_factor(shape.rope_scaling), shape.query_pre_attn_scalar
+    return None if factor == 1.0 and scalar is None else factor**2 / math.sqrt(scalar or shape.head_dim)
+
+
+def _window_fields(shape: ModelShape) -> dict[str, object]:
+    """window_size counts the tokens before a token, sliding_window itself too."""
+    if shape.sliding_window is None:
+        return {}
+    return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": [int(slides) for slides in shape.sliding_layers]}
+
+
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
-    """The same for a mixture of experts. The router computes in fp32; no balancing loss."""
+    """The same for a mixture of experts. The router computes in fp32; its losses are ours (router.py)."""
     return dict(
         num_moe_experts=shape.num_moe_experts, moe_ffn_hidden_size=shape.moe_ffn_hidden_size, moe_router_topk=shape.moe_router_topk,
+        moe_layer_freq=[int(shape.is_moe_layer(layer)) for layer in range(shape.num_layers)],
+        moe_shared_expert_intermediate_size=shape.moe_shared_expert_intermediate_size or None, moe_shared_expert_gate=shape.moe_shared_expert_gate,
+        moe_router_score_function=shape.moe_router_score_function, moe_router_topk_scaling_factor=shape.moe_router_topk_scaling_factor,
+        moe_router_num_groups=shape.moe_router_num_groups or None, moe_router_group_topk=shape.moe_router_group_topk or None,
         # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to 1
         moe_router_pre_softmax=not shape.norm_topk_prob, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0, moe_grouped_gemm=uses_transformer_engine(),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+    )  # fmt: skip
+
+
+def _latent_fields(shape: ModelShape) -> dict[str, object]:
+    """The same for multi-head latent attention."""
+    return dict(
+        q_lora_rank=shape.q_lora_rank or None, kv_lora_rank=shape.kv_lora_rank, v_head_dim=shape.v_head_dim,
+        qk_head_dim=shape.head_dim - shape.qk_rope_head_dim, qk_pos_emb_head_dim=shape.qk_rope_head_dim, rotary_base=shape.rope_theta,
+        **_latent_rope_fields(shape.rope_scaling or {}),
+    )  # fmt: skip
+
+
+def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
+    """YaRN as Megatron has it for latent attention: rotary_scaling_factor 1 leaves the softmax alone, which its own default does not."""
+    return dict(
+        rope_type="yarn" if scaling else "rope", rotary_scaling_factor=scaling.get("factor", 1.0),
+        original_max_position_embeddings=scaling.get("original_max_position_embeddings", 4096), beta_fast=scaling.get("beta_fast", 32),
+        beta_slow=scaling.get("beta_slow", 1), mscale=scaling.get("mscale", 1.0), mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
     )  # fmt: skip
 
 
@@ -192,23 +245,46 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available()
 
 
-def _layer_spec(config: TransformerConfig, qkv_layout: str) -> ModuleSpec:
+def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
+    """Of all layers of the model; those of a kind are the same object."""
+    kinds = {is_moe: _layer_spec(config, shape, qkv_layout, is_moe) for is_moe in {shape.is_moe_layer(i) for i in range(shape.num_layers)}}
+    return [kinds[shape.is_moe_layer(layer)] for layer in range(shape.num_layers)]
+
+
+def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, is_moe: bool) -> ModuleSpec:
+    options = dict(num_experts=config.num_moe_experts if is_moe else None, qk_layernorm=config.qk_layernorm, multi_latent_attention=shape.is_mla)
     if uses_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm and is_moe, **options)
     else:
-        spec = _local_layer_spec(config)
-    if qkv_layout == "stacked":
+        spec = _local_layer_spec(options)
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    if shape.o_bias:
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if shape.mlp_bias:
+        mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
+    if shape.output_norms:
+        gemma.adapt_spec(spec)
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = SharedKeySelfAttention
+    elif qkv_layout == "stacked":
         spec.submodules.self_attention.module = StackedQKVSelfAttention
+    if shape.is_mla:
+        spec.submodules.self_attention.module = LatentAttention
+    if is_moe:
+        spec.submodules.mlp.submodules.router = functools.partial(
+            ExpertRouter, corrects_scores=shape.corrects_scores, group_best=shape.moe_router_group_best)
     return spec
 
 
-def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+def _local_layer_spec(options: dict[str, object]) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if options["multi_latent_attention"]:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif options["qk_layernorm"]:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 
@@ -238,15 +314,18 @@ def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape
     stage, last_stage = groups.pp.rank(), groups.pp.size() - 1
     vp_stage = chunk if num_chunks > 1 else None
     with cpu_megatron():
-        spec = _layer_spec(config, qkv_layout)
-        if not uses_transformer_engine():
-            spec = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage, stage), layer_norm=RMSNorm)
+        first, count = get_transformer_layer_offset(config, vp_stage, stage), get_num_layers_to_build(config, vp_stage, stage)
+        layers = _layer_specs(config, shape, qkv_layout)[first : first + count]
+        spec = TransformerBlockSubmodules(layers, layer_norm=LayerNormImpl if uses_transformer_engine() else RMSNorm)
         model = kind(
             config, spec, vocab_size=shape.padded_vocab_size(), max_sequence_length=shape.max_position_embeddings,
             pre_process=(chunk, stage) == (0, 0), post_process=(chunk, stage) == (num_chunks - 1, last_stage), vp_stage=vp_stage,
             position_embedding_type="rope", rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_scaling is not None, rope_scaling_factor=(shape.rope_scaling or {}).get("factor", 8.0),
             share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
+        if shape.is_gqa:
+            model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling)
+        if shape.output_norms:
+            gemma.adapt_model(model, shape)
         if not config.use_cpu_initialization:
             model.cuda()
     _check_tensor_parallel_marks(model, config)
@@ -255,7 +334,8 @@ def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape
 
 def _check_tensor_parallel_marks(model: GPTModel, config: TransformerConfig) -> None:
     """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
-    sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer")
+    sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer",
+               "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")  # fmt: skip
     for name, parameter in model.named_parameters():
         ranks = config.expert_tensor_parallel_size if ".experts." in name else config.tensor_model_parallel_size
         if ranks > 1 and any(s in name for s in sharded) and "layer_norm" not in name:

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from megarl.megatron.context_parallel import gather_sequences
+from megarl.megatron.cpu_shim import cpu_megatron
+
+with cpu_megatron():
+    from megatron.core.transformer.utils import is_layer_window_attention
 
 
 class RMSNorm(torch.nn.Module):
     """RMSNorm (arXiv:1910.07467) that sequence parallelism knows: finalize_model_grads sums the gradient of a weight that
-    is marked sequence_parallel over the tensor-parallel ranks. Megatron's WrappedTorchNorm refuses sequence parallelism."""
+    is marked sequence_parallel over the tensor-parallel ranks. Megatron's WrappedTorchNorm refuses sequence parallelism.
+
+    With layernorm_zero_centered_gamma it multiplies by 1 + weight, in fp32, and rounds the product (Gemma)."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
-        self.eps = config.layernorm_epsilon
+        self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.zero_centered:
+            return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+@functools.cache
+def with_bias(linear: type) -> type:
+    """The linear layer `linear` with a bias: TransformerConfig's add_bias_linear gives one to all of attention and MLP, or to none."""
+
+    class BiasedLinear(linear):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **(kwargs | {"bias": True}))
+
+    return BiasedLinear
 
 
 class PackedAttention(torch.nn.Module):
     """core_attention on packed q [T, heads, d], k and v [T, kv heads, d] (THD): causal, grouped-query, one SDPA per sequence.
 
     Nothing is padded and no sequence sees another. On CPU one call per sequence is as fast as any padded or bucketed grid.
+    A layer that slides (`window_size` of TransformerConfig) sees the last tokens of its sequence only.
 
     With context parallelism keys and values of all ranks come together in one message, and each of this rank's two chunks of a
     sequence (see context_parallel.py) looks at the part of it that ends with the chunk."""
@@ -36,6 +58,8 @@ class PackedAttention(torch.nn.Module):
         if config.attention_dropout:
             raise ValueError(f"--attention-dropout ({config.attention_dropout}): packed attention on CPU has none. Leave it at 0.")
         self.softmax_scale = softmax_scale
+        slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if slides else None
         self.cp_group = pg_collection.cp
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
@@ -60,6 +84,9 @@ class PackedAttention(torch.nn.Module):
 
     def _attend(self, query, key, value) -> torch.Tensor:
         """The queries are the last of the keys' tokens: SDPA's own causal mask would take them for the first."""
-        before = key.shape[2] - query.shape[2]
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril(before) if before else None
+        length, before, mask = key.shape[2], key.shape[2] - query.shape[2], None
+        slides = self.window is not None and length > self.window
+        if before or slides:
+            mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=key.device).tril(before)
+            mask = mask.triu(before + 1 - self.window) if slides else mask
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True, scale=self.softmax_scale)

@@ -15,7 +15,7 @@ so a call that uses what is away fails there too, and `resident_bytes` is what w
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,10 @@ class ModelMemory:
         self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}
         self._copies = _Copies(model.device) if model.device.type == "cuda" else None
         self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # part -> its storages and their sizes in bytes
+
+    def add(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
+        """To a part that is on the device: tensors that were made later."""
+        self._lasting[part] += [tensor.untyped_storage() for tensor in tensors]
 
     def offload(self, parts: Collection[str]) -> None:
         """Free the device of these parts. Those that are away, or that a frozen model has not, are left out."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
-import torch.distributed as dist
 
 from megarl.config.schema import OptimizerConfig
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.fixes import world_is
 
 with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel
@@ -25,7 +22,7 @@ def build_optimizer(config: OptimizerConfig, ddp: list[DistributedDataParallel],
     Raises: ValueError for --optimizer-cpu-offload without a GPU."""
     if config.optimizer_cpu_offload and not torch.cuda.is_available():
         raise ValueError("--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine has none. Leave it out.")
-    with _world_is(groups.intra_dist_opt):
+    with world_is(groups.intra_dist_opt):
         optimizer = get_megatron_optimizer(megatron_config(config, bf16), ddp, pg_collection=groups, use_gloo_process_groups=False)
     _fuse_adam(optimizer)
     return optimizer
@@ -49,19 +46,6 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
         if isinstance(adam, torch.optim.AdamW):
             for group in adam.param_groups:
                 group["fused"] = True
-
-
-@contextlib.contextmanager
-def _world_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """Megatron 0.16.1 agrees on the order of parameter groups over the whole world (optimizer/__init__.py:179), which would
-    wait for ranks that are not on this mesh. Inside, the world is the mesh."""
-    gather, world_size = dist.all_gather_object, dist.get_world_size
-    dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)
-    dist.get_world_size = lambda group=group: world_size(group)
-    try:
-        yield
-    finally:
-        dist.all_gather_object, dist.get_world_size = gather, world_size
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int) -> OptimizerParamScheduler:

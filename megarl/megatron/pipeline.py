@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from megarl.batch import MicroBatch
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.megatron.mesh import second_channel
 
 with cpu_megatron():
     from megatron.core.pipeline_parallel import p2p_communication
@@ -41,22 +39,3 @@ def run_schedule(chunks: list[torch.nn.Module], forward_step: Callable, micro_ba
     collected = forward_backward_pipelining_with_interleaving(
         model=chunks, data_iterator=[iter(filled) for _ in chunks], num_microbatches=len(filled), **arguments)
     return collected[: len(micro_batches)]
-
-
-def _p2p_ops(*, tensor_send_prev: torch.Tensor | None, tensor_recv_prev: torch.Tensor | None, tensor_send_next: torch.Tensor | None,
-             tensor_recv_next: torch.Tensor | None, group: dist.ProcessGroup, prev_pipeline_rank: int,
-             next_pipeline_rank: int) -> dict[str, dist.Work]:  # fmt: skip
-    """Start the messages of one turn. Between two ranks each direction has a group of its own, so that neither waits for the other.
-
-    p2p_communication.py:74 of Megatron 0.16.1 takes the whole world for the second one: there a message would be matched with any
-    other that is under way between the two ranks."""
-    sends, receives = (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
-    forward = [("send_next", dist.isend, tensor_send_next, next_pipeline_rank, sends),
-               ("recv_prev", dist.irecv, tensor_recv_prev, prev_pipeline_rank, receives)]  # fmt: skip
-    backward = [("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
-                ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives)]  # fmt: skip
-    in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]  # even ranks send first, odd ones receive
-    return {name: start(tensor, peer, group=channel) for name, start, tensor, peer, channel in in_order if tensor is not None}
-
-
-p2p_communication._p2p_ops = _p2p_ops

@@ -11,9 +11,10 @@ stage; other stages return None for them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -34,6 +35,7 @@ by its global denominator, metrics)."""
 
 class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
+    routing_prefix: ClassVar[str] = "moe"
 
     def _build(self, parallel: ParallelConfig) -> list[PolicyModel]:
         return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)
@@ -45,8 +47,9 @@ class Policy(TrainedModel):
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
         """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage."""
-        return self._forward_only(micro_batches, lambda micro, shard: self._response_tokens(micro, shard, temperature),
-                                  keep=lambda output: output[0])
+        with self._experts("record"):
+            return self._forward_only(micro_batches, lambda micro, shard: self._response_tokens(micro, shard, temperature),
+                                      keep=lambda output: output[0])
 
     def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False,
                token_level: bool = True) -> dict[str, float]:
@@ -68,7 +71,13 @@ class Policy(TrainedModel):
             value, metrics = loss(micro, *output, slice(0, len(output[0])))
             return value, [metrics]
 
-        return self._update(micro_batches, request, finish, of_shards=token_level)
+        with self._experts("replay"):
+            return self._update(micro_batches, request, finish, of_shards=token_level)
+
+    def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
+        """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for itself."""
+        source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
+        return contextlib.nullcontext() if source == "none" else self.routing.choices("replay" if source == "engine" else what)
 
     def _response_tokens(self, micro: MicroBatch, shard: ContextShard, temperature: float, with_entropy: bool = False,
                          loss: Loss | None = None) -> ResponseTokens:

@@ -14,15 +14,18 @@ import torch
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import LoRAConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.gradients import accumulate_in_pieces
+from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
 from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler
 from megarl.megatron.pipeline import run_schedule
+from megarl.megatron.routing import Routing
 from megarl.metrics import combine
 
 with cpu_megatron():
@@ -39,10 +42,14 @@ Request = Callable[[MicroBatch, ContextShard], Any]
 class TrainedModel(ABC):
     prefix: ClassVar[str]
     """Of the names of this model's metrics."""
+    routing_prefix: ClassVar[str]
+    """Of those of its routers, if it is a mixture of experts."""
 
     def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
-                 optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None) -> None:
-        """Build model and optimizer (None: frozen, forward only). The weights are undefined until they are loaded."""
+                 optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
+                 experts: MoEConfig | None = None, lora: LoRAConfig | None = None) -> None:
+        """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`) too, are undefined until they
+        are loaded."""
         _initialize_process()
         self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -50,10 +57,12 @@ class TrainedModel(ABC):
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             self.chunks = self._build(parallel)  # one for each virtual stage
+            self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
+            self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
             self.ddp = self._wrap(optimizer) if optimizer else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self.named_parameters()}  # after DDP moved them
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
 
     @property
@@ -62,10 +71,41 @@ class TrainedModel(ABC):
         self.memory.use("parameters")
         return self._parameters
 
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """`parameters` for others to read, as a sync or an export: adapted matrices with what their adapters add, as of the last
+        `merge_adapters`. Without adapters, `parameters` itself."""
+        if self.adapters is None:
+            return self.parameters
+        self._allocate_merged()
+        return self.parameters | self.adapters.merged
+
+    def merge_adapters(self) -> None:
+        """Make `weights` current. Local to the rank."""
+        if self.adapters is not None:
+            self._allocate_merged()
+            self.adapters.merge(self.parameters)
+
+    def _allocate_merged(self) -> None:
+        """Once, when somebody first reads `weights`."""
+        if not self.adapters.merged:
+            self.adapters.allocate_merged(self.parameters)
+            self.memory.add("parameters", self.adapters.merged.values())
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        for prefix, chunk in self._named_chunks():
+            yield from chunk.named_parameters(prefix)
+
+    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
+        yield from self.named_parameters()
+        for prefix, chunk in self._named_chunks():
+            yield from ((name, buffer) for name, buffer in chunk.named_buffers(prefix) if name.endswith("router.expert_bias"))
+
+    def _named_chunks(self) -> Iterator[tuple[str, GPTModel]]:
         for number, chunk in enumerate(self.chunks):
-            yield from chunk.named_parameters(prefix=f"chunks.{number}" if len(self.chunks) > 1 else "")
+            yield f"chunks.{number}" if len(self.chunks) > 1 else "", chunk
 
     @abstractmethod
     def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
@@ -136,11 +176,23 @@ class TrainedModel(ABC):
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        of_experts = {}
+        if self.routing:
+            self._begin_routing(micro_batches, request)
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
+        if self.routing:
+            of_experts = self.routing.end_update(self.routing_prefix)
         of_step = self.step()
         reports = self._reports_shard if of_shards else self.reports
         metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
-        return metrics | of_step
+        return metrics | of_experts | of_step
+
+    def _begin_routing(self, micro_batches: list[MicroBatch], request: Request) -> None:
+        if self.routing.needs_counts:
+            with self.routing.counting():  # without responses: no log-probs are made
+                self._forward_only([MicroBatch(micro.batch, micro.response_positions[:0]) for micro in micro_batches], request,
+                                   keep=lambda output: torch.zeros(()))
+        self.routing.begin_update(micro_batches)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
                           loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
@@ -186,8 +238,20 @@ class TrainedModel(ABC):
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
-        tokens = shard.take(micro.batch.tokens, padding=0)
-        return model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=self._packed(shard))
+        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), getattr(model, "module", model)
+        if self.routing:
+            packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, shard))
+        output = model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
+        if self.routing:
+            self.routing.end_pass(chunk, micro, packed.routed)
+        return output
+
+    def _own_tokens(self, values: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+        """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers see; -1 on padding."""
+        values = shard.take(values, padding=-1)
+        if self.config.sequence_parallel:
+            values = values.chunk(self.groups.tp.size())[self.groups.tp.rank()]
+        return values.to(self.device)
 
     def _packed(self, shard: ContextShard) -> PackedSeqParams:
         """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide
@@ -203,7 +267,8 @@ class TrainedModel(ABC):
 
 
 def _initialize_process() -> None:
-    """The only process-wide Megatron state: the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    """The only process-wide Megatron state: its fixes, the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    fix_megatron()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         with cpu_megatron():
             parallel_state._set_global_memory_buffer()

@@ -30,6 +30,7 @@ ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, t
 
 class ValueModel(TrainedModel):
     prefix: ClassVar[str] = "critic"
+    routing_prefix: ClassVar[str] = "critic_moe"
 
     def _build(self, parallel: ParallelConfig) -> list[ValueHeadModel]:
         return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)

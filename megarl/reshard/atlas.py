@@ -47,7 +47,7 @@ Atlas = dict[str, LocalParam]
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """One canonical tensor: sizes by the names of `dimensions`, and the flag of ModelShape without which it is absent."""
+    """One canonical tensor: sizes by the names of `dimensions`, and the flag of its layer's ModelShape without which it is absent."""
 
     name: str
     rows: str
@@ -57,30 +57,58 @@ class HFTensor:
 
 LAYER_TENSORS = (
     HFTensor("input_layernorm.weight", "hidden", "one"),
-    HFTensor("self_attn.q_proj.weight", "query", "hidden"),
+    HFTensor("self_attn.q_proj.weight", "query", "hidden", needs="has_query_projection"),
     HFTensor("self_attn.q_proj.bias", "query", "one", needs="qkv_bias"),
-    HFTensor("self_attn.k_proj.weight", "key", "hidden"),
+    HFTensor("self_attn.k_proj.weight", "key", "hidden", needs="is_gqa"),
     HFTensor("self_attn.k_proj.bias", "key", "one", needs="qkv_bias"),
-    HFTensor("self_attn.v_proj.weight", "key", "hidden"),
+    HFTensor("self_attn.v_proj.weight", "key", "hidden", needs="is_gqa"),
     HFTensor("self_attn.v_proj.bias", "key", "one", needs="qkv_bias"),
     HFTensor("self_attn.q_norm.weight", "head", "one", needs="qk_layernorm"),
     HFTensor("self_attn.k_norm.weight", "head", "one", needs="qk_layernorm"),
-    HFTensor("self_attn.o_proj.weight", "hidden", "query"),
+    HFTensor("self_attn.q_a_proj.weight", "query_latent", "hidden", needs="has_query_latent"),
+    HFTensor("self_attn.q_a_layernorm.weight", "query_latent", "one", needs="has_query_latent"),
+    HFTensor("self_attn.q_b_proj.weight", "query", "query_latent", needs="has_query_latent"),
+    HFTensor("self_attn.kv_a_proj_with_mqa.weight", "latent_and_rope", "hidden", needs="is_mla"),
+    HFTensor("self_attn.kv_a_layernorm.weight", "latent", "one", needs="is_mla"),
+    HFTensor("self_attn.kv_b_proj.weight", "expanded_latent", "latent", needs="is_mla"),
+    HFTensor("self_attn.o_proj.weight", "hidden", "attention"),
+    HFTensor("self_attn.o_proj.bias", "hidden", "one", needs="o_bias"),
     HFTensor("post_attention_layernorm.weight", "hidden", "one"),
+    HFTensor("pre_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate_proj.weight", "ffn", "hidden", needs="is_dense"),
     HFTensor("mlp.up_proj.weight", "ffn", "hidden", needs="is_dense"),
     HFTensor("mlp.down_proj.weight", "hidden", "ffn", needs="is_dense"),
-    HFTensor("mlp.gate.weight", "experts", "hidden", needs="is_moe"),
+    HFTensor("mlp.gate_proj.bias", "ffn", "one", needs="mlp_bias"),
+    HFTensor("mlp.up_proj.bias", "ffn", "one", needs="mlp_bias"),
+    HFTensor("mlp.down_proj.bias", "hidden", "one", needs="mlp_bias"),
+    HFTensor("post_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
+    HFTensor("mlp.gate.weight", "experts", "hidden", needs="names_experts"),
+    HFTensor("mlp.gate.e_score_correction_bias", "experts", "one", needs="corrects_scores"),
+    HFTensor("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden", needs="shares_experts"),
+    HFTensor("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden", needs="shares_experts"),
+    HFTensor("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn", needs="shares_experts"),
+    HFTensor("mlp.shared_expert.gate_proj.weight", "shared_ffn", "hidden", needs="gates_shared_expert"),
+    HFTensor("mlp.shared_expert.up_proj.weight", "shared_ffn", "hidden", needs="gates_shared_expert"),
+    HFTensor("mlp.shared_expert.down_proj.weight", "hidden", "shared_ffn", needs="gates_shared_expert"),
+    HFTensor("mlp.shared_expert_gate.weight", "one", "hidden", needs="gates_shared_expert"),
+    HFTensor("block_sparse_moe.gate.weight", "experts", "hidden", needs="names_blocks_sparse"),
 )
-"""Qwen2 (qkv_bias), Qwen3 (qk_layernorm), Qwen3-MoE (that and is_moe), Llama and Mistral (none); names are relative to
-`model.layers.<i>.`."""
+"""Attention of Qwen2 and Qwen2-MoE (qkv_bias), Qwen3 and Qwen3-MoE (qk_layernorm), Gemma 3 (that and output_norms), Llama (none, or
+o_bias), Mistral and Mixtral (none), DeepSeek-V2 and V3 (is_mla); dense layers (of Llama, mlp_bias or not) and mixtures, of which a model
+may have both. Names are relative to `model.layers.<i>.`."""
 
 EXPERT_TENSORS = (
-    HFTensor("gate_proj.weight", "expert_ffn", "hidden"),
-    HFTensor("up_proj.weight", "expert_ffn", "hidden"),
-    HFTensor("down_proj.weight", "hidden", "expert_ffn"),
+    HFTensor("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
+    HFTensor("mlp.experts.{expert}.up_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
+    HFTensor("mlp.experts.{expert}.down_proj.weight", "hidden", "expert_ffn", needs="names_experts"),
+    HFTensor("block_sparse_moe.experts.{expert}.w1.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"),
+    HFTensor("block_sparse_moe.experts.{expert}.w3.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"),
+    HFTensor("block_sparse_moe.experts.{expert}.w2.weight", "hidden", "expert_ffn", needs="names_blocks_sparse"),
 )
-"""Of each expert of a mixture; names are relative to `model.layers.<i>.mlp.experts.<e>.`."""
+"""Of each expert of a mixture; w1 is the gate, w3 up and w2 down."""
+
+KEPT_IN_FP32 = ("e_score_correction_bias",)
+"""Endings of the names of tensors that are fp32 on every side, in a bf16 model and in its files too."""
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
@@ -91,15 +119,15 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def expert_prefix(layer: int, expert: int) -> str:
-    return f"model.layers.{layer}.mlp.experts.{expert}."
-
-
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Sizes by the names that the tables use."""
+    heads, value_dim = shape.num_attention_heads, shape.v_head_dim if shape.is_mla else shape.head_dim
     return {"one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "head": shape.head_dim, "vocab": shape.vocab_size,
-            "query": shape.num_attention_heads * shape.head_dim, "key": shape.num_query_groups * shape.head_dim,
-            "experts": shape.num_moe_experts, "expert_ffn": shape.moe_ffn_hidden_size}  # fmt: skip
+            "query": heads * shape.head_dim, "key": shape.num_query_groups * shape.head_dim, "attention": heads * value_dim,
+            "query_latent": shape.q_lora_rank, "latent": shape.kv_lora_rank, "latent_and_rope": shape.kv_lora_rank + shape.qk_rope_head_dim,
+            "expanded_latent": heads * (shape.head_dim - shape.qk_rope_head_dim + value_dim),
+            "experts": shape.num_moe_experts, "expert_ffn": shape.moe_ffn_hidden_size,
+            "shared_ffn": shape.moe_shared_expert_intermediate_size}  # fmt: skip
 
 
 def has(shape: ModelShape, needs: str | None) -> bool:
@@ -112,12 +140,12 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     size = dimensions(shape)
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
     for layer in range(shape.num_layers):
-        for tensor in LAYER_TENSORS:
-            if has(shape, tensor.needs):
-                sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
-        for expert in range(shape.num_moe_experts):
-            for tensor in EXPERT_TENSORS:
-                sizes[expert_prefix(layer, expert) + tensor.name] = (size[tensor.rows], size[tensor.cols])
+        kind = shape.of_layer(layer)
+        for tensor in (tensor for tensor in LAYER_TENSORS if has(kind, tensor.needs)):
+            sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
+        for expert in range(kind.num_moe_experts):
+            for tensor in (tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)):
+                sizes[layer_prefix(layer) + tensor.name.format(expert=expert)] = (size[tensor.rows], size[tensor.cols])
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if shape.value_head:
         sizes[VALUE_HEAD] = (1, size["hidden"])
@@ -224,15 +252,18 @@ def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam
 
 
 def layer_params(rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int) -> Iterator[tuple[str, LocalParam]]:
-    """(name within the layer, parameter) of every row that this model has, cut out of canonical layer `layer`."""
+    """(name within the layer, parameter) of every row that this layer has, cut out of canonical layer `layer`."""
+    kind = cut.shape.of_layer(layer)
     for row in rows:
-        if has(cut.shape, row.needs):
+        if has(kind, row.needs):
             yield row.name, row.build(cut, sizes, layer_prefix(layer))
 
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
     """Raises: ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot divide, and sizes that can."""
-    ffn = {} if shape.is_moe else {"ffn_hidden_size": shape.ffn_hidden_size}
+    ffn = {"ffn_hidden_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}
+    if shape.is_moe and shape.moe_shared_expert_intermediate_size:
+        ffn["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
     quantities = {"num_attention_heads": shape.num_attention_heads, **ffn, "the padded vocabulary": shape.padded_vocab_size(), **also}
 
     def problems(size: int) -> list[str]:

@@ -24,10 +24,10 @@ from megarl.reshard.atlas import (
     check_divides,
     check_tensor_parallel,
     column_shard,
-    expert_prefix,
     has,
     hf_sizes,
     layer_params,
+    layer_prefix,
     replicated,
     stacked_row_shards,
     vocab_shard,
@@ -57,27 +57,55 @@ def _attention(kind: str) -> tuple[str, str, str]:
     return (f"self_attn.q_proj.{kind}", f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
 
 
+def _gate_and_up(prefix: str) -> tuple[str, str]:
+    return f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"
+
+
 LAYER = (
     Row("input_layernorm.weight", replicated, ("input_layernorm.weight",)),
-    Row("self_attention.linear_qkv.weight", grouped_qkv, _attention("weight")),
+    Row("self_attention.linear_qkv.weight", grouped_qkv, _attention("weight"), needs="is_gqa"),
     Row("self_attention.linear_qkv.bias", grouped_qkv, _attention("bias"), needs="qkv_bias"),
     Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
     Row("self_attention.k_layernorm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
+    Row("self_attention.linear_q_proj.weight", stacked_row_shards, ("self_attn.q_proj.weight",), needs="has_plain_query"),
+    Row("self_attention.linear_q_down_proj.weight", replicated, ("self_attn.q_a_proj.weight",), needs="has_query_latent"),
+    Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_a_layernorm.weight",), needs="has_query_latent"),
+    Row("self_attention.linear_q_up_proj.weight", stacked_row_shards, ("self_attn.q_b_proj.weight",), needs="has_query_latent"),
+    Row("self_attention.linear_kv_down_proj.weight", replicated, ("self_attn.kv_a_proj_with_mqa.weight",), needs="is_mla"),
+    Row("self_attention.kv_layernorm.weight", replicated, ("self_attn.kv_a_layernorm.weight",), needs="is_mla"),
+    Row("self_attention.linear_kv_up_proj.weight", stacked_row_shards, ("self_attn.kv_b_proj.weight",), needs="is_mla"),
     Row("self_attention.linear_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
-    Row("pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
-    Row("mlp.linear_fc1.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
+    Row("self_attention.linear_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
+    Row("self_attention.linear_proj.post_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="output_norms"),
+    Row("pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="input_norms_only"),
+    Row("pre_mlp_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
+    Row("mlp.linear_fc2.post_layernorm.weight", replicated, ("post_feedforward_layernorm.weight",), needs="output_norms"),
+    Row("mlp.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp."), needs="is_dense"),
     Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
-    Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="is_moe"),
+    Row("mlp.linear_fc1.bias", stacked_row_shards, ("mlp.gate_proj.bias", "mlp.up_proj.bias"), needs="mlp_bias"),
+    Row("mlp.linear_fc2.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
+    Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
+    Row("mlp.router.weight", replicated, ("block_sparse_moe.gate.weight",), needs="names_blocks_sparse"),
+    Row("mlp.router.expert_bias", replicated, ("mlp.gate.e_score_correction_bias",), needs="corrects_scores"),
+    Row("mlp.shared_experts.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.shared_experts."), needs="shares_experts"),
+    Row("mlp.shared_experts.linear_fc2.weight", column_shard, ("mlp.shared_experts.down_proj.weight",), needs="shares_experts"),
+    Row("mlp.shared_experts.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.shared_expert."), needs="gates_shared_expert"),
+    Row("mlp.shared_experts.linear_fc2.weight", column_shard, ("mlp.shared_expert.down_proj.weight",), needs="gates_shared_expert"),
+    Row("mlp.shared_experts.gate_weight", replicated, ("mlp.shared_expert_gate.weight",), needs="gates_shared_expert"),
 )
+"""Of any layer. Latents of attention are whole on every rank, what expands them is split by heads."""
 
 STACKED_QKV_LAYER = tuple(replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER)
 """With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in vLLM."""
 
+_MIXTRAL = "block_sparse_moe.experts.{expert}."
 EXPERT = (
-    Row("linear_fc1.weight", stacked_row_shards, ("gate_proj.weight", "up_proj.weight")),
-    Row("linear_fc2.weight", column_shard, ("down_proj.weight",)),
+    Row("linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.experts.{expert}."), needs="names_experts"),
+    Row("linear_fc2.weight", column_shard, ("mlp.experts.{expert}.down_proj.weight",), needs="names_experts"),
+    Row("linear_fc1.weight", stacked_row_shards, (_MIXTRAL + "w1.weight", _MIXTRAL + "w3.weight"), needs="names_blocks_sparse"),
+    Row("linear_fc2.weight", column_shard, (_MIXTRAL + "w2.weight",), needs="names_blocks_sparse"),
 )
-"""Of each local expert, cut over the expert tensor-parallel group."""
+"""Of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in the checkpoint."""
 
 FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
 LAST_STAGE = (
@@ -86,11 +114,18 @@ LAST_STAGE = (
 )
 
 
-def _transformer_engine_name(shape: ModelShape, name: str) -> str:
-    """The Transformer Engine layer spec fuses each norm into the linear layer that follows it; a router follows none."""
-    if name == "input_layernorm.weight":
-        return "self_attention.linear_qkv.layer_norm_weight"
-    return "mlp.linear_fc1.layer_norm_weight" if name == "pre_mlp_layernorm.weight" and shape.is_dense else name
+TRANSFORMER_ENGINE_NAMES = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "is_gqa"),
+    "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight", "is_mla"),
+    "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight", "is_mla"),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "is_dense"),
+}
+"""The Transformer Engine layer spec fuses a norm into the linear layer that follows it, if one alone does: -> (name, when)."""
+
+
+def _transformer_engine_name(kind: ModelShape, name: str) -> str:
+    fused, needs = TRANSFORMER_ENGINE_NAMES.get(name, (name, None))
+    return fused if has(kind, needs) else name
 
 
 def _expert_name(name: str, expert: int, te_spec: bool) -> str:
@@ -147,6 +182,8 @@ def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, 
         qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
     check_place(shape, place)
+    if qkv_layout == "stacked" and shape.is_mla:
+        raise ValueError(f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. Use --qkv-layout grouped.")
     if qkv_layout == "stacked" and shape.num_query_groups % place.tp_size:
         raise ValueError(f"--qkv-layout (stacked) needs whole key heads on each rank: --tensor-model-parallel-size ({place.tp_size}) must "
                          f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped.")
@@ -172,13 +209,14 @@ def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, 
 
 def _layer(rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool) -> Iterator[tuple[str, LocalParam]]:
     """(name within the layer, parameter) of canonical layer `layer`, whose parameters outside of experts are `rows`."""
-    shape = cut.shape
+    kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
-        yield (_transformer_engine_name(shape, name) if te_spec else name), param
-    held, expert_cut = shape.num_moe_experts // place.ep_size, Cut(shape, *place.expert_tp)
+        yield (_transformer_engine_name(kind, name) if te_spec else name), param
+    held, expert_cut = kind.num_moe_experts // place.ep_size, Cut(cut.shape, *place.expert_tp)
     for local in range(held):
-        for row in EXPERT:
-            yield _expert_name(row.name, local, te_spec), row.build(expert_cut, sizes, expert_prefix(layer, place.ep_rank * held + local))
+        for row in (row for row in EXPERT if has(kind, row.needs)):
+            names = tuple(name.format(expert=place.ep_rank * held + local) for name in row.hf_names)
+            yield _expert_name(row.name, local, te_spec), replace(row, hf_names=names).build(expert_cut, sizes, layer_prefix(layer))
 
 
 def check_place(shape: ModelShape, place: MegatronPlace) -> None:

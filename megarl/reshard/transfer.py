@@ -238,7 +238,7 @@ def _rectangle(side: str, tensors: dict[str, Tensor], name: str, row: int, col: 
 
 # ------------------------------------------------------------------ Hugging Face folders
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old checkpoints carry; transformers ignores them too."""
 _COPIED_FILES = ("generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
                  "chat_template*", "*.model")  # fmt: skip
@@ -265,7 +265,7 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
     if shape is not None:
         known = {*hf_sizes(shape), OUTPUT}  # a tied checkpoint may repeat its embedding as lm_head.weight
         problems += [f"{name} is not a tensor of a {shape.model_type} model" for name in sorted(file_of.keys() - known)
-                     if not name.endswith(_IGNORED_SUFFIXES)]  # fmt: skip
+                     if not name.endswith(IGNORED_SUFFIXES)]  # fmt: skip
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")
     files = {path: safe_open(path, framework="pt") for path in {file_of[name] for name in needed}}
@@ -357,7 +357,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
         sizes, get_storage_size=lambda size: size[0] * size[1] * dtype.itemsize, filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes)  # fmt: skip
     if rank == root:
-        partial = _start_folder(folder, Path(source_folder), shape, dtype)
+        partial = start_folder(folder, Path(source_folder), shape, dtype)
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
@@ -372,7 +372,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        _publish(partial, folder)
+        publish(partial, folder)
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
@@ -384,7 +384,7 @@ def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
     return {name: ReshardPlan({pair: tuple(copies) for pair, copies in pairs.items()}) for name, pairs in per_tensor.items()}
 
 
-def _start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
+def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
     """A temporary folder beside `folder` with everything but the weights."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(f"{folder} exists and is not an exported model: it has no config.json. Choose another folder or remove it.")
@@ -401,7 +401,7 @@ def _start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dt
     return partial
 
 
-def _publish(partial: Path, folder: Path) -> None:
+def publish(partial: Path, folder: Path) -> None:
     """Rename into place. A reader sees the old export or the new one, except for an instant in which there is none."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():

@@ -1,4 +1,4 @@
-"""What a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral) holds."""
+"""What a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Mixtral, Gemma 3) holds."""
 
 from __future__ import annotations
 
@@ -52,18 +52,28 @@ LAYER = (
     Row("self_attn.q_norm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
     Row("self_attn.k_norm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
     Row("self_attn.o_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
+    Row("self_attn.o_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
     Row("post_attention_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
+    Row("pre_feedforward_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
+    Row("post_feedforward_layernorm.weight", replicated, ("post_feedforward_layernorm.weight",), needs="output_norms"),
     Row("mlp.gate_up_proj.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
     Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
-    Row("mlp.gate.weight", replicated, ("mlp.gate.weight",), needs="is_moe"),
+    Row("mlp.gate_up_proj.bias", stacked_row_shards, ("mlp.gate_proj.bias", "mlp.up_proj.bias"), needs="mlp_bias"),
+    Row("mlp.down_proj.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
+    Row("mlp.gate.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
     Row("mlp.experts.routed_experts.w13_weight", every_expert(stacked_row_shards),
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), needs="is_moe"),
-    Row("mlp.experts.routed_experts.w2_weight", every_expert(column_shard), ("mlp.experts.{expert}.down_proj.weight",), needs="is_moe"),
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), needs="names_experts"),
+    Row("mlp.experts.routed_experts.w2_weight", every_expert(column_shard), ("mlp.experts.{expert}.down_proj.weight",), needs="names_experts"),
+    Row("block_sparse_moe.gate.weight", replicated, ("block_sparse_moe.gate.weight",), needs="names_blocks_sparse"),
+    Row("block_sparse_moe.experts.routed_experts.w13_weight", every_expert(stacked_row_shards),
+        ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"), needs="names_blocks_sparse"),
+    Row("block_sparse_moe.experts.routed_experts.w2_weight", every_expert(column_shard),
+        ("block_sparse_moe.experts.{expert}.w2.weight",), needs="names_blocks_sparse"),
 )  # fmt: skip
 """The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may store them otherwise
 (`expose_weights` in megarl/rollout)."""
 
-TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "mistral": LAYER}
+TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "mistral": LAYER, "mixtral": LAYER, "gemma3_text": LAYER}
 """model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine (megarl/rollout/trace.py)."""
 
 

@@ -16,6 +16,7 @@ from megarl.invariants import check_column
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
+from megarl.reshard.transfer import save_hf
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
 from megarl.workers.residence import needs
@@ -26,13 +27,14 @@ class PolicyRole(MegatronRole):
 
     def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None) -> None:  # fmt: skip
-        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer)
+        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer, config.lora if optimizer else None)
 
     def build(self):
         from megarl.megatron.policy import Policy
 
         config = self.config
-        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
+        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
+                      config.experts, self.lora)
 
     def write_log_probs(self, column: str) -> None:
         share = self.share
@@ -47,6 +49,29 @@ class ReferenceRole(PolicyRole):
         """Write the column ref_log_probs. Returns metrics of the memory."""
         self.write_log_probs("ref_log_probs")
         return self.memory_metrics()
+
+
+class AdapterlessReferenceRole:
+    """The reference of an actor that trains adapters on the same ranks: the actor's model without them. It has no weights of its own."""
+
+    def __init__(self, actor: ActorRole) -> None:
+        self.actor, self.plane = actor, actor.plane
+
+    def setup(self) -> None:
+        """The actor's has done it."""
+
+    @needs("parameters", of="actor")
+    def log_probs(self) -> dict[str, float]:
+        """Write the column ref_log_probs."""
+        with self.actor.model.adapters.off():
+            self.actor.write_log_probs("ref_log_probs")
+        return {}
+
+    @needs("parameters", of="actor")
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        actor = self.actor
+        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)
 
 
 class ActorRole(PolicyRole):
@@ -64,7 +89,8 @@ class ActorRole(PolicyRole):
         """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
         if self.sender is None:
             plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp, self.config.reshard.reshard_timeout_s)
-            self.sender = WeightSync(plan, self.rank, speakers, self.model.parameters, None, self.config.reshard)
+            self.sender = WeightSync(plan, self.rank, speakers, self.model.weights, None, self.config.reshard)
+        self.model.merge_adapters()
         self.sender.begin(version)
         self.sender.finish()
 

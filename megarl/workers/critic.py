@@ -22,13 +22,15 @@ class CriticRole(MegatronRole):
     """V of the state in which each response token was chosen. Starts from --critic-model; of a language model with a value head of zeros."""
 
     def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane) -> None:
-        super().__init__(name, config, config.model.critic_model or config.model.model, shape, meshes, plane, config.critic_optimizer)
+        super().__init__(name, config, config.model.critic_model or config.model.model, shape, meshes, plane, config.critic_optimizer,
+                         config.critic_lora)
 
     def build(self):
         from megarl.megatron.value_model import ValueModel
 
         config = self.config
-        return ValueModel(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer)
+        return ValueModel(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
+                          config.experts, self.lora)
 
     @needs("parameters")
     def values(self) -> None:

@@ -136,12 +136,15 @@ class Mailbox:
 
     def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
         """Where the main thread of each of these ranks is, of those that say so in time."""
-        self._store.set("stacks/wanted", "1")
+        self.ask_for_stacks()
         deadline, said = time.monotonic() + wait_s, {}
         while len(said) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             said |= {rank: self._store.get(f"stacks/{rank}").decode() for rank in ranks if rank not in said and self._store.check([f"stacks/{rank}"])}
         return said
+
+    def ask_for_stacks(self) -> None:
+        self._store.set("stacks/wanted", "1")
 
     def abort(self, index: int, exit_code: int) -> None:
         """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop waiting."""

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
-from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.invariants import check_column
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
+from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
+from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
@@ -39,12 +41,14 @@ class MegatronRole:
         name: of the role; its mesh is meshes[name].
         folder: Hugging Face folder with the weights that it starts from.
         shape: of that model.
-        optimizer: None: frozen."""
+        optimizer: None: frozen.
+        lora: of its adapters, if it has some."""
 
     model: TrainedModel
 
     def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
-                 optimizer: OptimizerConfig | None) -> None:  # fmt: skip
+                 optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
+        self.lora = lora if lora and lora.lora_rank else None
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
         self.mesh, self.share_key = meshes[name], share_keys(meshes)[name]
         self.parallel = parallel_of(config, name)
@@ -57,7 +61,7 @@ class MegatronRole:
     @needs()
     def setup(self) -> None:
         """Build the model and load its weights. Collective over the mesh."""
-        from megarl.megatron.initialize import random_weights
+        from megarl.megatron.initialize import initial_adapters, random_weights
 
         self.model = self.build()
         self.atlases = megatron_atlases(self.shape, self.mesh, self.parallel)
@@ -66,6 +70,9 @@ class MegatronRole:
             random_weights(self.shape, atlas, self.model.parameters, self.config.batch.seed)
         else:
             load_hf(self.folder, atlas, self.model.parameters, self.shape)
+        if self.lora is not None:
+            self.atlases = {rank: with_adapters(atlas, self.lora) for rank, atlas in self.atlases.items()}
+            initial_adapters(self.atlases[self.rank], adapter_sizes(self.shape, self.lora), self.model.parameters, self.config.batch.seed)
         self.model.parameters_changed()
         self.model.memory.owner = self.name
         self.plane.residence.add(self.name, self.model.memory, self.parallel.offload)
@@ -93,8 +100,31 @@ class MegatronRole:
 
     @needs("parameters")
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder. Collective over the mesh."""
-        save_hf(folder, self.folder, self.shape, self.atlases, self.model.parameters)
+        """Write the weights as a Hugging Face folder; adapters are merged into them, and in <folder>_adapter by themselves, in PEFT's
+        format. Collective over the mesh."""
+        self.model.merge_adapters()
+        save_hf(folder, self.folder, self.shape, self.atlases, self.model.weights)
+        if self.lora is not None:
+            save_peft(f"{folder}_adapter", self.folder, self.shape, self.atlases, self.model.parameters, self.lora)
+
+    @needs("parameters", "optimizer")
+    def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
+        """Write the model, its optimizer and its schedule, and what else to remember (for JSON). Collective over the mesh.
+
+        Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not there."""
+        from megarl.megatron.training_state import save_checkpoint
+
+        save_checkpoint(folder, self.model, self.atlases[self.rank], state)
+
+    @needs("parameters", "optimizer")
+    def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
+        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`.
+
+        Returns: the state that was saved with it.
+        Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
+        from megarl.megatron.training_state import load_checkpoint
+
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
 
 
 def peak_memory_bytes() -> int:

@@ -48,7 +48,7 @@ class RolloutRole:
             self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=column)
         self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
         sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
-        self.engine = self._start_engine(sources, self.actor.model.parameters if self.actor else {})
+        self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
 
     def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
         if self.mode == "in-process":
@@ -78,6 +78,8 @@ class RolloutRole:
         """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and over those actor ranks
         that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
         if self.engine is not None:
+            if self.actor is not None:
+                self.actor.model.merge_adapters()
             return {"sync/bytes": float(self.engine.sync(version))}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)

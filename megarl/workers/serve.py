@@ -49,12 +49,14 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
         end_with_parent(os.getppid())
     mailbox = Mailbox(store)
-    threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True).start()
+    teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
+    teller.start()
     try:
         _serve(roles, rank, mailbox)
     except dist.DistNetworkError as error:
         logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
         _exit(1)
+    teller.join(_ABORT_WAIT_S)
     return driver.wait() if driver is not None else 0
 
 

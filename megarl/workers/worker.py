@@ -13,7 +13,7 @@ from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, t
 from megarl.config.reward_models import reward_models
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
-from megarl.workers.actor import ActorRole, ReferenceRole
+from megarl.workers.actor import ActorRole, AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
@@ -51,7 +51,9 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     if "actor" in here:
         roles["actor"] = ActorRole("actor", config, shape, meshes, plane, config.optimizer)
     if "reference" in here:
-        roles["reference"] = ReferenceRole("reference", config, shape, meshes, plane, optimizer=None)
+        as_the_actor = meshes["reference"] == meshes["actor"] and config.reference == config.actor
+        roles["reference"] = (AdapterlessReferenceRole(roles["actor"]) if config.lora.lora_rank and as_the_actor
+                              else ReferenceRole("reference", config, shape, meshes, plane, optimizer=None))  # fmt: skip
     if "critic" in here:
         critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
         roles["critic"] = CriticRole("critic", config, critic_shape, meshes, plane)

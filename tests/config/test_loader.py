@@ -15,7 +15,17 @@ from megarl.algorithms import REGISTRY, Algorithm
 from megarl.config.errors import ConfigError, require
 from megarl.config.flags import SECTIONS, section_flags
 from megarl.config.loader import load_config, write_args
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RewardModelConfig, RunConfig, TrainConfig
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +82,7 @@ def test_defaults_are_those_of_the_schema():
         critic=ParallelConfig(),
         reference=ParallelConfig(),
         critic_optimizer=OptimizerConfig(),
+        critic_lora=LoRAConfig(),
         batch=BatchConfig(train_iters=3),
         data=DataConfig(train_data=("a.jsonl",)),
         run=RunConfig(save="s"),
@@ -149,7 +160,7 @@ def random_value(rng, kind):
 
 def random_config(rng):
     """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
-    fixed = {"recompute_modules": ("mlp", "core_attn")}
+    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv")}
     nodes = {
         name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
         for name, cls in SECTIONS.items()
@@ -164,7 +175,7 @@ def random_config(rng):
     }
     transformer = {"attention_dropout": rng.random(), "gradient_accumulation_fusion": rng.random() < 0.5, "qk_clip_alpha": 0.25}
     if type(algorithm) is Beta:  # has one role: flags of others would be refused
-        nodes |= {"critic": None, "critic_optimizer": None, "reference": None, "reward": None, "reward_models": RewardModelConfig()}
+        nodes |= {"critic": None, "critic_optimizer": None, "critic_lora": None, "reference": None, "reward": None, "reward_models": RewardModelConfig()}
         nodes["model"] = replace(nodes["model"], critic_model=None)
         nodes["placement"] = replace(nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=())
     return TrainConfig(algorithm=algorithm, **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)}, transformer=transformer)
@@ -372,11 +383,17 @@ def test_megatron_transformer_fields():
         "vocab-size",
     ):
         assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
+    for flag, key in {"num-layers": "num_hidden_layers", "rotary-base": "rope_theta", "layernorm-epsilon": "rms_norm_eps",
+                      "use-rope-scaling": "rope_scaling", "window-size": "sliding_window"}.items():  # fmt: skip
+        (line,) = errors(f"--{flag}", "7")
+        assert line.startswith(f"--{flag} (7): the shape comes from --model's config.json, where it is {key}. Change it there,"), line
     assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
     assert "in one way only" in errors("--cp-comm-type", "a2a")[0]
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
-    assert "not supported yet" in errors("--moe-router-topk", "2")[0] and "no flag can carry" in errors("--timers", "x")[0]
+    assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]
+    assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
+    assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
 
 

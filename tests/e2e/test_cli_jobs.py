@@ -98,13 +98,13 @@ def test_convert_refuses_at_once(sums_data, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(sums_data / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
     before = snapshot(tmp_path)
-    sizes = ("--tensor-model-parallel-size", 4, "--pipeline-model-parallel-size", 3)
+    sizes = ("--tensor-model-parallel-size", 8, "--pipeline-model-parallel-size", 3)
     done = run("convert", "--model", model, "--save", model, *sizes, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"--save ({model}): exists and is not empty. Try --save {model}-2.",
         f"--model ({model}): holds no *.safetensors. Give a folder with weights.",
-        "--tensor-model-parallel-size (4): must divide the model's key-value heads (2). Try 1 or 2.",
+        "--tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 2 or 4.",
         "--pipeline-model-parallel-size (3): must divide the model's layers (2). Try 1 or 2.",
     ]
     assert snapshot(tmp_path) == before

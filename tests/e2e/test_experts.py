@@ -5,6 +5,7 @@ pytest tests/e2e/test_experts.py        20 s"""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -15,6 +16,8 @@ from tests.e2e.jobs import Job, train
 EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
            "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
 
+LOSSES = ("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "1e-3", "--moe-z-loss-coeff", "1e-4")
+
 
 @pytest.fixture(scope="module")
 def job(sums_data, tmp_path_factory) -> Job:
@@ -23,7 +26,7 @@ def job(sums_data, tmp_path_factory) -> Job:
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | EXPERTS))
     return train(sums_data, folder / "run", "--model", str(folder / "model"), "--random-init", "--expert-model-parallel-size", "2",
-                 "--rollout-tensor-parallel-size", "2", "--train-iters", "2")  # fmt: skip
+                 "--rollout-tensor-parallel-size", "2", "--train-iters", "2", *LOSSES)  # fmt: skip
 
 
 def test_trainer_and_engine_agree_and_the_policy_moves(job):
@@ -31,6 +34,13 @@ def test_trainer_and_engine_agree_and_the_policy_moves(job):
     assert len(job.steps) == 2
     for row in job.steps:
         assert row["mismatch/max_abs"] <= 1e-4 and row["policy/grad_norm"] > 0  # fp32; the second step runs on synced weights
+
+
+def test_the_record_says_how_experts_are_used(job):
+    for row in job.steps:
+        assert 1 <= row["moe/load_ratio"] <= EXPERTS["num_experts"] / EXPERTS["num_experts_per_tok"] + 1e-9
+        assert 1 / EXPERTS["num_experts"] < row["moe/max_share"] <= 1 / EXPERTS["num_experts_per_tok"] and row["moe/dead_experts"] >= 0
+        assert 0 < row["moe/entropy"] <= math.log(EXPERTS["num_experts"]) and 0.9 < row["moe/balance_loss"] < 4 and row["moe/z_loss"] > 0
 
 
 def test_the_export_has_every_expert_and_loads(job):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megarl.config.schema import LoRAConfig
+
 DENSE = ("one", "tp2", "tp2_sp", "pp2", "one_stacked", "tp2_sp_stacked")
 FAMILY_LAYOUTS = {
     "qwen2_tied": DENSE,
@@ -25,6 +27,19 @@ VALUE_LAYOUTS = {
 }
 """Of value models."""
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
+
+LORA_LAYOUTS = {
+    "qwen2_tied": ("one", "one_recompute", "tp2", "tp2_sp", "tp2_sp_selective", "tp2_sp_stacked_sharded", "pp2", "pp2_vpp2", "dp2",
+                   "dp2_sharded", "one_bf16"),
+    "critic": ("one", "tp2_sp"),
+    "qwen3_moe": ("one", "tp2_sp_ep2"),
+}
+LORA = {
+    "qwen2_tied": LoRAConfig(lora_rank=4, lora_alpha=8.0),
+    "critic": LoRAConfig(lora_rank=3, lora_alpha=6.0, lora_target_modules=("linear_proj", "linear_fc1")),
+    "qwen3_moe": LoRAConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("linear_qkv", "linear_proj")),
+}
+"""Of models with adapters. _sharded: with the distributed optimizer, where no rank sees whole gradients."""
 
 
 def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:

@@ -41,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 def full_weights(shape: ModelShape) -> Tensors:
     """Away from 1 and 0, so that a norm or bias that is not loaded shows."""
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name)
+    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name and not shape.zero_centered_norms)
             for name, (rows, cols) in hf_sizes(shape).items()}  # fmt: skip
 
 

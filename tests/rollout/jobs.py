@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -23,13 +25,21 @@ EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
 _COMMON = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                max_position_embeddings=256, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, rope_theta=10000.0)  # fmt: skip
 _EXPERTS = _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-# Biases and tied embeddings, and layers for two stages of two chunks; q/k norms; neither, and a vocabulary that needs no padding; experts whose width vLLM pads.
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LOCAL = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}  # fmt: skip
+# Biases and tied embeddings, and layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
+# rotary embedding; a window of tokens;
+# windows in every other layer; experts whose width vLLM pads.
 CONFIGS = {
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
-    "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **_COMMON),
-    "mistral": MistralConfig(vocab_size=140, sliding_window=None, tie_word_embeddings=False, **_COMMON),
+    "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **(_COMMON | {"rope_parameters": _YARN})),
+    "llama_biases": LlamaConfig(vocab_size=129, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),
+    "mistral": MistralConfig(vocab_size=140, sliding_window=8, tie_word_embeddings=False, **_COMMON),
+    "gemma3": Gemma3TextConfig(vocab_size=150, sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=24, **_COMMON, **_LOCAL),
     "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
+    "mixtral": MixtralConfig(vocab_size=141, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **_COMMON),
 }
 
 
@@ -46,7 +56,10 @@ def reference_model(name: str, seed: int, std: float = 0.15) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(1.0, 0.2) if parameter.dim() == 1 else parameter.normal_(0.0, std)
+            if parameter.dim() == 1:
+                parameter.normal_(0.3 if name.startswith("gemma") else 1.0, 0.2)  # Gemma's norms multiply by 1 + weight
+            else:
+                parameter.normal_(0.0, std)
     return model
 
 

@@ -23,7 +23,7 @@ def report(tmp_path_factory) -> dict:
 
 
 def test_tables_are_what_the_loaders_do(report):
-    """All five families with 1, 2 and 4 ranks; with 4, two ranks share a key head."""
+    """Every family with 1, 2 and 4 ranks; with 4, two ranks share a key head."""
     assert report["tables"] == []
 
 

@@ -1,0 +1,45 @@
+"""Steps that all ranks of a group take together, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megarl.checkpoint.manifest import CheckpointError
+
+T = TypeVar("T")
+
+
+class Crew:
+    """The ranks of a group; without torch.distributed this process alone.
+
+    Args:
+        group: None: the world."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group, self._alone = group, not dist.is_initialized()
+        self.rank, self.size = (0, 1) if self._alone else (dist.get_rank(group), dist.get_world_size(group))
+
+    def all(self, work: Callable[[], T]) -> list[T]:
+        """What each rank's work returned. Raises: CheckpointError, on every rank, if it failed on any."""
+        result, error = None, None
+        try:
+            result = work()
+        except (OSError, ValueError) as caught:
+            error = caught
+        outcomes = [(result, error and str(error))]
+        if not self._alone:
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, (result, error and str(error)), group=self._group)
+        # one cause is enough, and the same cause on every rank is one
+        failed = next(((rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason is not None), None)
+        if failed is not None:
+            same = self.size == 1 or all(reason == failed[1] for _, reason in outcomes)
+            raise CheckpointError(failed[1] if same else f"[rank {failed[0]} of the mesh] {failed[1]}") from error
+        return [result for result, _ in outcomes]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Of the first rank, which alone works; the others wait."""
+        return self.all(lambda: work() if self.rank == 0 else None)[0]

@@ -1,0 +1,96 @@
+"""Reading a checkpoint, by all ranks of a mesh or by one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, check_tensors
+from megarl.checkpoint.rectangles import Box, Rectangle, matrix_size
+from megarl.checkpoint.tensor_file import TensorFile
+
+
+class Checkpoint:
+    """A checkpoint to read from, in any process.
+
+    Raises: CheckpointError if the folder holds none, or files of it are missing or of another size."""
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        self.folder = Path(folder)
+        self.manifest = Manifest.read(self.folder)
+        self._files: dict[str, TensorFile] = {}
+
+    @property
+    def state(self) -> dict[str, object]:
+        return self.manifest.state
+
+    def tensors(self, kind: str) -> dict[str, StoredTensor]:
+        """Canonical name -> what is stored; empty if there is nothing of this kind."""
+        return self.manifest.tensors.get(kind, {})
+
+    def files(self, kinds: Collection[str]) -> list[str]:
+        """Names of the files that hold something of these kinds."""
+        return sorted({part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts})
+
+    def read(self, kind: str, name: str, box: Box) -> Tensor:
+        """[rows, cols] of the box, in the dtype that was written."""
+        stored = self.tensors(kind)[name]
+        out = torch.empty(box.row_end - box.row_start, box.col_end - box.col_start, dtype=stored.dtype)
+        self._fill(kind, name, box, out)
+        return out
+
+    @torch.no_grad()
+    def fill(self, rectangles: Iterable[Rectangle]) -> None:
+        """Write what is stored into the values."""
+        for r in rectangles:
+            self._fill(r.kind, r.name, r.box, r.values)
+
+    def _fill(self, kind: str, name: str, box: Box, out: Tensor) -> None:
+        stored, found = self.tensors(kind)[name], 0
+        for part in stored.parts:
+            if (shared := part.box.overlap(box)) is None:
+                continue
+            file = self._files.get(part.file) or self._files.setdefault(part.file, TensorFile(self.folder / part.file))
+            rows = file.read(stored.key(name, part), shared.row_start - part.box.row_start, shared.row_end - part.box.row_start)
+            col, row_at, col_at = shared.col_start - part.box.col_start, shared.row_start - box.row_start, shared.col_start - box.col_start
+            width = shared.col_end - shared.col_start
+            out[row_at : row_at + len(rows), col_at : col_at + width].copy_(rows[:, col : col + width])
+            found += shared.area
+        if found != box.area:
+            raise CheckpointError(f"{self.folder}: {kind} of {name} lacks {box.area - found} elements of {tuple(box)}.")
+
+    def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
+        """Raises: CheckpointError if the tensors of this kind are not these."""
+        check_tensors(f"{kind} in {self.folder}", {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()}, sizes)
+
+
+def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> dict[str, object]:
+    """Fill the rectangles of every rank of a group. Collective; the ranks first check the files' digests, each its share of them.
+
+    Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+
+    Returns: the state that was saved.
+    Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
+    crew = Crew(group)
+    sizes: dict[str, dict[str, tuple[int, int]]] = {}
+    for of_rank in crew.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
+        for kind, name, shape in of_rank:
+            sizes.setdefault(kind, {})[name] = matrix_size(shape)
+
+    def check() -> Checkpoint:
+        checkpoint = Checkpoint(folder)
+        for kind, of_kind in sizes.items():
+            checkpoint.check(kind, of_kind)
+        checkpoint.manifest.check_digests(checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size])
+        return checkpoint
+
+    checked: list[Checkpoint] = []
+    crew.all(lambda: checked.append(check()))
+    crew.all(lambda: checked[0].fill(rectangles))
+    return checked[0].state

@@ -1,0 +1,132 @@
+"""checkpoint.json: what a checkpoint holds, and where."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoint.rectangles import Box, whole
+from megarl.checkpoint.tensor_file import file_digest
+
+MANIFEST, VERSION = "checkpoint.json", 1
+WEIGHTS = "weights"
+"""The kind that every checkpoint has. Others: the optimizer's."""
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be read or written as a checkpoint, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    file: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Its parts cover it, each element once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def key(self, name: str, part: Part) -> str:
+        return part_key(name, self.shape, part.box)
+
+
+def part_key(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """What a rectangle is called in its file."""
+    return name if box == whole(shape) else f"{name}[{box.row_start}:{box.row_end},{box.col_start}:{box.col_end}]"
+
+
+@dataclass
+class Manifest:
+    """
+    Args:
+        files: name -> (bytes, SHA-256).
+        tensors: kind -> canonical name -> what is stored of it.
+        state: anything that JSON can hold."""
+
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    state: dict[str, object] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """And wait until it is on the disk."""
+        names = list(self.files)
+        number = {name: i for i, name in enumerate(names)}
+        tensors = {kind: {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": t.shape,
+                                 "parts": [[number[part.file], *part.box] for part in t.parts]}
+                          for name, t in of_kind.items()} for kind, of_kind in self.tensors.items()}  # fmt: skip
+        body = {"files": [[name, *self.files[name]] for name in names], "tensors": tensors, "state": self.state}
+        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump({"format": "megarl checkpoint", "version": VERSION, "sha256": _digest(body), **body}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises: CheckpointError if the folder holds no checkpoint, or a damaged one; a file of the wrong size is damage."""
+        path = folder / MANIFEST
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} is not a megarl checkpoint: it has no {MANIFEST}"
+                                  f"{', so writing it did not end' if any(folder.glob('*.safetensors')) else ''}.") from None  # fmt: skip
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        if not isinstance(stored, dict) or stored.get("format") != "megarl checkpoint":
+            raise CheckpointError(f"{path} is not a megarl checkpoint's.")
+        if stored.get("version") != VERSION:
+            raise CheckpointError(f"{path} has version {stored.get('version')} of the format; this megarl reads {VERSION}.")
+        body = {key: stored.get(key) for key in ("files", "tensors", "state")}
+        if stored.get("sha256") != _digest(body):
+            raise CheckpointError(f"{path} is damaged: its digest does not fit its content.")
+        names = [name for name, *_ in body["files"]]
+        tensors = {kind: {name: StoredTensor(getattr(torch, t["dtype"]), tuple(t["shape"]),
+                                             tuple(Part(names[number], Box(*box)) for number, *box in t["parts"]))
+                          for name, t in of_kind.items()} for kind, of_kind in body["tensors"].items()}  # fmt: skip
+        manifest = cls({name: (size, digest) for name, size, digest in body["files"]}, tensors, body["state"])
+        manifest.check_sizes(folder)
+        return manifest
+
+    def check_sizes(self, folder: Path) -> None:
+        """Raises: CheckpointError naming a file that is missing or cut short."""
+        for name, (size, _) in self.files.items():
+            path = folder / name
+            found = path.stat().st_size if path.exists() else None
+            if found != size:
+                raise CheckpointError(f"{path} is {'missing' if found is None else f'damaged: it has {found} bytes'}, and {size} were written.")
+
+    def check_digests(self, folder: Path, names: Collection[str]) -> None:
+        """Raises: CheckpointError naming a file whose content has changed."""
+        for name in names:
+            if file_digest(folder / name) != self.files[name][1]:
+                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one that was written.")
+
+
+def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str, tuple[int, int]]) -> None:
+    """Compare (rows, cols) by name. Raises: CheckpointError listing what is missing, too many or of another size than config.json says."""
+    problems = [f"{name} is missing" for name in sizes if name not in found]
+    problems += [f"{name} is not a tensor of this model" for name in found if name not in sizes]
+    problems += [f"{name} is {'x'.join(map(str, found[name]))} there and {'x'.join(map(str, size))} by config.json"
+                 for name, size in sizes.items() if found.get(name, size) != size]  # fmt: skip
+    raise_problems(what, problems)
+
+
+def raise_problems(what: str, problems: Sequence[str]) -> None:
+    """Raises: CheckpointError if there are any."""
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{what} do not fit the model: {'; '.join(problems[:5])}{more}.")
+
+
+def _digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,127 @@
+"""Writing a checkpoint, by all ranks of a mesh or by one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.manifest import CheckpointError, Manifest, Part, StoredTensor, part_key
+from megarl.checkpoint.rectangles import Box, Rectangle, tiling_problem
+from megarl.checkpoint.tensor_file import Entry, write_tensors
+
+Offer = tuple[str, str, Box, tuple[int, ...], torch.dtype]
+"""What a rank could write: (kind, name, box, shape, dtype)."""
+
+
+@torch.no_grad()
+def save(folder: str | os.PathLike, rectangles: Sequence[Rectangle], state: dict[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it returns, or not there.
+
+    To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else uses.
+
+    Args:
+        rectangles: of this rank. The same rectangle of several ranks is written once. All together must cover every tensor.
+        state: what else to remember, for JSON; the first rank's counts.
+    Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is missing."""
+    crew, folder = Crew(group), Path(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    offers = crew.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
+    writer_of = _choose_writers(offers)  # the same on every rank
+    crew.first(lambda: start_folder(partial, folder))
+    try:
+        written = crew.all(lambda: _write_files(partial, crew.rank, rectangles, writer_of))
+        crew.first(lambda: _finish(partial, folder, offers, writer_of, {name: of for files in written for name, of in files.items()}, state))
+    except CheckpointError:
+        if crew.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+Writers = dict[tuple[str, str, Box], int]
+"""(kind, name, box) -> rank."""
+
+
+def _choose_writers(offers: list[list[Offer]]) -> Writers:
+    """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not cover each tensor once."""
+    holders: dict[tuple[str, str, Box], list[int]] = {}
+    boxes: dict[tuple[str, str], set[Box]] = {}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    size_of: dict[tuple[str, str, Box], int] = {}
+    for rank, of_rank in enumerate(offers):
+        for kind, name, box, shape, dtype in of_rank:
+            holders.setdefault((kind, name, box), []).append(rank)
+            boxes.setdefault((kind, name), set()).add(box)
+            size_of[kind, name, box] = box.area * dtype.itemsize
+            if shapes.setdefault((kind, name), shape) != shape:
+                raise CheckpointError(f"{kind} of {name}: ranks disagree about its shape, {shapes[kind, name]} and {shape}")
+    for (kind, name), shape in shapes.items():
+        if problem := tiling_problem(shape, boxes[kind, name]):
+            raise CheckpointError(f"{kind} of {name}: {problem}")
+    load, writer_of = [0] * len(offers), {}
+    for rectangle, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])):  # with a choice: last, large ones first
+        writer_of[rectangle] = min(ranks, key=load.__getitem__)
+        load[writer_of[rectangle]] += size_of[rectangle]
+    return writer_of
+
+
+def file_name(kind: str, number: int) -> str:
+    return f"{kind}-{number:05d}.safetensors"
+
+
+def _write_files(folder: Path, rank: int, rectangles: Sequence[Rectangle], writer_of: Writers) -> dict[str, tuple[int, str]]:
+    """One file of each kind. Returns: name -> (bytes, SHA-256)."""
+    mine: dict[str, dict[str, Entry]] = {}
+    for r in rectangles:
+        if writer_of[r.kind, r.name, r.box] == rank:
+            key = part_key(r.name, r.shape, r.box)
+            shape = r.shape if key == r.name else (r.values.shape[0],) if len(r.shape) == 1 else tuple(r.values.shape)
+            mine.setdefault(r.kind, {})[key] = Entry(key, r.values.dtype, shape, lambda values=r.values: [values])
+    return {name: write_tensors(folder / name, list(entries.values()))
+            for kind, entries in mine.items() for name in [file_name(kind, rank)]}  # fmt: skip
+
+
+def _finish(partial: Path, folder: Path, offers: list[list[Offer]], writer_of: Writers, files: dict[str, tuple[int, str]],
+            state: dict[str, object]) -> None:
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    parts: dict[tuple[str, str], dict[Box, Part]] = {}
+    for rank, of_rank in enumerate(offers):
+        for kind, name, box, shape, dtype in of_rank:
+            if writer_of[kind, name, box] == rank:
+                tensors.setdefault(kind, {})[name] = StoredTensor(dtype, shape, ())
+                parts.setdefault((kind, name), {})[box] = Part(file_name(kind, rank), box)
+    for kind, of_kind in tensors.items():
+        for name, tensor in of_kind.items():
+            of_kind[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(part for _, part in sorted(parts[kind, name].items())))
+    publish(partial, folder, Manifest(files, tensors, state))
+
+
+def start_folder(partial: Path, folder: Path) -> None:
+    """An empty folder to write into. Raises: CheckpointError if the one that it will become exists."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists; a checkpoint never replaces one.")
+    shutil.rmtree(partial, ignore_errors=True)  # of a job that ended while it wrote
+    partial.mkdir(parents=True)
+
+
+def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and rename."""
+    manifest.check_sizes(partial)  # all files of all machines
+    manifest.write(partial)
+    sync_folder(partial)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of its files are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""Weights on disk under their canonical names, whatever they are stored in: read a few rows at a time, without ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoint.load import Checkpoint
+from megarl.checkpoint.manifest import MANIFEST, WEIGHTS, CheckpointError, check_tensors
+from megarl.checkpoint.rectangles import Box, matrix_size
+from megarl.checkpoint.tensor_file import TensorFile
+from megarl.checkpoint.torch_dist import MegatronWeights, megatron_folder
+from megarl.config.hf_config import ModelShape
+from megarl.reshard.atlas import OUTPUT, hf_sizes
+from megarl.reshard.transfer import IGNORED_SUFFIXES, weight_files
+
+
+class WeightSource(Protocol):
+    """
+    Attributes:
+        tensors: canonical name -> (dtype, shape).
+        dtype: of the model that was trained, None if that is what is stored."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    dtype: torch.dtype | None
+
+    def read(self, name: str, row_start: int, row_end: int) -> Tensor:
+        """[row_end - row_start, cols] of a tensor, a vector being [n, 1]."""
+
+    def check(self) -> None:
+        """Raises: CheckpointError naming a file that is damaged, as far as the format can tell."""
+
+
+class HFWeights:
+    """The *.safetensors of a Hugging Face folder. Buffers that old ones carry, and the output layer of a tied one, are left out."""
+
+    dtype = None
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        files, file_of = _hf_files(folder)
+        for name, path in file_of.items():
+            if path not in files:
+                raise CheckpointError(f"{path} is missing; the folder's index names it.")
+            if name not in files[path]:
+                raise CheckpointError(f"{name} is not in {path}, where the folder's index says.")
+        file_of = {name: path for name, path in file_of.items()
+                   if not name.endswith(IGNORED_SUFFIXES) and not (shape.tie_word_embeddings and name == OUTPUT)}  # fmt: skip
+        self._file_of = {name: files[path] for name, path in file_of.items()}
+        self.tensors = {name: (file.dtype(name), file.shape(name)) for name, file in self._file_of.items()}
+
+    def read(self, name: str, row_start: int, row_end: int) -> Tensor:
+        return self._file_of[name].read(name, row_start, row_end)
+
+    def check(self) -> None:
+        pass  # a file that is cut short was found by its header
+
+
+class CheckpointWeights:
+    """The weights of a megarl checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = Checkpoint(folder)
+        self.tensors = {name: (stored.dtype, stored.shape) for name, stored in self.checkpoint.tensors(WEIGHTS).items()}
+        name = self.checkpoint.state.get("dtype")
+        self.dtype = getattr(torch, name) if isinstance(name, str) else None
+
+    def read(self, name: str, row_start: int, row_end: int) -> Tensor:
+        return self.checkpoint.read(WEIGHTS, name, Box(row_start, row_end, 0, matrix_size(self.tensors[name][1])[1]))
+
+    def check(self) -> None:
+        self.checkpoint.manifest.check_digests(self.checkpoint.folder, self.checkpoint.files([WEIGHTS]))
+
+
+def _hf_files(folder: Path) -> tuple[dict[Path, TensorFile], dict[str, Path]]:
+    """(the files that are there, tensor name -> the file that the index names, or that has it)"""
+    files = {path: TensorFile(path) for path in sorted(folder.glob("*.safetensors"))}
+    if (folder / "model.safetensors.index.json").exists():
+        try:
+            return files, weight_files(folder)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{folder / 'model.safetensors.index.json'} is not an index: {type(error).__name__}: {error}.") from error
+    return files, {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
+    """Of a megarl checkpoint, a sharded checkpoint of Megatron, or a Hugging Face folder of this model.
+
+    Raises: CheckpointError if the folder is none of these, or its tensors are not the model's."""
+    if (folder / MANIFEST).exists():
+        source: WeightSource = CheckpointWeights(folder)
+    elif (megatron := megatron_folder(folder)) is not None:
+        source = MegatronWeights(megatron, shape)
+    elif any(folder.glob("*.safetensors")):
+        source = HFWeights(folder, shape)
+    else:
+        raise CheckpointError(f"{folder} holds no weights that can be read: neither {MANIFEST} (a megarl checkpoint), nor .metadata (Megatron's "
+                              "--ckpt-format torch_dist), nor *.safetensors (Hugging Face).")
+    check_tensors(f"the weights in {folder}", {name: matrix_size(shape) for name, (_, shape) in source.tensors.items()}, hf_sizes(shape))
+    return source

@@ -1,0 +1,105 @@
+"""Writing weights that come a few rows at a time, without ranks: into a Hugging Face folder or a megarl checkpoint.
+
+The memory needed is that of the rows that are just moving, and what the source keeps: of a Megatron checkpoint the chunks of one tensor."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+
+from megarl.checkpoint.manifest import WEIGHTS, CheckpointError, Manifest, Part, StoredTensor
+from megarl.checkpoint.rectangles import matrix_size, whole
+from megarl.checkpoint.save import start_folder, sync_folder
+from megarl.checkpoint.save import publish as publish_checkpoint
+from megarl.checkpoint.sources import WeightSource
+from megarl.checkpoint.tensor_file import Entry, write_tensors
+from megarl.config.hf_config import ModelShape
+from megarl.reshard import transfer
+from megarl.reshard.atlas import hf_sizes
+
+BLOCK_BYTES = 64 << 20
+
+
+def write_hf(folder: Path, source: WeightSource, shape: ModelShape, config_folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    """Write *.safetensors, their index if there are several, and what `config_folder` has beside its weights.
+
+    Args:
+        dtype: None: that of each tensor in the source.
+    Raises: CheckpointError if there is no room; ValueError or OSError if reading or writing fails. `folder` is then not there."""
+    entries = _entries(source, shape, dtype)
+    _check_room(folder, entries)
+    shards = _shards(entries, "model", max_shard_bytes)
+    partial = transfer.start_folder(folder, config_folder, shape, _main_dtype(entries))
+    try:
+        for file, names in shards.filename_to_tensors.items():
+            write_tensors(partial / file, [entries[name] for name in names])
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        sync_folder(partial)
+        transfer.publish(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_checkpoint(folder: Path, source: WeightSource, shape: ModelShape, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    """Write a checkpoint that has weights only, every tensor whole in one file. Arguments and errors as of `write_hf`."""
+    entries = _entries(source, shape, dtype)
+    _check_room(folder, entries)
+    shards = _shards(entries, WEIGHTS, max_shard_bytes)
+    partial = folder.with_name(f".{folder.name}.partial")
+    start_folder(partial, folder)
+    manifest = Manifest(state={"dtype": str(_main_dtype(entries)).removeprefix("torch."), "job": {}})
+    stored = manifest.tensors.setdefault(WEIGHTS, {})
+    try:
+        for file, names in shards.filename_to_tensors.items():
+            manifest.files[file] = write_tensors(partial / file, [entries[name] for name in names])
+            stored |= {name: StoredTensor(entries[name].dtype, entries[name].shape, (Part(file, whole(entries[name].shape)),)) for name in names}
+        publish_checkpoint(partial, folder, manifest)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def row_blocks(source: WeightSource, name: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of the rows of a tensor that are moved together, from the first to the last."""
+    dtype, shape = source.tensors[name]
+    rows, cols = matrix_size(shape)
+    step = max(1, BLOCK_BYTES // (cols * dtype.itemsize))
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None) -> dict[str, Entry]:
+    """By canonical name, in the order of Hugging Face's checkpoints."""
+    return {name: Entry(name, dtype or source.tensors[name][0], source.tensors[name][1], lambda name=name: (source.read(name, *rows) for rows in row_blocks(source, name)))
+            for name in hf_sizes(shape)}  # fmt: skip
+
+
+def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> StateDictSplit:
+    """Which tensor is in which file."""
+    return split_state_dict_into_shards_factory(entries, get_storage_size=lambda entry: entry.num_bytes,
+                                                filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=max_shard_bytes)  # fmt: skip
+
+
+def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
+    """What most bytes are of."""
+    share: dict[torch.dtype, int] = {}
+    for entry in entries.values():
+        share[entry.dtype] = share.get(entry.dtype, 0) + entry.num_bytes
+    return max(share, key=share.__getitem__)
+
+
+def _check_room(folder: Path, entries: dict[str, Entry]) -> None:
+    """Raises: CheckpointError; a disk that is full half an hour later would be worse."""
+    parent = next(path for path in folder.absolute().parents if path.exists())
+    needed, free = sum(entry.num_bytes for entry in entries.values()), shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(f"{folder}: {os.strerror(errno.ENOSPC)}: {needed / 1e9:.2f} GB are to be written and {free / 1e9:.2f} GB are free there.")

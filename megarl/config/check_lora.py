@@ -1,0 +1,43 @@
+"""Rules about adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megarl.config.flags import OF_ROLES
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import LORA_TARGETS, LoRAConfig, TrainConfig
+
+_OF_EXPERTS = ("linear_fc1", "linear_fc2")
+
+
+def lora_findings(config: TrainConfig, shapes: Mapping[str, ModelShape | None]) -> Iterator[str]:
+    """Every rule that is broken, perhaps twice.
+
+    Args:
+        shapes: of each role's model, None if its config.json could not be used."""
+    optimizers = {"actor": config.optimizer, "critic": config.critic_optimizer}
+    for role, section in OF_ROLES[LoRAConfig].items():
+        lora: LoRAConfig | None = getattr(config, section)
+        if lora is None:
+            continue
+        prefix = "" if config.critic_lora in (None, config.lora) else f"{role}-"
+        if not lora.lora_rank:
+            yield from _without_effect(lora, prefix)
+            continue
+        shape, targets = shapes[role], lora.lora_target_modules
+        if shape is not None and shape.is_moe and (of_experts := [target for target in targets if target in _OF_EXPERTS]):
+            rest = [target for target in targets if target not in of_experts] or [t for t in LORA_TARGETS if t not in _OF_EXPERTS]
+            yield (f"--{prefix}lora-target-modules ({' '.join(of_experts)}): in a mixture of experts these are matrices of experts, which have "
+                   f"no adapters. Try --{prefix}lora-target-modules {' '.join(rest)}.")  # fmt: skip
+        if optimizers[role].optimizer_cpu_offload:
+            yield (f"--optimizer-cpu-offload: nobody has proven it with --{prefix}lora-rank ({lora.lora_rank}), whose optimizer state is "
+                   "small. Leave it out.")  # fmt: skip
+
+
+def _without_effect(lora: LoRAConfig, prefix: str) -> Iterator[str]:
+    default = LoRAConfig()
+    for field, value in {"lora-alpha": f"{lora.lora_alpha:g}", "lora-target-modules": " ".join(lora.lora_target_modules)}.items():
+        name = field.replace("-", "_")
+        if getattr(lora, name) != getattr(default, name):
+            yield f"--{prefix}{field} ({value}): has no effect without --{prefix}lora-rank. Leave it out, or try --{prefix}lora-rank 16."

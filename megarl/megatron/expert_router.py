@@ -1,0 +1,43 @@
+"""The router of a mixture of experts, where DeepSeek's differs from Megatron's."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.megatron.router import Router
+
+
+class ExpertRouter(Router):
+    """The router, with two things of DeepSeek's.
+
+    The correction of the scores (arXiv:2408.15664) stays what it was: with moe_router_enable_expert_bias Megatron would move it at every
+    step, by counts that it sums over the global parallel_state. Here it is a buffer of the same name, [experts] fp32.
+
+    A group's score is the sum of its `group_best` best experts' scores. Megatron always takes topk / group_topk of them."""
+
+    def __init__(self, config, pg_collection=None, *, corrects_scores: bool = False, group_best: int = 0) -> None:
+        super().__init__(config, pg_collection)
+        if corrects_scores:
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts, dtype=torch.float32))
+        if group_best:
+            self.router_replay = GroupChoice(group_best, self.router_replay)
+
+
+class GroupChoice:
+    """Stands where Megatron looks for a replay of the choice of experts, and lets that go through."""
+
+    def __init__(self, best: int, replay: object | None) -> None:
+        self.best, self.replay = best, replay
+
+    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores [tokens, topk], experts [tokens, topk]) of scores [tokens, experts]."""
+        if self.replay is not None:
+            return self.replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
+        return self._choose(scores, topk, num_groups, group_topk)
+
+    def _choose(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        by_group = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
+        of_group = by_group.topk(self.best, dim=-1).values.sum(dim=-1)
+        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk, dim=-1).indices, True)
+        return by_group.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=-1)

@@ -1,0 +1,77 @@
+"""What Gemma 3 has beyond Megatron's blocks: norms after attention and MLP, two rotary embeddings, scaled embeddings.
+
+Its norms multiply by 1 + weight (`layernorm_zero_centered_gamma`) and its layers' windows are `window_size` and `window_attn_skip_freq` of
+TransformerConfig. With Transformer Engine the same modules stand around its layers; that was not run yet."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from megarl.config.hf_config import ModelShape
+from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.modules import RMSNorm
+from megarl.megatron.rope import inverse_frequencies
+
+with cpu_megatron():
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+
+@functools.cache
+def with_output_norm(linear: type) -> type:
+    """The row-parallel layer `linear` with a norm of its whole output, which is a part of the sequence under sequence parallelism."""
+
+    class NormedLinear(linear):
+        def __init__(self, input_size: int, output_size: int, *, config, **kwargs) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = RMSNorm(config, output_size)
+
+        def forward(self, input_):
+            output, bias = super().forward(input_)
+            assert bias is None, "the norm is of the output with its bias"
+            return self.post_layernorm(output), None
+
+    return NormedLinear
+
+
+class TwoRotaryEmbeddings(RotaryEmbedding):
+    """The angles of layers that see all tokens, and of those that see a window, as one tensor [2, S, 1, 1, d]: `GemmaLayer` takes its own.
+
+    Not a pair: full recompute saves tensors alone."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        self.inv_freq = self.inv_freq.to(torch.cuda.current_device())
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
+        angles = positions[:, None] * self.inv_freq[:, None]  # [2, S, d / 2]
+        return torch.cat([angles, angles], dim=-1)[:, :, None, None]
+
+
+class GemmaLayer(TransformerLayer):
+    def forward(self, *args, rotary_pos_emb: torch.Tensor, **kwargs):
+        slides = is_layer_window_attention(self.config.window_size, self.config.window_attn_skip_freq, self.layer_number)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb[int(slides)], **kwargs)
+
+
+def adapt_spec(spec: ModuleSpec) -> None:
+    """Make the spec of Megatron's layer that of Gemma 3's."""
+    spec.module = GemmaLayer
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    attention.linear_proj, mlp.linear_fc2 = with_output_norm(attention.linear_proj), with_output_norm(mlp.linear_fc2)
+
+
+def adapt_model(model: GPTModel, shape: ModelShape) -> None:
+    """Two rotary embeddings and, on the first stage, scaled embeddings."""
+    frequencies = [inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
+                   inverse_frequencies(shape.local_rope_theta, shape.head_dim, None)]  # fmt: skip
+    model.rotary_pos_emb = TwoRotaryEmbeddings(
+        shape.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=model.rotary_pos_emb.cp_group)  # fmt: skip
+    model.rotary_pos_emb.inv_freq = torch.stack(frequencies)
+    if model.pre_process:
+        scale = torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()  # rounded as transformers does
+        model.embedding.register_forward_hook(lambda module, arguments, output: output * scale)

@@ -1,0 +1,146 @@
+"""LoRA (arXiv:2106.09685, eq. 3) on Megatron's parallel linear layers: y = W x + (alpha / r) B (A x), with W frozen.
+
+    layer                            A [r, in]                B [out, r]               A x [T, r] between them
+    column-parallel  linear_qkv      whole on every rank      this rank's rows         gathered (sequence parallelism) or as it is
+                     linear_fc1
+    row-parallel     linear_proj     this rank's columns      whole on every rank      summed over the ranks, or reduce-scattered
+                     linear_fc2
+
+Between ranks travel r numbers per token, never a hidden state, so the layer's own communication stays as it is and every replicated
+matrix sees the whole gradient (under sequence parallelism that of this rank's tokens: finalize_model_grads sums those). A fused
+layer has one A for its q, k and v, or gate and up; its B has W's rows in W's order.
+
+Adapters work on the layer's input and output, so the same code serves Megatron's layers and Transformer Engine's. The latter are
+written from its source and have not been run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.config.schema import LoRAConfig
+from megarl.megatron.cpu_shim import cpu_megatron
+
+with cpu_megatron():
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+_ROW_PARALLEL = ("linear_proj", "linear_fc2")
+_MERGE_ELEMENTS = 2**24  # of a matrix that are in fp32 at a time
+
+
+class Adapter(torch.nn.Module):
+    """What is added to the output of one layer. The weights are undefined until they are drawn or loaded."""
+
+    def __init__(self, weight: Tensor, is_row_parallel: bool, lora: LoRAConfig, config: TransformerConfig,
+                 group: torch.distributed.ProcessGroup) -> None:  # fmt: skip
+        """weight: [out, in] of the layer, this rank's part."""
+        super().__init__()
+        self.is_row_parallel, self.sequence_parallel, self.group = is_row_parallel, config.sequence_parallel, group
+        self.scale, self.is_on = lora.lora_alpha / lora.lora_rank, True
+        options = dict(bias=False, dtype=weight.dtype, device=weight.device)
+        self.linear_in = torch.nn.utils.skip_init(torch.nn.Linear, weight.shape[1], lora.lora_rank, **options)
+        self.linear_out = torch.nn.utils.skip_init(torch.nn.Linear, lora.lora_rank, weight.shape[0], **options)
+        split, whole = (self.linear_in, self.linear_out) if is_row_parallel else (self.linear_out, self.linear_in)
+        split.weight.tensor_model_parallel = group.size() > 1  # the gradient norm counts the others on one rank only
+        split.weight.partition_dim, split.weight.partition_stride = (1 if is_row_parallel else 0), 1
+        whole.weight.sequence_parallel = config.sequence_parallel  # sees this rank's tokens only
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, b, in], as it enters the layer -> [T, b, out], as it leaves it."""
+        return self.linear_out(self._between_ranks(self.linear_in(x)) * self.scale)
+
+    def _between_ranks(self, hidden: Tensor) -> Tensor:
+        if self.is_row_parallel:
+            reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+            return reduce(hidden, group=self.group)
+        # Backward each rank brings the part of its rows of B: summed either way.
+        return (gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region)(hidden, group=self.group)
+
+
+def _add_adapter(linear: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Forward hook of a layer, which returns (output, bias that is left to its caller)."""
+    if not linear.adapter.is_on:
+        return output
+    return output[0] + linear.adapter(_normed(linear, inputs[0])), output[1]
+
+
+def _normed(linear: torch.nn.Module, x: Tensor) -> Tensor:
+    """What the layer multiplies with W: Transformer Engine's LayerNormLinear has the norm before it inside."""
+    if not hasattr(linear, "layer_norm_weight"):
+        return x
+    weight = 1 + linear.layer_norm_weight if linear.zero_centered_gamma else linear.layer_norm_weight
+    return F.rms_norm(x, x.shape[-1:], weight, linear.eps)
+
+
+class Adapters:
+    """All adapters of a model on this rank. Making them freezes every other weight, but for a value head.
+
+    Args:
+        chunks: the model's stage, before DDP.
+        group: the tensor-parallel group.
+    Raises: ValueError for a target that the model has not."""
+
+    def __init__(self, chunks: Sequence[GPTModel], lora: LoRAConfig, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+        self._adapters: list[Adapter] = []
+        self.merged: dict[str, Tensor] = {}
+        """Name -> W + (alpha / r) B A of an adapted W, once it is allocated."""
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(name.startswith("value_head."))
+            if config.recompute_granularity is not None and chunk.pre_process:
+                # A recomputed layer has gradients only if its input does, and that of the first comes from a frozen embedding.
+                chunk.embedding.register_forward_hook(_require_grad)
+        for target in lora.lora_target_modules:
+            layers = [m for chunk in chunks for name, m in chunk.named_modules() if name.endswith(f".{target}") and ".experts." not in name]
+            if not layers:
+                raise ValueError(f"--lora-target-modules ({target}): this model has no such layer outside of experts. Leave it out.")
+            for layer in layers:
+                layer.adapter = Adapter(layer.weight, target in _ROW_PARALLEL, lora, config, group)
+                layer.register_forward_hook(_add_adapter)
+                self._adapters.append(layer.adapter)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is the one that training started from."""
+        for adapter in self._adapters:
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in self._adapters:
+                adapter.is_on = True
+
+    def allocate_merged(self, parameters: dict[str, Tensor]) -> None:
+        """Make `merged`, undefined until `merge`. parameters: of the model, by name."""
+        names = (name.replace(_IN, ".weight") for name in parameters if name.endswith(_IN))
+        self.merged = {name: torch.empty_like(parameters[name]) for name in names}
+
+    @torch.no_grad()
+    def merge(self, parameters: dict[str, Tensor]) -> None:
+        """Make `merged` current. Computed in fp32 and rounded once."""
+        scale = self._adapters[0].scale
+        for name, merged in self.merged.items():
+            layer = name.removesuffix(".weight")
+            low, high = parameters[layer + _IN].float(), parameters[layer + _OUT].float()
+            rows = max(1, _MERGE_ELEMENTS // merged.shape[1])
+            for base, part, out in zip(parameters[name].split(rows), high.split(rows), merged.split(rows), strict=True):
+                out.copy_(torch.addmm(base.float(), part, low, alpha=scale))
+
+
+_IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+
+
+def _require_grad(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()

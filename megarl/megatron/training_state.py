@@ -1,0 +1,204 @@
+"""What a checkpoint holds of a model that Megatron trains: weights, Adam's moments, and how many steps were taken.
+
+The tensors are views of live memory, cut into rectangles of the canonical tensors. A distributed optimizer holds stretches of parameters,
+each at most three rectangles; where there are fp32 masters, they are the weights that are saved."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.load import load
+from megarl.checkpoint.manifest import WEIGHTS
+from megarl.checkpoint.rectangles import Rectangle, rectangles_of
+from megarl.checkpoint.save import save
+from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.trained_model import TrainedModel
+from megarl.reshard.atlas import EMBEDDING, Atlas, hf_sizes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, state: dict[str, object] | None = None,
+                    group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
+    """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
+
+    To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a group of its own.
+
+    Args:
+        atlas: of this rank.
+        state: what else to remember, for JSON; returned by `load_checkpoint`.
+        group: of the mesh's ranks. Default: that of the model.
+    Raises: CheckpointError, on every rank."""
+    group = group or model.groups.intra_dist_opt
+    save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
+
+
+def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
+                    group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
+    """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
+
+    Args:
+        weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
+            reads no others.
+    Returns: the `state` that was saved.
+    Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
+    resume = model.optimizer is not None and not weights_only
+    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt)
+    for name, param in atlas.items():
+        if param.padding_rows:
+            model.parameters[name][param.rows - param.padding_rows :].zero_()
+    if resume:
+        _set_steps(model, state)
+    return state["job"]
+
+
+def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
+    """What is the same on every rank, and the layout, for people. Collective."""
+    state: dict[str, object] = {"dtype": str(model.config.params_dtype).removeprefix("torch."), "mesh": model.mesh.shape | model.mesh.expert_shape}
+    if model.optimizer is not None:
+        steps = max(Crew(group).all(lambda: _optimizer_steps(model)))  # a rank may have nothing to update
+        state |= {"optimizer_steps": steps, "schedule_steps": model.scheduler.num_steps}
+    return state
+
+
+# ------------------------------------------------------------------ rectangles
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What the optimizer has of the elements [start, start + length) of a parameter, each [length].
+
+    Args:
+        master: fp32, None if the parameter itself is."""
+
+    start: int
+    master: Tensor | None
+    moments: dict[str, Tensor]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, values)"""
+        yield from self.moments.items()
+        if self.master is not None:
+            yield WEIGHTS, self.master
+
+
+def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
+    """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut otherwise."""
+    sizes, stretches, out = hf_sizes(model.shape), _stretches(model), []
+    parameters = dict(model.named_parameters())
+    for name, values in model.parameters.items():
+        param = _param(atlas, name)
+        if name.endswith("output_layer.weight") and any(piece.hf_name == EMBEDDING for piece in param.pieces):
+            continue
+        if name in stretches:
+            for kind, part in stretches[name].tensors():
+                out += rectangles_of(kind, param, sizes, part, stretches[name].start)
+        if not _has_masters(model, parameters.get(name)):
+            out += rectangles_of(WEIGHTS, param, sizes, values.view(-1))
+    return out
+
+
+def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
+    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the moments, if it resumes, its own."""
+    sizes, stretches = hf_sizes(model.shape), _stretches(model)
+    for name, values in model.parameters.items():
+        param = _param(atlas, name)
+        yield from rectangles_of(WEIGHTS, param, sizes, values.view(-1))
+        for kind, part in stretches[name].tensors() if name in stretches else ():
+            if resume or kind == WEIGHTS:
+                yield from rectangles_of(kind, param, sizes, part, stretches[name].start)
+
+
+def _param(atlas: Atlas, name: str) -> LocalParam:
+    if name not in atlas:
+        raise ValueError(f"{name} is a parameter of the model, and of no canonical tensor: it cannot be saved or loaded")
+    return atlas[name]
+
+
+# ------------------------------------------------------------------ Megatron's optimizers
+
+
+def _inner_optimizers(model: TrainedModel) -> list:
+    """One for the parameters outside of experts and one for experts; some ranks have none of a kind."""
+    found = getattr(model.optimizer, "chained_optimizers", [model.optimizer]) if model.optimizer is not None else []
+    return [inner for inner in found if getattr(inner, "optimizer", None) is not None]
+
+
+def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
+    """On this rank or another one; None: a buffer."""
+    return model.optimizer is not None and parameter is not None and parameter.requires_grad and parameter.dtype != torch.float32
+
+
+def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
+    """By name, what this rank updates. Adam's state is made if it has not taken a step yet."""
+    model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
+    out: dict[str, _Stretch] = {}
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    for inner in _inner_optimizers(model):
+        if inner.config.use_precision_aware_optimizer:
+            raise ValueError("--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out.")
+        _make_state(inner)
+        for parameter, start, main, is_master in _updated(inner):
+            state = inner.optimizer.state[main]
+            out[name_of[parameter]] = _Stretch(start, main.data.view(-1) if is_master else None, {kind: state[kind].view(-1) for kind in MOMENTS})
+    return out
+
+
+def _updated(inner) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
+    """(parameter of the model, first element, what Adam updates in its place, is that a master) of an optimizer of Megatron 0.16.1."""
+    if hasattr(inner, "gbuf_ranges"):  # distributed: each rank has a range of each bucket of the gradient buffers
+        for parameters, mains, is_master in ((inner.model_fp32_groups, inner.shard_fp32_groups, False),
+                                             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True)):  # fmt: skip
+            for parameter, main in _pairs(parameters, mains):
+                yield parameter, inner._get_model_param_range_map(parameter)["param"].start, main, is_master
+    elif hasattr(inner, "float16_groups"):
+        for parameter, main in _pairs(inner.float16_groups, inner.fp32_from_float16_groups):
+            yield parameter, 0, main, True
+        for parameter in itertools.chain.from_iterable(inner.fp32_from_fp32_groups):
+            yield parameter, 0, parameter, False
+    else:
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, 0, parameter, False
+
+
+def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    return zip(itertools.chain.from_iterable(parameters), itertools.chain.from_iterable(mains), strict=True)
+
+
+def _make_state(inner) -> None:
+    """As the first step would. Megatron's own function leaves out the counter that PyTorch's Adam keeps beside each parameter."""
+    with cpu_megatron():
+        inner.init_state_fn(inner.optimizer, inner.config)
+    if isinstance(inner.optimizer, torch.optim.AdamW):
+        for state in inner.optimizer.state.values():
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _optimizer_steps(model: TrainedModel) -> int:
+    """Of this rank; 0 if it updates nothing."""
+    steps = []
+    for inner in _inner_optimizers(model):
+        steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
+        steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]  # Transformer Engine's
+    return int(max(steps, default=0))
+
+
+def _set_steps(model: TrainedModel, state: dict[str, object]) -> None:
+    for inner in _inner_optimizers(model):
+        if isinstance(inner.optimizer, torch.optim.AdamW):
+            for of_parameter in inner.optimizer.state.values():
+                of_parameter["step"].fill_(float(state["optimizer_steps"]))
+        else:
+            for group in inner.optimizer.param_groups:
+                group["step"] = state["optimizer_steps"]
+    model.scheduler.num_steps = state["schedule_steps"]
+    model.scheduler.step(0)  # the learning rate of that step

@@ -1,0 +1,127 @@
+"""Run under torchrun with 2 ranks: updates of a mixture of experts, with balancing losses and with replay, in every layout. Writes gradients as
+Hugging Face folders and metrics as JSON for test_experts.py.
+
+    torchrun --nproc-per-node 2 tests/megatron/run_experts.py OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from expert_cases import (
+    CASES,
+    COEFF,
+    LAYOUTS,
+    MAX_TOKENS,
+    REPLAY_CASES,
+    TEMPERATURE,
+    Z_COEFF,
+    engine_choices,
+    make_batch,
+    micro_batches,
+)
+
+from megarl.batch import Batch
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import megatron_mesh
+from megarl.config.schema import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.mesh import create_groups
+from megarl.megatron.policy import Policy
+from megarl.reshard.megatron_atlas import megatron_atlases
+from megarl.reshard.transfer import load_hf, save_hf
+from megarl.workers.worker import join_world
+
+
+class Held(Policy):
+    """A policy that keeps its gradients instead of making a step."""
+
+    def step(self) -> dict[str, float]:
+        self.gradients = {name: p.main_grad.view(p.shape[0], -1).clone() for name, p in self.named_parameters()}
+        return {}
+
+
+def build(folder: Path, name: str, experts: MoEConfig) -> tuple[Held, dict] | None:
+    """The policy and the atlases of its ranks, if this is one of them. Collective over the world."""
+    count, flags = LAYOUTS[name]
+    parallel = ParallelConfig(**flags)
+    mesh = megatron_mesh(tuple(range(count)), parallel)
+    create_groups(mesh)
+    if dist.get_rank() >= count:
+        return None
+    shape = ModelShape.load(folder)
+    policy = Held(shape, mesh, ModelConfig(model=str(folder)), parallel, OptimizerConfig(use_distributed_optimizer=False), experts=experts)
+    atlases = megatron_atlases(shape, mesh)
+    load_hf(folder, atlases[dist.get_rank()], policy.parameters)
+    return policy, atlases
+
+
+def loss_of(batch: Batch):
+    num_tokens = int(batch.response_mask.sum())
+
+    def loss(micro, log_probs, entropy, rows):
+        value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens
+        return value, {"loss": value.detach()}
+
+    return loss
+
+
+def check_balance(folder: Path, name: str, balance: str) -> list[dict[str, float]]:
+    """Gradients to a folder; metrics of this rank of two updates, which are the same as no step was made."""
+    built = build(folder, name, MoEConfig() if balance == "none" else MoEConfig(
+        moe_router_load_balancing_type=balance, moe_aux_loss_coeff=COEFF, moe_z_loss_coeff=Z_COEFF))  # fmt: skip
+    if built is None:
+        return []
+    policy, atlases = built
+    batch = make_batch(policy.shape.vocab_size)
+    micros, loss = micro_batches(batch, policy.mesh.dp, MAX_TOKENS)[policy.groups.dp.rank()], loss_of(batch)
+    metrics = []
+    for _ in range(2):
+        metrics.append(policy.update(micros, loss, TEMPERATURE))
+        policy.log_probs(micros, TEMPERATURE)  # a pass without gradients between them must leave nothing behind
+    save_hf(folder.with_name(f"{name}_{balance}"), folder, policy.shape, atlases, policy.gradients)
+    return metrics
+
+
+def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]:
+    """Record with the weights in `model`. Metrics of two updates: with these, and with those in `moved`, whose gradients go to a folder."""
+    built = build(folder, name, MoEConfig(moe_routing_replay=source))
+    if built is None:
+        return []
+    policy, atlases = built
+    batch = make_batch(policy.shape.vocab_size)
+    if source == "engine":
+        batch.routed_experts = engine_choices(batch)
+    micros, loss = micro_batches(batch, policy.mesh.dp, MAX_TOKENS)[policy.groups.dp.rank()], loss_of(batch)
+    log_probs = policy.log_probs(micros, TEMPERATURE)
+    if log_probs is not None:
+        for micro, values in zip(micros, log_probs, strict=True):
+            micro.batch.old_log_probs = micro.batch.scatter(values)
+
+    def compared(micro, log_probs, entropy, rows):
+        value, metrics = loss(micro, log_probs, entropy, rows)
+        ratio = (log_probs.detach() - micro.column("old_log_probs")[rows]).exp()
+        return value, metrics | {"ratio_deviation_max": (ratio - 1).abs().max() if len(ratio) else torch.zeros(())}
+
+    metrics = [policy.update(micros, compared, TEMPERATURE)]
+    load_hf(folder.with_name("moved"), atlases[dist.get_rank()], policy.parameters)
+    metrics.append(policy.update(micros, compared, TEMPERATURE))
+    save_hf(folder.with_name(f"{name}_{source}"), folder, policy.shape, atlases, policy.gradients)
+    return metrics
+
+
+def main(out: Path) -> None:
+    join_world(60)
+    report = {f"{name}/{balance}": check_balance(out / "model", name, balance) for name, balance in CASES}
+    report |= {f"{name}/{source}": check_replay(out / "model", name, source) for name, source in REPLAY_CASES}
+    (out / f"report_{dist.get_rank()}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

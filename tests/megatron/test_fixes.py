@@ -1,0 +1,46 @@
+"""Every replacement in Megatron is for the line that it names, made once, in one file, and for one version.
+
+pytest tests/megatron/test_fixes.py"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from megarl.config import installed
+from megarl.megatron import fixes
+
+CORE = Path(importlib.util.find_spec("megatron").submodule_search_locations[0]) / "core"
+PACKAGE = Path(fixes.__file__).parent
+
+
+@pytest.mark.parametrize("fix", fixes.FIXES, ids=lambda fix: fix.name)
+def test_the_line_is_what_the_fix_says(fix):
+    assert fix.says in (CORE / fix.file).read_text().splitlines()[fix.line - 1]
+    assert fix.apply.__doc__
+
+
+def test_another_version_is_refused_before_anything_is_replaced(monkeypatch):
+    monkeypatch.setattr(installed.importlib.metadata, "version", lambda name: "0.15.3")
+    monkeypatch.setattr(fixes, "FIXES", [])
+    with pytest.raises(RuntimeError, match=r"^megatron-core \(0.15.3\): .* Run pip install megatron-core==0.16.1.$"):
+        fixes.fix_megatron.__wrapped__()
+
+
+def test_nothing_else_writes_into_megatron():
+    """An attribute of a module of Megatron is set in fixes.py, and by the shim for the device; nowhere else in the package."""
+    found = []
+    for path in PACKAGE.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        modules = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+                   if alias.name.startswith("megatron") and alias.asname}  # fmt: skip
+        modules |= {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "megatron") for alias in node.names}  # fmt: skip
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [t for target in targets for t in ast.walk(target) if isinstance(t, ast.Attribute) and isinstance(t.ctx, ast.Store)]
+            found += [path.name for t in names if isinstance(t.value, ast.Name) and t.value.id in modules]
+    assert set(found) == {"fixes.py", "cpu_shim.py"}
