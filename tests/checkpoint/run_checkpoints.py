@@ -28,14 +28,16 @@ from megarl.checkpoint.rectangles import whole
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import OFFLOAD_PARTS, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import OFFLOAD_PARTS, LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.initialize import initial_adapters
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.trained_model import TrainedModel
 from megarl.megatron.training_state import load_checkpoint, save_checkpoint
 from megarl.megatron.value_model import ValueModel
 from megarl.packing import Sample, plan_mini_batches
+from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.transfer import load_hf
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.worker import build_roles, join_world
@@ -70,9 +72,13 @@ class Job:
         model = ModelConfig(model=str(folder), bf16="bf16" in flags)
         # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
         optimizer = OptimizerConfig(lr=1e-3, lr_warmup_iters=3, lr_decay_style="linear", adam_eps=1e-5, use_distributed_optimizer="sharded" in flags)
-        self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10)
+        lora = LoRAConfig(lora_rank=4) if folder.name.endswith("_lora") else None
+        self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10, lora=lora)
         self.atlas = megatron_atlases(shape, self.mesh, parallel)[dist.get_rank()]
         load_hf(folder, self.atlas, self.model.parameters, shape)
+        if lora is not None:
+            self.atlas = with_adapters(self.atlas, lora)
+            initial_adapters(self.atlas, adapter_sizes(shape, lora), self.model.parameters, seed=0)
         self.model.parameters_changed()
         self.batch = make_batch()
 
@@ -183,20 +189,29 @@ def refusals(out: Path) -> dict[str, list[str]]:
     return messages
 
 
+def load_weights_only(out: Path) -> list[str]:
+    """Into a bf16 model with masters: what of the weights is no longer what was saved. [] on all ranks but the first."""
+    saved, again, job = out / "qwen2-dp2+sharded+bf16", out / "weights_only", Job(out / "qwen2", "tp2_sp+bf16")
+    load_checkpoint(saved, job.model, job.atlas, weights_only=True)
+    save_checkpoint(again, job.model, job.atlas)
+    return [name for name in different_tensors(saved, again)[1] if name.startswith("weights")] if dist.get_rank() == 0 else []
+
+
 def full_disk(path: Path, entries: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def run_roles(out: Path) -> dict[str, bool]:
+def run_roles(out: Path, *flags: str) -> dict[str, bool]:
     """Actor and critic of a job, in layouts of their own, with everything in host memory between calls: is what was saved there again?"""
+    lora = "-".join(flags)
     config = load_config(["--algorithm", "ppo", "--model", str(out / "qwen3"), "--train-data", str(out / "report_0.json"), "--save", str(out / "run"),
                           "--train-iters", "2", "--nproc-per-node", "2", "--tensor-model-parallel-size", "2", "--critic-tensor-model-parallel-size",
-                          "1", "--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS], REGISTRY)  # fmt: skip
+                          "1", "--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS, *flags], REGISTRY)  # fmt: skip
     roles, report = build_roles(config, world_size=2), {}
     for name in ("actor", "critic"):
         roles[name].setup()
     for name in ("actor", "critic"):
-        role, folder = roles[name], str(out / f"role_{name}")
+        role, folder = roles[name], str(out / f"role_{name}{lora}")
         role.save_checkpoint(folder, {"step": 3})
         before = [values.clone() for values in role.model.parameters.values()]
         for values in role.model.parameters.values():
@@ -231,7 +246,8 @@ def main(out: Path) -> None:
         report[f"{family}/{writer}"] = run_case(out, family, writer, readers)
         dist.barrier()
     report["refusals"] = refusals(out)
-    report["roles"] = run_roles(out)
+    report["roles"], report["adapted roles"] = run_roles(out), run_roles(out, "--lora-rank", "4")
+    report["weights_only"] = load_weights_only(out)
     for family, layout in MEGATRON_CASES:
         save_by_megatron(out / f"megatron-{family}-{layout}", Job(out / family, layout))
     (out / f"report_{rank}.json").write_text(json.dumps(report))
