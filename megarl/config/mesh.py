@@ -40,6 +40,8 @@ class MeshSpec:
         if len(self.ranks) % (self.tp * self.cp * self.pp):
             raise ValueError(f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
                              f"context_parallel_size ({self.cp}) x pipeline_model_parallel_size ({self.pp})")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"virtual_pipeline_model_parallel_size ({self.vpp}) needs pipeline_model_parallel_size above 1. Try 2.")
         if self.ranks_per_stage % (self.expert_tp * self.ep):
             raise ValueError(f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
                              f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})")

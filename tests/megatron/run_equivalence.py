@@ -100,6 +100,9 @@ def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]
     atlas = megatron_atlases(shape, mesh, qkv_layout=parallel.qkv_layout)[dist.get_rank()]
     for parameter in model.parameters.values():
         parameter.zero_()
+    num_elements = sum(parameter.numel() for _, parameter in model.named_parameters())
+    held = {part: model.memory.resident_bytes(part) / num_elements for part in ("parameters", "gradients")}
+    assert held["parameters"] >= (2 if layout.bf16 else 4) and held["gradients"] >= 4, f"{held} bytes per element can be offloaded"
     for _, mine, wanted in rectangles(atlas, model.parameters, full_weights(shape)):
         mine.copy_(wanted)
     model.parameters_changed()
