@@ -16,7 +16,8 @@ from tests.e2e.jobs import Job, train
 EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
            "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
 
-LOSSES = ("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "1e-3", "--moe-z-loss-coeff", "1e-4")
+LOSSES = ("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "1e-3", "--moe-z-loss-coeff", "1e-4",
+          "--moe-routing-replay", "policy")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,7 @@ def test_the_record_says_how_experts_are_used(job):
         assert 1 <= row["moe/load_ratio"] <= EXPERTS["num_experts"] / EXPERTS["num_experts_per_tok"] + 1e-9
         assert 1 / EXPERTS["num_experts"] < row["moe/max_share"] <= 1 / EXPERTS["num_experts_per_tok"] and row["moe/dead_experts"] >= 0
         assert 0 < row["moe/entropy"] <= math.log(EXPERTS["num_experts"]) and 0.9 < row["moe/balance_loss"] < 4 and row["moe/z_loss"] > 0
+        assert 0 < row["moe/replay_changed"] < 0.5  # of two updates per step the second one's router has moved
 
 
 def test_the_export_has_every_expert_and_loads(job):
