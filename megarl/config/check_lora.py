@@ -8,7 +8,6 @@ from megarl.config.flags import OF_ROLES
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LORA_TARGETS, LoRAConfig, TrainConfig
 
-_OF_EXPERTS = ("linear_fc1", "linear_fc2")
 
 
 def lora_findings(config: TrainConfig, shapes: Mapping[str, ModelShape | None]) -> Iterator[str]:
@@ -25,14 +24,22 @@ def lora_findings(config: TrainConfig, shapes: Mapping[str, ModelShape | None]) 
         if not lora.lora_rank:
             yield from _without_effect(lora, prefix)
             continue
-        shape, targets = shapes[role], lora.lora_target_modules
-        if shape is not None and shape.is_moe and (of_experts := [target for target in targets if target in _OF_EXPERTS]):
-            rest = [target for target in targets if target not in of_experts] or [t for t in LORA_TARGETS if t not in _OF_EXPERTS]
-            yield (f"--{prefix}lora-target-modules ({' '.join(of_experts)}): in a mixture of experts these are matrices of experts, which have "
-                   f"no adapters. Try --{prefix}lora-target-modules {' '.join(rest)}.")  # fmt: skip
+        if shapes[role] is not None:
+            yield from _targets(lora, shapes[role], f"--{prefix}lora-target-modules")
         if optimizers[role].optimizer_cpu_offload:
             yield (f"--optimizer-cpu-offload: nobody has proven it with --{prefix}lora-rank ({lora.lora_rank}), whose optimizer state is "
                    "small. Leave it out.")  # fmt: skip
+
+
+def _targets(lora: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[str]:
+    without = {"linear_qkv": "multi-head latent attention has no such layer"} if shape.is_mla else {}
+    if shape.is_moe:
+        without |= dict.fromkeys(("linear_fc1", "linear_fc2"), "in a mixture of experts it is the experts', which have no adapters")
+    wrong = [target for target in lora.lora_target_modules if target in without]
+    if wrong:
+        reasons = "; ".join(dict.fromkeys(without[target] for target in wrong))
+        fits = [target for target in lora.lora_target_modules if target not in without] or [t for t in LORA_TARGETS if t not in without]
+        yield f"{flag} ({' '.join(wrong)}): {reasons}. Try {flag} {' '.join(fits)}."
 
 
 def _without_effect(lora: LoRAConfig, prefix: str) -> Iterator[str]:

@@ -31,13 +31,14 @@ def with_output_norm(linear: type) -> type:
         def __init__(self, input_size: int, output_size: int, *, config, **kwargs) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_layernorm = RMSNorm(config, output_size)
-
-        def forward(self, input_):
-            output, bias = super().forward(input_)
-            assert bias is None, "the norm is of the output with its bias"
-            return self.post_layernorm(output), None
+            self.register_forward_hook(_norm_output)  # a hook, so that an adapter's can come before it
 
     return NormedLinear
+
+
+def _norm_output(linear: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, None]:
+    assert output[1] is None, "the norm is of the output with its bias"
+    return linear.post_layernorm(output[0]), None
 
 
 class TwoRotaryEmbeddings(RotaryEmbedding):
@@ -70,8 +71,8 @@ def adapt_model(model: GPTModel, shape: ModelShape) -> None:
     frequencies = [inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
                    inverse_frequencies(shape.local_rope_theta, shape.head_dim, None)]  # fmt: skip
     model.rotary_pos_emb = TwoRotaryEmbeddings(
-        shape.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=model.rotary_pos_emb.cp_group)  # fmt: skip
+        shape.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=model.rotary_pos_emb.cp_group)
     model.rotary_pos_emb.inv_freq = torch.stack(frequencies)
-    if model.pre_process:
+    if model.pre_process and shape.scaled_embeddings:
         scale = torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()  # rounded as transformers does
         model.embedding.register_forward_hook(lambda module, arguments, output: output * scale)

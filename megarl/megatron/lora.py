@@ -92,6 +92,7 @@ class Adapters:
     Raises: ValueError for a target that the model has not."""
 
     def __init__(self, chunks: Sequence[GPTModel], lora: LoRAConfig, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+        self.lora = lora
         self._adapters: list[Adapter] = []
         self.merged: dict[str, Tensor] = {}
         """Name -> W + (alpha / r) B A of an adapted W, once it is allocated."""
@@ -107,7 +108,7 @@ class Adapters:
                 raise ValueError(f"--lora-target-modules ({target}): this model has no such layer outside of experts. Leave it out.")
             for layer in layers:
                 layer.adapter = Adapter(layer.weight, target in _ROW_PARALLEL, lora, config, group)
-                layer.register_forward_hook(_add_adapter)
+                layer.register_forward_hook(_add_adapter, prepend=True)  # before Gemma's norm of the output
                 self._adapters.append(layer.adapter)
 
     @contextlib.contextmanager
@@ -129,7 +130,7 @@ class Adapters:
     @torch.no_grad()
     def merge(self, parameters: dict[str, Tensor]) -> None:
         """Make `merged` current. Computed in fp32 and rounded once."""
-        scale = self._adapters[0].scale
+        scale = self.lora.lora_alpha / self.lora.lora_rank
         for name, merged in self.merged.items():
             layer = name.removesuffix(".weight")
             low, high = parameters[layer + _IN].float(), parameters[layer + _OUT].float()

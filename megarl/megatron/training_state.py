@@ -22,6 +22,7 @@ from megarl.checkpoint.save import save
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.trained_model import TrainedModel
 from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, Sizes, hf_sizes
+from megarl.reshard.lora_atlas import adapter_sizes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -94,7 +95,7 @@ class _Stretch:
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas, sizes: Sizes | None = None) -> list[Rectangle]:
     """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut otherwise."""
-    sizes, stretches, out = sizes or hf_sizes(model.shape), _stretches(model), []
+    sizes, stretches, out = sizes or _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -110,13 +111,17 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas, sizes: Sizes | None = No
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, sizes: Sizes | None, resume: bool) -> Iterator[Rectangle]:
     """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the moments, if it resumes, its own."""
-    sizes, stretches = sizes or hf_sizes(model.shape), _stretches(model)
+    sizes, stretches = sizes or _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
         yield from rectangles_of(WEIGHTS, param, sizes, values.view(-1))
         for kind, part in stretches[name].tensors() if name in stretches else ():
             if resume or kind == WEIGHTS:
                 yield from rectangles_of(kind, param, sizes, part, stretches[name].start)
+
+
+def _canonical_sizes(model: TrainedModel) -> Sizes:
+    return hf_sizes(model.shape) | (adapter_sizes(model.shape, model.adapters.lora) if model.adapters else {})
 
 
 def _param(atlas: Atlas, name: str) -> LocalParam:

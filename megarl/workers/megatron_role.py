@@ -19,6 +19,7 @@ from megarl.reshard.atlas import Atlas, Sizes, hf_sizes
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
+from megarl.role_names import actor_suffix
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
@@ -39,6 +40,7 @@ class MegatronRole:
 
     Args:
         name: of the role; its mesh is meshes[name].
+        config: of the role's actor.
         folder: Hugging Face folder with the weights that it starts from.
         shape: of that model.
         optimizer: None: frozen.
@@ -50,7 +52,7 @@ class MegatronRole:
                  optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
         self.lora = lora if lora and lora.lora_rank else None
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
-        self.mesh, self.share_key = meshes[name], share_keys(meshes)[name]
+        self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
         self.rank = dist.get_rank()
 

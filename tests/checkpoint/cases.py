@@ -10,6 +10,7 @@ CASES = (
     ("qwen3_moe", "ep2+sharded", ("one", "tp2_sp_ep2")),
     ("deepseek_v3", "tp2_sp_ep2+sharded", ("pp2",)),
     ("qwen3_critic", "pp2", ("dp2+sharded",)),
+    ("qwen3_lora", "tp2_sp+bf16", ("pp2+sharded+bf16",)),
 )
 
 MEGATRON_CASES = (("qwen3", "tp2_sp"), ("qwen3", "pp2"), ("qwen2", "tp2"), ("qwen3_moe", "tp2_sp_ep2"), ("deepseek_v3", "ep2"))

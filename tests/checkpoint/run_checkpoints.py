@@ -28,14 +28,16 @@ from megarl.checkpoint.rectangles import whole
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import OFFLOAD_PARTS, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import OFFLOAD_PARTS, LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.initialize import initial_adapters
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.trained_model import TrainedModel
 from megarl.megatron.training_state import load_checkpoint, save_checkpoint
 from megarl.megatron.value_model import ValueModel
 from megarl.packing import Sample, plan_mini_batches
+from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.transfer import load_hf
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.worker import build_roles, join_world
@@ -70,9 +72,13 @@ class Job:
         model = ModelConfig(model=str(folder), bf16="bf16" in flags)
         # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
         optimizer = OptimizerConfig(lr=1e-3, lr_warmup_iters=3, lr_decay_style="linear", adam_eps=1e-5, use_distributed_optimizer="sharded" in flags)
-        self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10)
+        lora = LoRAConfig(lora_rank=4) if folder.name.endswith("_lora") else None
+        self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10, lora=lora)
         self.atlas = megatron_atlases(shape, self.mesh, parallel)[dist.get_rank()]
         load_hf(folder, self.atlas, self.model.parameters, shape)
+        if lora is not None:
+            self.atlas = with_adapters(self.atlas, lora)
+            initial_adapters(self.atlas, adapter_sizes(shape, lora), self.model.parameters, seed=0)
         self.model.parameters_changed()
         self.batch = make_batch()
 

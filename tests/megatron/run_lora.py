@@ -50,6 +50,7 @@ LAYOUTS = {
     "pp2_vpp2": (MeshSpec((0, 1), pp=2, vpp=2), ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
     "dp2": (MeshSpec((0, 1)), ParallelConfig()),
     "dp2_sharded": (MeshSpec((0, 1)), ParallelConfig()),
+    "cp2": (MeshSpec((0, 1), cp=2), ParallelConfig(context_parallel_size=2)),
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
     "tp2_sp_ep2": (MeshSpec((0, 1), tp=2, ep=2, etp=1), ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
@@ -57,14 +58,16 @@ LAYOUTS = {
 
 
 def families() -> dict[str, object]:
-    """Tiny random models: biases and tied embeddings; a critic; experts, which have no adapters."""
-    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    """Tiny random models: biases and tied embeddings; norms of a layer's output, scaled embeddings; a critic; experts, which have no adapters."""
+    from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     common = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                   max_position_embeddings=128, rope_theta=10000.0)
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
     return {
         "qwen2_tied": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **common),
+        "gemma3": Gemma3TextConfig(vocab_size=150, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, tie_word_embeddings=True,
+                                   rms_norm_eps=1e-5, **(common | dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]))),
         "critic": Qwen3Config(vocab_size=130, head_dim=16, tie_word_embeddings=False, **common),
         "qwen3_moe": Qwen3MoeConfig(vocab_size=150, head_dim=16, tie_word_embeddings=False, **common, **experts),
     }
@@ -77,7 +80,7 @@ def make_folder(folder: Path, config) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # away from 1 and 0, so that a norm or bias that is not loaded shows
         for name, p in model.named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name or "bias" in name else 0.1)
+            p.normal_(1.0 if "norm" in name and config.model_type != "gemma3_text" else 0.0, 0.2 if "norm" in name or "bias" in name else 0.1)
     model.save_pretrained(folder)
 
 
@@ -259,7 +262,7 @@ def main(out: Path) -> None:
         for layout in LORA_LAYOUTS[family]:
             if rank in LAYOUTS[layout][0].ranks:
                 report[f"{family}/{layout}"] = Case(out, family, layout, batch).run()
-        if rank == 0 and family == "qwen2_tied":
+        if rank == 0 and family in ("qwen2_tied", "gemma3"):
             write_reference(out, family, batch)
             for name in ("", "_one_merged_start"):
                 report[f"{family}{name}"] = hf_log_probs(out / f"{family}{name}", batch)
