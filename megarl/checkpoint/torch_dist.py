@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megarl.checkpoint.manifest import CheckpointError, raise_problems
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import Piece, hf_sizes
-from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
+from megarl.reshard.megatron_atlas import TRANSFORMER_ENGINE_NAMES, MegatronPlace, place_atlas
 
 LATEST = "latest_checkpointed_iteration.txt"
 OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.")
@@ -186,12 +186,6 @@ class MegatronWeights:
         return self._chunks[tuple(offsets)]
 
 
-_FUSED_NORMS = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight"}  # fmt: skip
-"""What Transformer Engine calls a norm that it fuses into the layer behind it. Megatron's own layers mostly save under these names too."""
-
-
 def _global_names(local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """What Megatron may call a parameter of a one-rank model (of its local layer spec), and where in the tensor of that name it then is."""
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local)
@@ -201,7 +195,8 @@ def _global_names(local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     number, name = int(layer[1]), layer[2]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", name)
     if expert is None:
-        for alias in (_FUSED_NORMS[name], name) if name in _FUSED_NORMS else (name,):
+        # norms that are fused in Transformer Engine: Megatron's own layers mostly save under these names too
+        for alias in dict.fromkeys((TRANSFORMER_ENGINE_NAMES.get(name, (name, None))[0], name)):
             yield f"decoder.layers.{alias}", (number,)
             yield f"decoder.layers.{number}.{alias}", ()
         return

@@ -15,7 +15,7 @@ from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, Tr
 from megarl.invariants import check_column
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
-from megarl.reshard.atlas import Atlas, Sizes, hf_sizes
+from megarl.reshard.atlas import Atlas
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
@@ -116,7 +116,7 @@ class MegatronRole:
         Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not there."""
         from megarl.megatron.training_state import save_checkpoint
 
-        save_checkpoint(folder, self.model, self.atlases[self.rank], state, self._sizes)
+        save_checkpoint(folder, self.model, self.atlases[self.rank], state)
 
     @needs("parameters", "optimizer")
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
@@ -126,12 +126,7 @@ class MegatronRole:
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
         from megarl.megatron.training_state import load_checkpoint
 
-        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, self._sizes)
-
-    @property
-    def _sizes(self) -> Sizes:
-        """Of all canonical tensors, those of adapters too."""
-        return hf_sizes(self.shape) | (adapter_sizes(self.shape, self.lora) if self.lora is not None else {})
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
 
 
 def peak_memory_bytes() -> int:

@@ -12,7 +12,9 @@ import pytest
 
 from megarl.checkpoint.load import Checkpoint
 from megarl.config.hf_config import ModelShape
+from megarl.config.schema import LoRAConfig
 from megarl.reshard.atlas import hf_sizes
+from megarl.reshard.lora_atlas import adapter_sizes
 from tests.checkpoint.cases import CASES
 
 NAMES = [f"{family}/{writer}" for family, writer, _ in CASES]
@@ -36,8 +38,10 @@ def test_resuming_in_the_same_layout_changes_no_bit(reports, case):
 def test_another_layout_gets_the_same_tensors(saved: Path, reports, case, reader):
     """All weights and moments, after they were loaded into the other layout's shards and saved from there."""
     family = case.partition("/")[0]
-    names = hf_sizes(ModelShape.load(saved / family, value_head="critic" in family)).keys()
-    trained = [name for name in names if not name.endswith("e_score_correction_bias")]
+    shape = ModelShape.load(saved / family, value_head="critic" in family)
+    adapters = adapter_sizes(shape, LoRAConfig(lora_rank=4)).keys() if "lora" in family else set()
+    names = hf_sizes(shape).keys() | adapters
+    trained = adapters or [name for name in names if not name.endswith("e_score_correction_bias")]
     assert reports[0][case][reader] | {"next": None} == {"different": [], "count": len(names) + 2 * len(trained), "next": None}
 
 
