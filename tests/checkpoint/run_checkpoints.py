@@ -231,7 +231,7 @@ def main(out: Path) -> None:
         create_groups(mesh)
     if rank == 0:
         for family in dict.fromkeys(family for family, _, _ in CASES):
-            make_folder(out / family, family.removesuffix("_critic"))
+            make_folder(out / family, family.partition("_critic")[0].partition("_lora")[0])
     dist.barrier()
     for family, writer, readers in CASES:
         report[f"{family}/{writer}"] = run_case(out, family, writer, readers)

@@ -34,7 +34,7 @@ def test_resuming_in_the_same_layout_changes_no_bit(reports, case):
 def test_another_layout_gets_the_same_tensors(reports, case, reader):
     """All weights and moments, after they were loaded into the other layout's shards and saved from there."""
     found = reports[0][case][reader]
-    assert found["different"] == [] and found["count"] in (3 * 47, 3 * 26, 3 * 45)
+    assert found["different"] == [] and found["count"] in (3 * 47, 3 * 26, 3 * 45, 47 + 3 * 44)  # the last: adapters, whose base has no moments
 
 
 @pytest.mark.parametrize("case, reader", READERS)
