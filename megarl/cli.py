@@ -15,7 +15,6 @@ import megarl
 from megarl.config.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from megarl.config.hf_config import ModelShape
     from megarl.config.mesh import MeshSpec
     from megarl.config.schema import TrainConfig
 
@@ -24,7 +23,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
 
   train      Train; starts as many ranks as --nproc-per-node says.
   eval       Evaluate a model on --eval-data.
-  convert    Convert models: `megarl convert --help`.
+  convert    Convert models and checkpoints: `megarl convert --help`.
   check      Report everything that is wrong with a configuration, without touching a device.
   graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
@@ -66,11 +65,15 @@ def train(argv: list[str]) -> int:
         from megarl.train import run_inline
 
         return run_inline(config)
-    from megarl.config.placement import role_ranks
+    return _launch(config, argv, "megarl.train")
+
+
+def _launch(config: TrainConfig, argv: list[str], module: str) -> int:
+    from megarl.config.mesh import role_meshes
     from megarl.driver.launch import launch
 
     world_size = config.placement.nproc_per_node
-    return launch(world_size, argv, "megarl.train", role_ranks(config, world_size))
+    return launch(world_size, argv, module, {role: mesh.ranks for role, mesh in role_meshes(config, world_size).items() if role != "reward"})
 
 
 def evaluate(argv: list[str]) -> int:
@@ -84,11 +87,7 @@ def evaluate(argv: list[str]) -> int:
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)
-    from megarl.config.placement import role_ranks
-    from megarl.driver.launch import launch
-
-    world_size = config.placement.nproc_per_node
-    return launch(world_size, argv, "megarl.evaluate", role_ranks(config, world_size))
+    return _launch(config, argv, "megarl.evaluate")
 
 
 def convert(argv: list[str]) -> int:
@@ -109,8 +108,9 @@ def check(argv: list[str]) -> int:
     samples = batch.num_prompts * batch.num_samples_per_prompt if config.algorithm.needs_rollout else batch.global_batch_size
     updates = samples // batch.global_batch_size * (batch.num_epochs if config.algorithm.needs_rollout else 1)
     dp = role_meshes(config, world_size)["actor"].dp
+    actors = f"{len(config.others) + 1} actors, of the first: " if config.others else ""
     sys.stdout.write(
-        f"ok: world size {world_size}, data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and "
+        f"ok: world size {world_size}, {actors}data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and "
         f"{updates} updates\n"
     )
     return 0
@@ -118,15 +118,21 @@ def check(argv: list[str]) -> int:
 
 def reshard_plan(argv: list[str]) -> int:
     """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only, and no run folder or data."""
+    from megarl.config.hf_config import ModelShape
+    from megarl.config.roles import configs_of_actors
     from megarl.reshard.report import parse, report
 
     options, rest = parse(argv)
-    config, shape, meshes = _load_layout(rest, "megarl reshard-plan", options.world_size)
+    config, meshes = _load_layout(rest, "megarl reshard-plan", options.world_size)
     if "rollout" not in meshes:
         raise ConfigError(["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."])
-    train = "bfloat16" if config.model.bf16 else "float32"
-    rollout = train if config.rollout.dtype == "auto" else config.rollout.dtype
-    sys.stdout.write(report(shape, meshes["actor"], meshes["rollout"], train, rollout, config.actor.qkv_layout, options))
+    for suffix, of_actor in configs_of_actors(config).items():
+        train = "bfloat16" if of_actor.model.bf16 else "float32"
+        rollout = train if of_actor.rollout.dtype == "auto" else of_actor.rollout.dtype
+        shape = ModelShape.load(of_actor.model.model)
+        sys.stdout.write(f"actor{suffix}\n" if suffix else "")
+        actor, engines = meshes[f"actor{suffix}"], meshes[f"rollout{suffix}"]
+        sys.stdout.write(report(shape, actor, engines, train, rollout, of_actor.actor.qkv_layout, options))
     return 0
 
 
@@ -135,10 +141,12 @@ def graph(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("megarl graph", description=graph.__doc__, allow_abbrev=False)
     parser.add_argument("--svg", metavar="FILE", help="draw the flow into this file")
     options, rest = parser.parse_known_args(argv)
-    config, _, meshes = _load_layout(rest, "megarl graph")
+    config, meshes = _load_layout(rest, "megarl graph")
     if not config.algorithm.needs_rollout:
         raise ConfigError(["--algorithm (sft): has no flow; a step is one update on rows of the data. Try --algorithm grpo."])
-    flow = config.algorithm.flow(meshes)
+    from megarl.algorithms.base import flow_of_actors
+
+    flow = flow_of_actors(config, meshes)
     if options.svg is not None:
         try:
             Path(options.svg).write_text(flow.svg(meshes))
@@ -148,8 +156,8 @@ def graph(argv: list[str]) -> int:
     return 0
 
 
-def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> tuple[TrainConfig, ModelShape, dict[str, MeshSpec]]:
-    """The configuration, the model's shape and the meshes of the roles, without what only a run needs: run folder, data, steps."""
+def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> tuple[TrainConfig, dict[str, MeshSpec]]:
+    """The configuration and the meshes of the roles, without what only a run needs: run folder, data, steps."""
     from megarl.config.check import check_layout
     from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes
@@ -159,7 +167,8 @@ def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> t
         unneeded.flush()
         config = load_config([f"@{unneeded.name}", *argv], _registry(), prog)
     world_size = world_size or config.placement.nproc_per_node
-    return config, check_layout(config, world_size), role_meshes(config, world_size)
+    check_layout(config, world_size)
+    return config, role_meshes(config, world_size)
 
 
 def _registry() -> dict[str, type]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from megarl.train import main as run
+from megarl.workers.process import quiet_libraries
 
 
 def main(argv: list[str]) -> int:
@@ -13,5 +14,7 @@ def main(argv: list[str]) -> int:
     return run(argv, driver="megarl.driver.evaluate", inline_job=evaluate_job, new_run=False)
 
 
+if __name__ == "__mp_main__":  # as in train.py
+    quiet_libraries()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -85,5 +85,7 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     return 0
 
 
+if __name__ == "__mp_main__":  # multiprocessing imports a rank's main module first, in the processes that vLLM starts for an engine
+    quiet_libraries()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megarl.batch import Batch
+from megarl.driver.learner import Learner
+from megarl.driver.rollout_batch import RolloutBatch
 from megarl.invariants import InvariantError, check_batch, check_column, check_plan, check_samples, check_scores, digest
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
 
@@ -255,17 +258,10 @@ def test_the_digest_knows_where_the_response_begins():
     assert digest([5, 6], [7]) == digest((5, 6), (7,)) != digest([5], [6, 7]) != digest([], [5, 6, 7])
 
 
-def test_steps_without_a_reward_are_told(tmp_path):
-    from types import SimpleNamespace
-
-    from megarl.driver.step import RolloutBatch, StepHost
-
-    notes = []
-    host = object.__new__(StepHost)
-    host.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
-    host.job = SimpleNamespace(run=SimpleNamespace(progress=SimpleNamespace(note=notes.append), folder=tmp_path))
-    host.zero_reward_steps = 0
-    for number, rewards in enumerate(({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {0: None, 1: 0.0}, {0: 0.0}), 1):
-        host.current = RolloutBatch(number, [0], 2, rewards=rewards)
-        host._note_zero_rewards()
-    assert [note.split(". ")[0] for note in notes] == ["step 2: no reward but 0 in 2 steps", "step 5: no reward but 0 in 2 steps"]
+def test_steps_without_a_reward_are_told():
+    learner = object.__new__(Learner)
+    learner.config, learner.actor, learner.zero_reward_steps = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2)), "actor", 0
+    steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
+    notes = [learner.note_zero_rewards(RolloutBatch(number, [0], 2, rewards=rewards)) for number, rewards in enumerate(steps, 1)]
+    assert [note and note.split(" of actor. ")[0] for note in notes] == [
+        None, "step 2: no reward but 0 in 2 steps", None, None, None, "step 6: no reward but 0 in 2 steps", None]

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+from megarl.config.roles import configs_of_actors
 from megarl.flow import Flow, symbolic_roles
+from megarl.role_names import actor_suffix, kind_and_suffix
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megarl.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,3 +184,12 @@ def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, 
     """This rank's share of advantage/max_abs and reward/failed."""
     return {"advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
             "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum())}  # fmt: skip
+
+
+def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
+    """One step of all actors of a job, each as its algorithm says; `roles`: names of all that the job has."""
+    roles, flows = list(roles), []
+    for suffix, of_actor in configs_of_actors(config).items():
+        mine = [role for role in roles if actor_suffix(role, roles) == suffix]
+        flows.append(of_actor.algorithm.flow([kind_and_suffix(role)[0] for role in mine] if suffix else mine).of_actor(suffix))
+    return flows[0].beside(*flows[1:])

@@ -15,7 +15,7 @@ from megarl.checkpoint.tensor_file import TensorFile
 from megarl.checkpoint.torch_dist import MegatronWeights, megatron_folder
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import OUTPUT, hf_sizes
-from megarl.reshard.transfer import IGNORED_SUFFIXES, weight_files
+from megarl.reshard.transfer import IGNORED_SUFFIXES, prediction_tensors, weight_files
 
 
 class WeightSource(Protocol):
@@ -46,8 +46,9 @@ class HFWeights:
                 raise CheckpointError(f"{path} is missing; the folder's index names it.")
             if name not in files[path]:
                 raise CheckpointError(f"{name} is not in {path}, where the folder's index says.")
+        left_out = prediction_tensors(folder, file_of, shape)
         file_of = {name: path for name, path in file_of.items()
-                   if not name.endswith(IGNORED_SUFFIXES) and not (shape.tie_word_embeddings and name == OUTPUT)}  # fmt: skip
+                   if name not in left_out and not name.endswith(IGNORED_SUFFIXES) and not (shape.tie_word_embeddings and name == OUTPUT)}  # fmt: skip
         self._file_of = {name: files[path] for name, path in file_of.items()}
         self.tensors = {name: (file.dtype(name), file.shape(name)) for name, file in self._file_of.items()}
 

@@ -16,13 +16,13 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from megarl.checkpoint.manifest import WEIGHTS, CheckpointError, Manifest, Part, StoredTensor
 from megarl.checkpoint.rectangles import matrix_size, whole
-from megarl.checkpoint.save import start_folder, sync_folder
 from megarl.checkpoint.save import publish as publish_checkpoint
+from megarl.checkpoint.save import start_folder, sync_folder
 from megarl.checkpoint.sources import WeightSource
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.hf_config import ModelShape
 from megarl.reshard import transfer
-from megarl.reshard.atlas import hf_sizes
+from megarl.reshard.atlas import KEPT_IN_FP32, hf_sizes
 
 BLOCK_BYTES = 64 << 20
 
@@ -79,8 +79,13 @@ def row_blocks(source: WeightSource, name: str) -> Iterator[tuple[int, int]]:
 
 def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None) -> dict[str, Entry]:
     """By canonical name, in the order of Hugging Face's checkpoints."""
-    return {name: Entry(name, dtype or source.tensors[name][0], source.tensors[name][1], lambda name=name: (source.read(name, *rows) for rows in row_blocks(source, name)))
-            for name in hf_sizes(shape)}  # fmt: skip
+
+    def entry(name: str) -> Entry:
+        stored, size = source.tensors[name]
+        kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype or stored
+        return Entry(name, kept, size, lambda: (source.read(name, *rows) for rows in row_blocks(source, name)))
+
+    return {name: entry(name) for name in hf_sizes(shape)}
 
 
 def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> StateDictSplit:

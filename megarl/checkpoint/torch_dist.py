@@ -186,8 +186,10 @@ class MegatronWeights:
         return self._chunks[tuple(offsets)]
 
 
-_FUSED_NORMS = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
-"""Megatron saves norms under the names that Transformer Engine has for them, its own layers too; those before a router either way."""
+_FUSED_NORMS = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight"}  # fmt: skip
+"""What Transformer Engine calls a norm that it fuses into the layer behind it. Megatron's own layers mostly save under these names too."""
 
 
 def _global_names(local: str) -> Iterator[tuple[str, tuple[int, ...]]]:

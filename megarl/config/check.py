@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.check_actors import actors_findings, idle_findings, of_all_actors
 from megarl.config.check_experts import expert_findings
 from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
@@ -15,7 +16,7 @@ from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
-from megarl.config.installed import megatron_finding
+from megarl.config.installed import apex_finding, megatron_finding
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
@@ -64,7 +65,7 @@ class _Job:
 
 def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True,
           critic_shape: ModelShape | None = None) -> list[str]:
-    """All rules that the job breaks; [] if none.
+    """All rules that one actor with its roles breaks; [] if none.
 
     Args:
         shape: of config.model.model. None leaves the rules about it out, for when config.json itself is wrong.
@@ -73,24 +74,28 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _experts, _batch, _optimizer, _lora, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
-    return [*filter(None, [megatron_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
+    return [*filter(None, [megatron_finding(), apex_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
 
 
-def check_layout(config: TrainConfig, world_size: int) -> ModelShape:
+def check_layout(config: TrainConfig, world_size: int) -> None:
     """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
 
-    Raises: ConfigError with all findings. Returns the model's shape."""
-    shape, critic_shape, findings = _load_shapes(config)
-    raise_findings(findings)
-    job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
-    raise_findings(findings + [finding for rule in rules for finding in rule(job)])
-    return shape
+    Raises: ConfigError with all findings."""
+
+    def findings_of(of_actor: TrainConfig) -> list[str]:
+        shape, critic_shape, findings = _load_shapes(of_actor)
+        if findings:
+            return findings
+        job, findings = _job(of_actor, shape, critic_shape, world_size)
+        rules = [_placement, _megatron, *([_rollout_placement, _rollout_shape] if job.uses_rollout else [])]
+        return findings + [finding for rule in rules for finding in rule(job)]
+
+    raise_findings(of_all_actors(config, findings_of) + actors_findings(config, world_size))
 
 
 def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape | None, world_size: int) -> tuple[_Job, list[str]]:
@@ -100,10 +105,15 @@ def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Raises: ConfigError with all findings of `check`, together with what is wrong in the models' config.json. Returns the actor's shape."""
-    shape, critic_shape, findings = _load_shapes(config)
-    raise_findings(findings + check(config, shape, world_size, new_run, critic_shape))
-    return shape
+    """Raises: ConfigError with all findings of `check` for every actor, together with what is wrong in the models' config.json. Returns the
+    first actor's shape."""
+
+    def findings_of(of_actor: TrainConfig) -> list[str]:
+        shape, critic_shape, findings = _load_shapes(of_actor)
+        return findings + check(of_actor, shape, world_size, new_run, critic_shape)
+
+    raise_findings(of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run))
+    return ModelShape.load(config.model.model)
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
@@ -128,11 +138,8 @@ def _placement(job: _Job) -> Iterator[str]:
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
         yield f"--executor (inline): has one rank, not {max(job.world_size, placement.nproc_per_node)}. Try --nproc-per-node 1."
-    if all(job.ranks.values()):
-        idle = [rank for rank in range(job.world_size) if not any(rank in ranks for ranks in job.ranks.values())]
-        if idle:
-            flags = " and ".join(dict.fromkeys(f"--{role.partition('_model')[0]}-ranks" for role in job.ranks))
-            yield f"{flags}: leave rank {idle[0]} of {job.world_size} ranks without work. Use all ranks, or fewer --nproc-per-node."
+    if placement.num_actors == 1:
+        yield from idle_findings(job.ranks, job.world_size)
 
 
 def _megatron(job: _Job) -> Iterator[str]:
@@ -142,6 +149,17 @@ def _megatron(job: _Job) -> Iterator[str]:
 def _experts(job: _Job) -> Iterator[str]:
     trained = [job.shape, *([job.critic_shape] if job.config.critic is not None else [])]
     yield from expert_findings(job.config, [shape for shape in trained if shape is not None])
+
+
+def _fp8(job: _Job) -> Iterator[str]:
+    """That it needs a GPU and Transformer Engine is said where the model is built: the driver may have neither."""
+    fp8 = job.config.transformer.get("fp8")
+    if fp8 is None:
+        return
+    if not job.config.model.bf16:
+        yield f"--fp8 ({fp8}): its weights are kept in bf16. Add --bf16."
+    if job.shape is not None and job.shape.is_moe:
+        yield f"--fp8 ({fp8}): is not supported for a mixture of experts, whose experts get any number of tokens. Leave it out."
 
 
 def _algorithm(job: _Job) -> Iterator[str]:

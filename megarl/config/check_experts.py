@@ -16,6 +16,7 @@ def expert_findings(config: TrainConfig, shapes: list[ModelShape]) -> Iterator[s
         shapes: of the models that are trained, as far as their config.json could be used."""
     yield from _dense(config.experts, shapes)
     yield from _balance(config.experts)
+    yield from _replay(config)
 
 
 def _dense(experts: MoEConfig, shapes: list[ModelShape]) -> Iterator[str]:
@@ -34,3 +35,12 @@ def _balance(experts: MoEConfig) -> Iterator[str]:
                "--moe-router-load-balancing-type seq_aux_loss.")  # fmt: skip
     if kind != "none" and not coeff:
         yield f"--moe-router-load-balancing-type ({kind}): has no effect with --moe-aux-loss-coeff 0. Try --moe-aux-loss-coeff 1e-3."
+
+
+def _replay(config: TrainConfig) -> Iterator[str]:
+    source = config.experts.moe_routing_replay
+    if source == "engine":
+        yield ("--moe-routing-replay (engine): is not connected yet. vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which "
+               "needs Triton on a GPU, and megarl's engines were never run on it. Try --moe-routing-replay policy.")  # fmt: skip
+    if source != "none" and not config.algorithm.needs_rollout:
+        yield f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. Leave it out."

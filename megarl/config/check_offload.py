@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megarl.config.check_parallel import MegatronRole
+from megarl.config.reward_models import reward_models
 from megarl.config.schema import TrainConfig
 
 
@@ -23,9 +24,29 @@ def offload_findings(config: TrainConfig, roles: Sequence[MegatronRole], engine:
         if role not in trained and surplus and all(parts != other.parallel.offload for other in trained):
             yield (f"{flag} ({' '.join(parts)}): the {role.name} is frozen, it has no {' and no '.join(surplus)}. "
                    f"Try {flag} parameters.")  # fmt: skip
+    yield from _other_reward_models(config, roles)
+    offloaded = [*(role.parallel.offload for role in roles), config.reward.offload if config.reward else ()]
+    if config.placement.offload_ahead_bytes and not any(offloaded):
+        yield f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without --offload. Leave it out, or set that."
     yield from _hybrid_optimizer(config, trained)
     if engine is not None and "parameters" in config.actor.offload:
         yield from _engine(config, next(role for role in roles if role.name == "actor").flag("offload"), engine)
+
+
+def _other_reward_models(config: TrainConfig, roles: Sequence[MegatronRole]) -> Iterator[str]:
+    """Of reward models that Megatron does not run, what was said of them and not of all roles."""
+    parts = () if config.reward is None else config.reward.offload
+    if not parts or any(role.name == "reward" for role in roles) or parts == config.actor.offload:
+        return
+    try:
+        backends = {model.backend for model in reward_models(config)}
+    except ValueError:  # what is wrong with them is reported
+        return
+    given = f"--reward-offload ({' '.join(parts)})"
+    if backends == {"judge"}:
+        yield f"{given}: a judge runs in processes of vLLM's own, whose memory stays. Leave it out."
+    elif surplus := [part for part in parts if part != "parameters"]:
+        yield f"{given}: the reward is frozen, it has no {' and no '.join(surplus)}. Try --reward-offload parameters."
 
 
 def _hybrid_optimizer(config: TrainConfig, trained: Sequence[MegatronRole]) -> Iterator[str]:

@@ -62,7 +62,9 @@ def parallel_findings(role: MegatronRole) -> Iterator[str]:
     if role.shape is not None:
         yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"))
         yield from _experts(role)
-        if role.parallel.qkv_layout == "stacked" and role.shape.num_query_groups % role.tp:
+        if role.parallel.qkv_layout == "stacked" and role.shape.is_mla:
+            yield f"{role.flag('qkv_layout')} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. Leave it out."
+        elif role.parallel.qkv_layout == "stacked" and role.shape.num_query_groups % role.tp:
             yield (f"{role.flag('qkv_layout')} (stacked): needs whole key-value heads on each rank: {role.flag('tensor_model_parallel_size')} "
                    f"({role.tp}) must divide the model's ({role.shape.num_query_groups}). Try {role.flag('qkv_layout')} grouped.")
 
@@ -160,7 +162,8 @@ def split_sizes(shape: ModelShape) -> dict[str, int]:
     """What every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
     return {
         "attention heads": shape.num_attention_heads,
-        **({} if shape.is_moe else {"intermediate_size": shape.ffn_hidden_size}),
+        **({"intermediate_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}),
+        **({"shared experts' intermediate size": shape.moe_shared_expert_intermediate_size} if shape.is_moe and shape.moe_shared_expert_intermediate_size else {}),
         "vocabulary, padded to a multiple of 64": shape.padded_vocab_size(),
     }
 

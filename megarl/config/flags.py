@@ -6,13 +6,15 @@ import ast
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.config.roles import KINDS
+from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from megarl.config.values import Kind, kind_of_hint
 
 # Sections whose flags carry a prefix. Every other section's flags are its field names.
@@ -21,6 +23,8 @@ PREFIXES = {"rollout": "rollout-"}
 
 def _dataclass_in(hint: object) -> type | None:
     """The dataclass of an annotation `X` or `X | None`."""
+    if typing.get_origin(hint) is tuple:
+        return None
     return next((cls for cls in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(cls)), None)
 
 
@@ -35,6 +39,11 @@ OF_ROLES: dict[type, dict[str, str]] = {
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Roles that a role's own flags set too: the reference is the actor as it was."""
+_PLACEMENT_OF_JOB = ("nproc_per_node", "executor", "num_actors", "pools", "offload_ahead_bytes", "call_timeout_s")
+OF_JOB = frozenset({("batch", "train_iters"), *(("placement", name) for name in _PLACEMENT_OF_JOB),
+                    *(("run", field.name) for field in dataclasses.fields(RunConfig) if not field.name.startswith("gate_"))})  # fmt: skip
+"""(section, field) of what all actors share."""
+_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9]\d+)-(.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +64,18 @@ class Flag:
     default: object = None
     required: bool = False
     help: str = ""
+
+
+def number_and_name(name: str) -> tuple[int, str]:
+    """Which actor a flag is about, and the flag as it is without the number: (2, "critic-lr") of critic-2-lr, (1, "lr") of lr."""
+    match = _NUMBERED.fullmatch(name)
+    return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
+
+
+def numbered(name: str, number: int) -> str:
+    """The flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
+    kind, _, rest = name.partition("-")
+    return name if number == 1 else f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
 
 
 def flag_name(field: str, prefix: str = "") -> str:

@@ -20,6 +20,7 @@ and also
   --rollout-<name>        Any other engine argument of the installed vLLM, e.g. --rollout-scheduling-policy fcfs.
   --<name>                Any other field of the installed Megatron-Core's TransformerConfig, e.g. --attention-softmax-in-fp32.
                           The model's shape is not among them: it comes from --model.
+  --actor-2-<name>        With --num-actors: a flag of the second actor alone. Of one of its roles: --critic-2-<name>, --rollout-2-<name>.
 """
 
 

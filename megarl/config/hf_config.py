@@ -100,6 +100,7 @@ class ModelShape:
         moe_router_enable_expert_bias: a correction of the scores (arXiv:2408.15664), which choose experts but do not weigh them. Frozen.
         kv_lora_rank: 0, or attention is multi-head latent: head_dim is that of queries and keys, of which the last qk_rope_head_dim
             have rotary embeddings; q_lora_rank 0: queries have no latent.
+        num_nextn_predict_layers: layers after the last one of which the folder has weights or not. They are left out.
         activation: silu or gelu_tanh, of the MLP's gate.
         sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that sliding_layers says True of.
         local_rope_theta: rotary base of these layers, which have no scaling then; None: as others.
@@ -145,6 +146,7 @@ class ModelShape:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    num_nextn_predict_layers: int = 0
     activation: str = "silu"
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()

@@ -50,5 +50,5 @@ def latent_fields(config: dict[str, object]) -> dict[str, object]:
     return dict(
         num_query_groups=config["num_attention_heads"], head_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
         q_lora_rank=values["q_lora_rank"], kv_lora_rank=values["kv_lora_rank"], qk_rope_head_dim=values["qk_rope_head_dim"],
-        v_head_dim=values["v_head_dim"],
+        v_head_dim=values["v_head_dim"], num_nextn_predict_layers=config.get("num_nextn_predict_layers") or 0,
     )  # fmt: skip

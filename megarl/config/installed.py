@@ -47,6 +47,18 @@ def megatron_finding() -> str | None:
     return None if version == SUPPORTED_MEGATRON else f"megatron-core ({version}): {rule}"
 
 
+def apex_finding() -> str | None:
+    """Why the installed package apex would break Megatron; None if it is NVIDIA's or there is none.
+
+    The apex of PyPI is a web toolkit. Megatron takes whatever imports under that name for NVIDIA's."""
+    spec = importlib.util.find_spec("apex")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    if spec is None or any((folder / "optimizers").is_dir() for folder in folders):
+        return None
+    return (f"apex ({spec.origin or folders[0]}): is not NVIDIA's, as it has no apex.optimizers, and Megatron would take it for that. Run "
+            "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex.")  # fmt: skip
+
+
 @functools.cache
 def engine_args() -> InstalledClass | None:
     """vLLM's EngineArgs; None if vLLM is not installed."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 import itertools
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 
 from megarl.config.argsfile import Occurrence, Reader
 from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
-from megarl.config.flags import OF_ROLES, ROLES, SECTIONS, Flag, algorithm_flags, build_flags
+from megarl.config.flags import OF_JOB, OF_ROLES, ROLES, SECTIONS, Flag, algorithm_flags, build_flags, number_and_name, numbered
 from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.schema import TrainConfig
@@ -49,85 +49,127 @@ def load_config(argv: Sequence[str], algorithms: Mapping[str, type], prog: str =
 
         sys.stdout.write(help_text(algorithms, prog))
         raise SystemExit(0)
-    return _Loader(argv, algorithms).config()
+    reader = Reader()
+    reader.read(argv)
+    loaders = [_Loader(reader.occurrences, algorithms)]
+    loaders += [_Loader(reader.occurrences, algorithms, number) for number in range(2, loaders[0].num_actors + 1)]
+    sections = [loader.sections() for loader in loaders]
+    errors = [*reader.errors, *_without_actor(reader.occurrences, len(loaders)), *(error for loader in loaders for error in loader.errors)]
+    raise_findings(list(dict.fromkeys(errors)))
+    first, *others = sections
+    return TrainConfig(**first, others=tuple(TrainConfig(**of_actor) for of_actor in others))
+
+
+def _without_actor(occurrences: Sequence[Occurrence], num_actors: int) -> Iterator[str]:
+    for occurrence in occurrences:
+        if (number := number_and_name(occurrence.name)[0]) > num_actors:
+            yield f"{occurrence}: there is no actor {number}, as --num-actors is {num_actors}. Try --num-actors {number}. [{occurrence.place}]"
 
 
 class _Loader:
-    def __init__(self, argv: Sequence[str], algorithms: Mapping[str, type]) -> None:
-        reader = Reader()
-        reader.read(argv)
-        self.algorithms, self.errors = algorithms, reader.errors
-        self.algorithm = self._choose_algorithm(reader.occurrences)
+    """The configuration of one actor: from the flags that are about all of them, and those with its number, which count more.
+
+    Of the second actor and so on nothing is said about a flag without a number: the first's loader has."""
+
+    def __init__(self, occurrences: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1) -> None:
+        self.algorithms, self.number, self.errors = algorithms, number, []
+        of_all_or_mine = [occurrence for occurrence in occurrences if number_and_name(occurrence.name)[0] in (1, number)]
+        self.algorithm = self._choose_algorithm(of_all_or_mine)
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
         self.settings: dict[Target, Setting] = {}
         self.given: dict[str, Occurrence] = {}
-        self._set_all([occurrence for occurrence in reader.occurrences if occurrence.name != "algorithm"])
+        self._set_all([occurrence for occurrence in of_all_or_mine if not self._chooses_algorithm(occurrence)])
 
-    def config(self) -> TrainConfig:
+    @property
+    def num_actors(self) -> int:
+        setting = self.settings.get(("placement", "num_actors"))
+        return min(max(setting.value, 1), 64) if setting is not None and setting.valid else 1
+
+    def sections(self) -> dict[str, object | None]:
+        """The fields of TrainConfig. What is wrong with them is in `errors`."""
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
         self._leave_out_absent_roles(sections)
-        raise_findings(list(dict.fromkeys(self.errors)))
-        return TrainConfig(**sections, transformer=self._extra("transformer"))
+        return sections | {"transformer": self._extra("transformer")}
+
+    def _is_mine(self, occurrence: Occurrence) -> bool:
+        return number_and_name(occurrence.name)[0] == self.number
 
     def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
-        """None for the sections of roles that the job has not; a flag of such a role is an error."""
+        """None for the sections of roles that the actor has not; a flag of such a role is an error."""
         if sections.get("algorithm") is None or sections.get("reward_models") is None:
             return  # what is wrong with them is reported
         for role, reason in absent_roles(sections["algorithm"], sections["reward_models"].reward_model).items():
             own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
             sections |= dict.fromkeys(own)
+            if role == "rollout":  # one args file may serve several algorithms
+                continue
             for name, occurrence in self.given.items():
                 flag = self.flags.get(name)
-                says_something = flag is not None and self.settings[flag.targets[0]].value != flag.default
+                says_something = flag is not None and self._is_mine(occurrence) and self.settings[flag.targets[0]].value != flag.default
                 if says_something and name.startswith(f"{role}-") and flag.targets[0][0] in (*own, "placement", "model"):
                     self.errors.append(f"{occurrence}: {reason}, so there is no {role} role. Leave it out. [{occurrence.place}]")
 
+    def _chooses_algorithm(self, occurrence: Occurrence) -> bool:
+        return number_and_name(occurrence.name)[1] in ("algorithm", "actor-algorithm")
+
     def _choose_algorithm(self, occurrences: list[Occurrence]) -> type | None:
         names = ", ".join(self.algorithms)
-        chosen = [occurrence for occurrence in occurrences if occurrence.name == "algorithm"]
+        chosen = [occurrence for occurrence in occurrences if self._chooses_algorithm(occurrence)]
         for first, second in itertools.pairwise(chosen):
-            if first.level == second.level:
+            if (first.level, first.name) == (second.level, second.name):
                 self.errors.append(_given_twice(first, second))
         if not chosen:
             self.errors.append(f"--algorithm is required: one of {names}.")
             return None
-        last = max(chosen, key=lambda occurrence: occurrence.level)
+        last = max(chosen, key=lambda occurrence: (occurrence.level, number_and_name(occurrence.name)))
         name = last.words[0].text if len(last.words) == 1 else ""
         if name not in self.algorithms:
             self.errors.append(f"{last}: must be one of {names}.{did_you_mean(name, self.algorithms, prefix='')} [{last.place}]")
         return self.algorithms.get(name)
 
     def _set_all(self, occurrences: list[Occurrence]) -> None:
-        """Lower levels first; within a level, flags of more roles before flags of fewer. So the last value holds."""
+        """Lower levels first; within a level, flags of all actors before this one's, and flags of more roles before flags of fewer. So the
+        last value holds."""
         found = [(*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None]
-        found.sort(key=lambda item: (item[2].level, -len(item[0].targets)))
-        seen: dict[tuple[int, str], tuple[bool, Occurrence]] = {}
+        found.sort(key=lambda item: (item[2].level, number_and_name(item[2].name)[0], -len(item[0].targets)))
+        seen: dict[tuple[int, int, str], tuple[bool, Occurrence]] = {}
         for flag, negated, occurrence in found:
-            if (occurrence.level, flag.name) in seen:
-                before_negated, before = seen[occurrence.level, flag.name]
+            key = (occurrence.level, number_and_name(occurrence.name)[0], flag.name)
+            if key in seen:
+                before_negated, before = seen[key]
                 self.errors.append(_given_twice(before, occurrence) if negated == before_negated else _contradiction(before, occurrence))
                 continue
-            seen[occurrence.level, flag.name] = negated, occurrence
+            seen[key] = negated, occurrence
             setting = self._parse(flag, negated, occurrence)
             self.given[flag.name] = occurrence
             self.settings |= {target: setting for target in flag.targets}
 
     def _find(self, occurrence: Occurrence) -> tuple[Flag, bool] | None:
         """The flag and whether it was negated (--no-flag). None: unknown or refused, and reported."""
-        found = self._lookup(occurrence.name)
-        if not isinstance(found, Flag) and occurrence.name.startswith("no-"):
-            positive = self._lookup(occurrence.name.removeprefix("no-"))
+        number, name = number_and_name(occurrence.name)
+        found, is_negated = self._resolve(name)
+        if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):  # has no form per role
+            found, is_negated = self._resolve(name.replace("actor-", "", 1))
+        if isinstance(found, Flag) and number > 1 and OF_JOB.issuperset(found.targets):
+            found = f"is the whole job's. Set --{found.name}."
+        if isinstance(found, Flag):
+            return found, is_negated
+        if self.algorithm is None and name.removeprefix("no-") in self.owners or not self._is_mine(occurrence):
+            return None  # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader judges it
+        self.errors.append(f"{occurrence}: {found or self._unknown(name, occurrence.name)} [{occurrence.place}]")
+        return None
+
+    def _resolve(self, name: str) -> tuple[Flag | str | None, bool]:
+        """The flag of this name, why it is refused, or None; and whether the name negates it."""
+        found = self._lookup(name)
+        if not isinstance(found, Flag) and name.startswith("no-"):
+            positive = self._lookup(name.removeprefix("no-"))
             if isinstance(positive, Flag) and positive.kind.is_bool:
                 return positive, True
             found = found or (positive if isinstance(positive, str) else None)
-        if isinstance(found, Flag):
-            return found, False
-        if self.algorithm is None and occurrence.name.removeprefix("no-") in self.owners:
-            return None  # --algorithm is missing or wrong, which is reported: this flag may well be right
-        self.errors.append(f"{occurrence}: {found or self._unknown(occurrence.name)} [{occurrence.place}]")
-        return None
+        return found, False
 
     def _lookup(self, name: str) -> Flag | str | None:
         if name in self.flags:
@@ -139,25 +181,25 @@ class _Loader:
             return find_engine_flag(name)
         return find_transformer_flag(name)
 
-    def _unknown(self, name: str) -> str:
+    def _unknown(self, name: str, written: str) -> str:
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
-            return f"has no {role}- form. Set --{name.removeprefix(f'{role}-')}."
+            return f"has no {role}- form. Set --{numbered(name.removeprefix(f'{role}-'), self.number)}."
         if name.startswith("rollout-no-"):
             return f"no such flag.{did_you_mean('no-rollout-' + name.removeprefix('rollout-no-'), self._names())}"
-        return f"no such flag.{did_you_mean(name, self._names())}"
+        return f"no such flag.{did_you_mean(written, self._names())}"
 
     def _names(self) -> list[str]:
         """Every flag that could be meant; the schema's come first, as the nearest of equals is the first."""
-        names = [*self.flags, "algorithm", *self.owners, *passthrough_names()]
-        return names + [f"no-{name}" for name, flag in self.flags.items() if flag.kind.is_bool]
+        names = [numbered(name, self.number) for name in (*self.flags, "algorithm", *self.owners, *passthrough_names())]
+        return names + [f"no-{numbered(name, self.number)}" for name, flag in self.flags.items() if flag.kind.is_bool]
 
     def _parse(self, flag: Flag, negated: bool, occurrence: Occurrence) -> Setting:
         try:
             if flag.kind.is_bool and not occurrence.words:
                 return Setting(not negated, occurrence)
             if flag.kind.is_bool and not (flag.kind.optional and not negated and occurrence.words[0].text == "none"):
-                raise ValueError(f"takes no value. Write --{flag.name} or --no-{flag.name}.")
+                raise ValueError(f"takes no value. Write --{self._name(flag)} or --no-{self._name(flag)}.")
             value = flag.kind.parse(occurrence.words)
         except ValueError as error:
             self.errors.append(f"{occurrence}: {error} [{occurrence.place}]")
@@ -170,7 +212,7 @@ class _Loader:
         for field in fields(cls):
             setting = self.settings.get((section, field.name))
             required = field.default is MISSING and field.default_factory is MISSING
-            if setting is None and required:
+            if setting is None and required and self.number == 1:
                 self.errors.append(f"--{self._flag_of(section, field.name)} is required: {self._help_of(section, field.name)}")
             if setting is None and required or setting is not None and not setting.valid:
                 values[field.name], complete = None, False
@@ -198,10 +240,16 @@ class _Loader:
         return f"{setting.occurrence}: {rule} [{setting.occurrence.place}]"
 
     def _flag_of(self, section: str, field: str) -> str:
-        return next((flag.name for flag in self.flags.values() if (section, field) in flag.targets), field)
+        """With the actor's number if any flag of the section has it; else the first actor's loader says the same."""
+        mine = any(of == section and self._is_mine(setting.occurrence) for (of, _), setting in self.settings.items())
+        return next((self._name(flag) if mine else flag.name for flag in self.flags.values() if (section, field) in flag.targets), field)
+
+    def _name(self, flag: Flag) -> str:
+        """As this actor's flag is written."""
+        return flag.name if OF_JOB.issuperset(flag.targets) else numbered(flag.name, self.number)
 
     def _help_of(self, section: str, field: str) -> str:
-        return self.flags[self._flag_of(section, field)].help
+        return next(flag.help for flag in self.flags.values() if (section, field) in flag.targets)
 
 
 def _given_twice(first: Occurrence, second: Occurrence) -> str:

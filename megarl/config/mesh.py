@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from megarl.config.placement import role_ranks
 from megarl.config.reward_models import reward_models
+from megarl.config.roles import configs_of_actors
 from megarl.config.schema import ParallelConfig, TrainConfig
+from megarl.role_names import actor_suffix, kind_and_suffix
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,13 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
-    """Role -> key of the share of a step's data that it works on: the first role on the same ranks with the same sizes (but for those
-    of the experts and of virtual pipelines, which do not say who has which sample).
+    """Role -> key of the share of a step's data that it works on: the first role of the same actor on the same ranks with the same sizes
+    (but for those of the experts and of virtual pipelines, which do not say who has which sample). Actors have columns of their own, also
+    of the same samples.
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference "actor", critic "critic"."""
     first: dict[tuple, str] = {}
-    return {role: first.setdefault((mesh.ranks, *mesh.shape.items()), role) for role, mesh in meshes.items()}
+    return {role: first.setdefault((actor_suffix(role, meshes), mesh.ranks, *mesh.shape.items()), role) for role, mesh in meshes.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -113,7 +116,13 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Every role of the job and where it lives, in the order in which they are set up. Rules score samples where they were made."""
+    """Every role of the job and where it lives, in the order in which they are set up: the first actor's, the second's, ..."""
+    return {f"{role}{suffix}": mesh for suffix, of_actor in configs_of_actors(config).items()
+            for role, mesh in actor_meshes(of_actor, world_size).items()}  # fmt: skip
+
+
+def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
+    """Those of one actor, without its number. Rules score samples where they were made."""
     backend_of = {model.name: model.backend for model in reward_models(config)}
     meshes: dict[str, MeshSpec] = {}
     for role, ranks in role_ranks(config, world_size).items():
@@ -136,17 +145,17 @@ def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
 
 def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
     """Those that work on shares of a step; the engines and their rules have what they sampled."""
-    return [role for role in meshes if role not in ("rollout", "reward")]
+    return [role for role in meshes if kind_and_suffix(role)[0] not in ("rollout", "reward")]
 
 
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
-    """Of a Megatron role; reward models share theirs."""
-    return getattr(config, role.partition("_model")[0])
+    """Of a Megatron role, by its actor's configuration; reward models share theirs."""
+    return getattr(config, kind_and_suffix(role)[0].removesuffix("_model"))
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
-    """'in-process' or 'out-of-process': what --rollout-engine means on this many ranks."""
+    """'in-process' or 'out-of-process': what --rollout-engine of one actor means on this many ranks."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
     everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))
-    return "in-process" if everywhere else "out-of-process"
+    return "in-process" if everywhere and config.placement.num_actors == 1 else "out-of-process"

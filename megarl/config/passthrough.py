@@ -78,8 +78,11 @@ TRANSFORMER_REFUSED = {
         pipeline_model_parallel_layout num_layers_in_*_pipeline_stage account_for_*_in_pipeline_split""",
     "the pipeline's schedule decides it.": "microbatch_group_size_per_vp_stage overlap_p2p_* batch_p2p_* use_ring_exchange_p2p",
     "float16 training is not supported. Use --bf16, or fp32.": "fp16",
-    "fp8 and fp4 training are not supported yet.": """
-        fp8* fp4* tp_only_amax_red first_last_layers_bf16 num_layers_at_*_in_bf16 use_kitchen* kitchen_*""",
+    "weights stay in bf16, which the sync reads, and attention too; fp4 training is not supported yet. Set --fp8 alone.": """
+        fp8_param* fp8_quantizer_factory fp8_dot_product_attention fp8_multi_head_attention fp4* use_kitchen* kitchen_*""",
+    "Megatron-FSDP takes its groups from the process's global parallel_state (mcore_fsdp_adapter.py:159 of 0.16.1), and a role has a mesh of "
+    "its own; and no weight sync reads its shards. Leave it out: --use-distributed-optimizer shards Adam's state.": """
+        use_megatron_fsdp use_torch_fsdp2 data_parallel_sharding_strategy""",
     "activation offload is not supported yet.": """
         cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
     "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
@@ -93,6 +96,10 @@ TRANSFORMER_REFUSED = {
     "set --model, a Hugging Face folder.": "load",
     "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
 }
+
+
+ALIASES = {"fp8_format": "fp8"}
+"""Megatron's own spelling of an argument -> the field of TransformerConfig."""
 
 
 def find_engine_flag(name: str) -> Flag | str | None:
@@ -109,6 +116,7 @@ def _find(
     name: str, prefix: str, section: str, installed: InstalledClass | None, refused: dict[str, str], library: str
 ) -> Flag | str | None:
     field = name.replace("-", "_")
+    field = ALIASES.get(field, field)
     if "_" in name:  # --num_layers is an unknown flag; the nearest name is suggested
         return None
     for reason, patterns in refused.items():

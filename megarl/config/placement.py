@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.config.reward_models import role_name
+from megarl.config.roles import KINDS, present_roles
 from megarl.config.schema import PlacementConfig, TrainConfig
+from megarl.role_names import kind_and_suffix, suffix_of
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
@@ -42,30 +42,31 @@ def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
     return named
 
 
-@dataclass(frozen=True)
 class DeviceMap:
     """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]). A role that is left out goes where its flag's default puts it.
 
-    `reward` may hold a list of ranks per reward model: reward=[[2], [3]]."""
+    Roles: actor, critic, reference, reward, rollout, and those of further actors: DeviceMap(actor=[0], actor_2=[1], rollout=[0],
+    rollout_2=[1]). `reward` may hold a list of ranks per reward model: reward=[[2], [3]].
 
-    actor: list[int] | None = None
-    critic: list[int] | None = None
-    reference: list[int] | None = None
-    reward: list[int] | list[list[int]] | None = None
-    rollout: list[int] | None = None
+    Raises: TypeError for another role."""
+
+    def __init__(self, **ranks: Sequence[int] | Sequence[Sequence[int]] | None) -> None:
+        for role in ranks:
+            if kind_and_suffix(role)[0] not in KINDS:
+                raise TypeError(f"DeviceMap has no role ({role}): {', '.join(KINDS)}, or one of these with a number, like actor_2.")
+        self.ranks = {role: of_role for role, of_role in ranks.items() if of_role is not None}
 
     def flags(self) -> list[str]:
         """The same as command-line flags."""
         flags = []
-        for role, ranks in vars(self).items():
-            lists = ranks if ranks and isinstance(ranks[0], list) else [ranks]
-            if ranks is not None:
-                flags += [f"--{role}-ranks", *(",".join(map(str, one)) for one in lists)]
+        for role, ranks in self.ranks.items():
+            lists = ranks if ranks and not isinstance(ranks[0], int) else [ranks]
+            flags += [f"--{role.replace('_', '-')}-ranks", *(",".join(map(str, one)) for one in lists)]
         return flags
 
 
 def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
-    """Role -> its ranks, in the order in which roles are set up, None where its flag is wrong; and what is wrong.
+    """Of one actor: role -> its ranks, in the order in which roles are set up, None where its flag is wrong; and what is wrong.
 
     Roles: actor, reference, critic, reward models, rollout; only those that the job has. Rule rewards live where the rollouts are."""
     findings: list[str] = []
@@ -96,17 +97,14 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
 
 def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
     """(role, what its flag says) of every role."""
-    placement, algorithm = config.placement, config.algorithm
-    yield "actor", placement.actor_ranks
-    if algorithm.needs_reference:
-        yield "reference", placement.reference_ranks
-    if algorithm.needs_critic:
-        yield "critic", placement.critic_ranks
-    if algorithm.needs_rollout:
-        names = [role_name(index) for index in range(len(config.reward_models.reward_model))]
-        per_model = placement.reward_ranks if len(placement.reward_ranks) > 1 else (*placement.reward_ranks, None)[:1] * len(names)
-        yield from zip(names, per_model)
-        yield "rollout", placement.rollout_ranks
+    placement = config.placement
+    for kind in present_roles(config):
+        if kind == "reward":
+            names = [f"reward_model{suffix_of(index)}" for index in range(len(config.reward_models.reward_model))]
+            per_model = placement.reward_ranks if len(placement.reward_ranks) > 1 else (*placement.reward_ranks, None)[:1] * len(names)
+            yield from zip(names, per_model)
+        else:
+            yield kind, getattr(placement, f"{kind}_ranks")
 
 
 def _uneven_reward_ranks(placement: PlacementConfig, num_models: int) -> Iterator[str]:
@@ -117,7 +115,7 @@ def _uneven_reward_ranks(placement: PlacementConfig, num_models: int) -> Iterato
 
 
 def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:
-    """`place` of a configuration that has been checked. Raises: ValueError with all that is wrong."""
+    """`place` of one actor's configuration that has been checked. Raises: ValueError with all that is wrong."""
     placed, findings = place(config, world_size)
     if findings:
         raise ValueError("\n".join(findings))

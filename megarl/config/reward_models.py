@@ -9,6 +9,7 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.role_names import suffix_of
 
 _CLASSIFIER, _LANGUAGE_MODEL = "ForSequenceClassification", ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 GROUND_TRUTH = "{ground_truth}"
@@ -19,7 +20,7 @@ class RewardModelSpec:
     """One of --reward-model."""
 
     name: str
-    """Of its role: reward_model, reward_model_2, ..."""
+    """Of its role, without its actor's number: reward_model, reward_model_2, ..."""
     path: str
     backend: str
     """megatron, transformers or judge."""
@@ -31,13 +32,9 @@ def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
     given = config.reward_models
     count = len(given.reward_model)
     backends = given.reward_model_backend * count if len(given.reward_model_backend) == 1 else given.reward_model_backend
-    return [RewardModelSpec(role_name(index), path, find_backend(path) if backend == "auto" else backend, weight)
+    return [RewardModelSpec(f"reward_model{suffix_of(index)}", path, find_backend(path) if backend == "auto" else backend, weight)
             for index, (path, backend, weight) in enumerate(
                 zip(given.reward_model, backends, given.reward_model_weights or (1.0,) * count, strict=True))]  # fmt: skip
-
-
-def role_name(index: int) -> str:
-    return "reward_model" if index == 0 else f"reward_model_{index + 1}"
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:

@@ -111,7 +111,7 @@ class MoEConfig:
 
     moe_routing_replay: Literal["none", "policy", "engine"] = "none"
     """Experts that the actor's updates send each token to. none: those that the router favours now. policy: those of the pass that made the
-    old log-probs. engine: those of the engine that sampled, for that pass too (GPU only). Their weights are always the router's of now."""
+    old log-probs. engine: those of the engine that sampled, for that pass too (not connected yet). Their weights are always the router's of now."""
 
     def __post_init__(self) -> None:
         require(self, at_least={"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0})
@@ -125,6 +125,10 @@ class PlacementConfig:
     """Ranks that `megarl train` starts on this machine. Under torchrun, torchrun's own count holds."""
     executor: Literal["torchrun", "inline"] = "torchrun"
     """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
+    num_actors: int = 1
+    """Actors that learn side by side, each with engines, optimizer, critic and reference of its own: the second's roles are actor_2,
+    critic_2 and so on. What is not said of them is as the first's; --actor-2-lr, --critic-2-ranks, --rollout-2-dtype set one role, and
+    any flag that has no form per role is the second actor's as --actor-2-seed, --actor-2-model, --actor-2-kl-coef."""
     pools: tuple[str, ...] = ()
     """Names for lists of ranks, e.g. --pools train=0-3 serve=4-7: a --<role>-ranks flag takes them in place of a list."""
     actor_ranks: str | None = None
@@ -139,12 +143,17 @@ class PlacementConfig:
     """Ranks of the rollout engines. Default: all. Rules score a response where it was sampled."""
     rollout_engine: Literal["auto", "in-process", "out-of-process"] = "auto"
     """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
-    started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks."""
+    started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks and there is one
+    actor, as vLLM has room for one engine in a process."""
+    offload_ahead_bytes: int = 0
+    """With --offload: bytes of what the next call needs that a device may hold beyond what the running call needs; they are on their way
+    while that computes. 0: what a call needs comes when it begins."""
     call_timeout_s: float = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
 
     def __post_init__(self) -> None:
-        require(self, at_least={"nproc_per_node": 1}, above={"call_timeout_s": 0})
+        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64},
+                above={"call_timeout_s": 0})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -498,3 +507,5 @@ class TrainConfig:
     run: RunConfig
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
+    others: tuple[TrainConfig, ...] = ()
+    """Of the second actor, the third, ...: the whole configuration as each of them sees it, its number left out."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config.flags import OF_ROLES, SECTIONS, Flag, flag_name, section_flags
+from collections.abc import Mapping
+
+from megarl.config.flags import OF_JOB, OF_ROLES, SECTIONS, Flag, flag_name, numbered, section_flags
 from megarl.config.schema import TrainConfig
 from megarl.config.values import format_flag
 
@@ -28,7 +30,40 @@ def write_args(config: TrainConfig) -> str:
         ("other vLLM engine arguments", [format_flag(flag_name(k, "rollout-"), v) for k, v in config.rollout.engine_args.items()])
     )
     groups.append(("other Megatron TransformerConfig fields", [format_flag(flag_name(k), v) for k, v in config.transformer.items()]))
+    groups += [(f"actor {number}", _differences(config, other, number)) for number, other in enumerate(config.others, 2)]
     return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in groups if lines)
+
+
+def _differences(first: TrainConfig, other: TrainConfig, number: int) -> list[str]:
+    """Flags that make of the first actor's configuration that of another one."""
+    cls, lines = type(other.algorithm), []
+    if cls is not type(first.algorithm):
+        lines.append(format_flag(numbered("algorithm", number), algorithm_name(cls)))
+    pairs = [(section_flags("algorithm", cls), {"": (first.algorithm, other.algorithm)})]
+    pairs += [(section_flags(section, section_cls), {"": (getattr(first, section), getattr(other, section))})
+              for section, section_cls in SECTIONS.items() if section_cls not in OF_ROLES]  # fmt: skip
+    for section_cls, section_of in OF_ROLES.items():
+        of_roles = {f"{role}-": (getattr(first, section), getattr(other, section)) for role, section in section_of.items()}
+        pairs.append((section_flags("", section_cls), of_roles))
+    lines += [line for flags, of_roles in pairs for flag in flags for line in _other_values(flag, of_roles, number)]
+    passed_on = {"rollout-": (first.rollout.engine_args, other.rollout.engine_args), "": (first.transformer, other.transformer)}
+    for prefix, (theirs, mine) in passed_on.items():
+        if missing := theirs.keys() - mine.keys():
+            raise ValueError(f"--{flag_name(min(missing), prefix)}: the first actor has it and actor {number} has not, which no flag can say.")
+        lines += [format_flag(numbered(flag_name(name, prefix), number), value) for name, value in mine.items() if value != theirs.get(name)]
+    return lines
+
+
+def _other_values(flag: Flag, nodes: Mapping[str, tuple[object | None, object | None]], number: int) -> list[str]:
+    """nodes: prefix of the flag -> (first actor's node of the tree, this one's). For all roles if for any, as the actor's flag sets the
+    reference's too."""
+    field = flag.targets[0][1]
+    if OF_JOB.issuperset(flag.targets):
+        return []
+    values = {prefix: (getattr(theirs, field, ...), getattr(mine, field)) for prefix, (theirs, mine) in nodes.items() if mine is not None}
+    if all(theirs == mine for theirs, mine in values.values()):
+        return []
+    return [format_flag(numbered(prefix + flag_name(field) if prefix else flag.name, number), mine) for prefix, (_, mine) in values.items()]
 
 
 def _title(cls: type) -> str:

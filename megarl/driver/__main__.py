@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
@@ -14,7 +15,7 @@ from megarl.driver.loop import train_rl, train_sft
 from megarl.driver.preflight import Inputs, read_inputs
 
 
-def train_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
+def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
     """Create the run folder and train."""
     with open_job(executor, config, inputs, world_size) as job:
         (train_rl if config.algorithm.needs_rollout else train_sft)(job)

@@ -14,7 +14,7 @@ from megarl.config.values import format_flag
 
 def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object) -> TrainConfig:
     """What the command line `megarl train argv` means, with more flags as keywords: train_iters=5 is --train-iters 5, bf16=True is --bf16,
-    eval_data=["a.jsonl", "b.jsonl"] is --eval-data a.jsonl b.jsonl, kl_target=None is --kl-target none.
+    eval_data=["a.jsonl", "b.jsonl"] is --eval-data a.jsonl b.jsonl, kl_target=None is --kl-target none, actor_2_seed=1 is --actor-2-seed 1.
 
     Example:
         config = megarl.load_config("@configs/quickstart_ppo.args", device_map=DeviceMap(actor=[0], rollout=[0], critic=[1]), train_iters=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
@@ -28,14 +29,14 @@ def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], 
     return scores, answers
 
 
-def evaluate_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int) -> None:
+def evaluate_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
     """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles stay as they are."""
     meshes = role_meshes(config, world_size)
     for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
         future.result()
     rollout = executor.role("rollout")
     sync_weights(executor, meshes, version=0).result()
-    rows = list(range(len(inputs.evaluation)))[: config.run.eval_num_prompts]
+    rows = list(range(len(inputs[""].evaluation)))[: config.run.eval_num_prompts]
     scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows, step=0)
     sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
     for role in ("rollout", "reward"):

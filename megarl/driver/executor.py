@@ -38,6 +38,8 @@ class CallTimeout(RuntimeError):
 class Future(Protocol):
     """What a call will return."""
 
+    role: str
+    """That was called."""
     seconds: float
     """That the call took on the rank where it took longest, not counting calls before it. 0 until done."""
     ended: float

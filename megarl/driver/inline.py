@@ -30,8 +30,8 @@ def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
 class InlineFuture:
     """A call that was made already."""
 
-    def __init__(self, value: object, seconds: float):
-        self._value, self.seconds, self.ended = value, seconds, time.time()
+    def __init__(self, role: str, value: object, seconds: float):
+        self.role, self._value, self.seconds, self.ended = role, value, seconds, time.time()
 
     def result(self) -> list:
         return [self._value]
@@ -71,7 +71,7 @@ class InlineExecutor:
             raise self._failure from error
         seconds = time.perf_counter() - start
         self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
-        return InlineFuture(value, seconds)
+        return InlineFuture(role, value, seconds)
 
     def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
         check_subset(self.ranks, role, ranks)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from megarl.config.hf_config import ModelShape
+from megarl.algorithms.base import flow_of_actors
 from megarl.config.loader import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.reward_models import uses_rule_reward
+from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
-from megarl.data.cursor import DataCursor
-from megarl.data.prompts import PromptDataset
 from megarl.driver.evaluate import held_out_accuracy
 from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.gate import GateError, gate_finding
+from megarl.driver.learner import Learner
 from megarl.driver.metrics import phase_times
 from megarl.driver.preflight import Inputs
 from megarl.driver.progress import Progress
@@ -23,29 +23,37 @@ from megarl.driver.run import Run
 from megarl.driver.weights import sync_weights
 from megarl.metrics import combine
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
+from megarl.role_names import actor_suffix, kind_and_suffix, with_suffix
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_job(executor: Executor, config: TrainConfig, inputs: Inputs, world_size: int, progress: Progress | None = None) -> Iterator[Job]:
+def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int,
+             progress: Progress | None = None) -> Iterator[Job]:  # fmt: skip
     """Create the run folder; close it and stop the engines after the last call. `progress`: as of `Run`."""
     with Run(config, write_args(config), progress) as run:
-        job = Job(config, inputs.shape, executor, run, inputs.train, inputs.evaluation, world_size)
+        job = Job(config, executor, run, inputs, world_size)
         yield job
         for role in job.meshes:
-            if role in ("rollout", "reward") or role.startswith("reward_model"):
+            if kind_and_suffix(role)[0] in ("rollout", "reward", "reward_model"):
                 job.role(role).shut_down().result()
 
 
 class Job:
-    def __init__(self, config: TrainConfig, shape: ModelShape, executor: Executor, run: Run, train: PromptDataset,
-                 evaluation: PromptDataset | None, world_size: int) -> None:
-        self.config, self.shape, self.executor, self.run = config, shape, executor, run
+    """Args: inputs: suffix of each actor -> its data; see `read_inputs`."""
+
+    def __init__(self, config: TrainConfig, executor: Executor, run: Run, inputs: Mapping[str, Inputs], world_size: int) -> None:
+        self.config, self.executor, self.run = config, executor, run
         self.meshes = role_meshes(config, world_size)
-        self.cursor = DataCursor(len(train), config.batch.seed, config.data.shuffle)
-        self.eval_rows = list(range(len(evaluation or ())))[: config.run.eval_num_prompts]
-        self.gate_passed = False
+        self.learners = {suffix: Learner(suffix, of_actor, inputs[suffix]) for suffix, of_actor in configs_of_actors(config).items()}
+        self.first = self.learners[""]
+        self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
+        """One step, as the algorithms say; None of one that samples nothing."""
+
+    def learner_of(self, role: str) -> Learner:
+        """Of the actor that the role belongs to."""
+        return self.learners[actor_suffix(role, self.meshes)]
 
     def role(self, name: str) -> RoleHandle | None:
         """The role, or None if this job has none of that name."""
@@ -58,9 +66,9 @@ class Job:
         took = ", ".join(f"{role} {seconds:.1f} s" for (role, _), seconds in self.executor.take_seconds().items())
         self.run.progress.note(f"roles are set up: {took}")
 
-    def sync(self, version: int) -> Future:
-        """Bring the actor's weights into the engines as `version`."""
-        return sync_weights(self.executor, self.meshes, version)
+    def sync(self, version: int, learner: Learner) -> Future:
+        """Bring an actor's weights into its engines as `version`."""
+        return sync_weights(self.executor, self.meshes, version, learner.suffix)
 
     def begin_step(self, step: int) -> None:
         """From here on calls, errors and times are this step's."""
@@ -77,19 +85,20 @@ class Job:
         """One mini-batch of dataset rows (SFT); (length, response length) by row."""
         batch = self.config.batch
         return plan_mini_batches([Sample(row, *lengths[row]) for row in rows], len(rows), {}, self.meshes["actor"].dp,
-                                 batch.max_tokens_per_micro_batch, self.shape.hidden_size, seed=None)
+                                 batch.max_tokens_per_micro_batch, self.first.shape.hidden_size, seed=None)
 
     def check_gate(self, gap: Future) -> None:
-        """Before the first update wait for the comparison of trainer and engine; raise GateError if they disagree."""
-        if not self.gate_passed:
-            self.check_mismatch(combine(gap.result()))
-            self.gate_passed = True
+        """Before an actor's first update wait for its comparison of trainer and engine; raise GateError if they disagree."""
+        learner = self.learner_of(gap.role)
+        if not learner.gate_passed:
+            self.check_mismatch(learner, combine(gap.result()))
+            learner.gate_passed = True
 
-    def check_mismatch(self, mismatch: dict[str, float]) -> None:
+    def check_mismatch(self, learner: Learner, mismatch: Mapping[str, float]) -> None:
         """Raise GateError if the differences between trainer and engine are too large."""
-        if (finding := gate_finding(mismatch, self.config)) is not None:
-            worst = [token for rank in self.role("actor").worst_tokens(5).result() for token in rank]
-            raise GateError(finding, worst)
+        if (finding := gate_finding(mismatch, learner.config)) is not None:
+            worst = [token for rank in self.role(learner.actor).worst_tokens(5).result() for token in rank]
+            raise GateError(f"{learner.actor}: {finding}" if learner.suffix else finding, worst)
 
     def finish_sft_step(self, step: int, rows: list[int], lengths: list[tuple[int, int]], updated: Future) -> dict[str, float]:
         """Record the step. Returns its metrics."""
@@ -100,25 +109,31 @@ class Job:
     def evaluate_if_due(self, step: int) -> None:
         """Before the first step, every --eval-interval, after the last."""
         interval = self.config.run.eval_interval
-        if self.eval_rows and interval and (step % interval == 0 or step == self.config.batch.train_iters):
+        if self.first.eval_rows and interval and (step % interval == 0 or step == self.config.batch.train_iters):
             self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data or a rule."""
-        if not self.eval_rows:
-            raise ValueError("--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.")
-        if not uses_rule_reward(self.config):
-            raise ValueError("--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto.")
-        scores, answers = held_out_accuracy(self.role("rollout"), self.role("reward"), self.eval_rows, step)
-        for name, answer in answers.items():
-            self.run.keep_answer(step, name, answer)
+        scores = {}
+        for learner in self.learners.values():
+            if not learner.eval_rows:
+                raise ValueError("--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.")
+            if not uses_rule_reward(learner.config):
+                raise ValueError("--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto.")
+            rollout, reward = (self.role(f"{kind}{learner.suffix}") for kind in ("rollout", "reward"))
+            found, answers = held_out_accuracy(rollout, reward, learner.eval_rows, step)
+            for name, answer in answers.items():
+                self.run.keep_answer(step, with_suffix(name, learner.suffix), answer)
+            scores |= {with_suffix(name, learner.suffix): score for name, score in found.items()}
         self.run.record_evaluation(step, scores)
         return scores
 
     def export(self, step: int, last: bool = False) -> None:
-        """Write hf/, and with a critic hf_critic/, every --save-interval steps and at the end."""
+        """Write hf/, and with a critic hf_critic/, every --save-interval steps and at the end; of the second actor hf_2/ and hf_critic_2/."""
         interval = self.config.run.save_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
-            for role, folder in {"actor": "hf", "critic": "hf_critic"}.items():
-                if role in self.meshes:
-                    self.role(role).export_hf(str(self.run.folder / folder)).result()
+            for role in self.meshes:
+                kind, suffix = kind_and_suffix(role)
+                if kind in ("actor", "critic"):
+                    folder = "hf" if kind == "actor" else "hf_critic"
+                    self.role(role).export_hf(str(self.run.folder / f"{folder}{suffix}")).result()

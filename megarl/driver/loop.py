@@ -30,7 +30,7 @@ def train_sft(job: Job) -> None:
     job.set_up()
     lengths = actor.load_dataset().first()
     for step in job.steps():
-        rows = job.cursor.next_rows(job.config.batch.global_batch_size)
+        rows = job.first.cursor.next_rows(job.config.batch.global_batch_size)
         plan = job.plan_rows(rows, lengths)
         actor.receive_rows(plan)
         metrics = job.finish_sft_step(step, rows, lengths, actor.update())

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from megarl.flow.methods import kind_and_suffix
+from megarl.role_names import kind_and_suffix
 
 PHASE_OF_CALL = {
     ("rollout", "generate"): "rollout",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config.check import check_job
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -16,23 +19,30 @@ from megarl.rewards.pool import RewardPool, probe_reward
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the driver has read and checked."""
+    """What the driver has read and checked for one actor."""
 
     shape: ModelShape
     train: PromptDataset
     evaluation: PromptDataset | None
 
 
-def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> Inputs:
+def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
     """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is wrong.
 
-    new_run: --save must not hold a run yet (training), or is not written to (evaluation)."""
-    shape = check_job(config, world_size, new_run)
+    new_run: --save must not hold a run yet (training), or is not written to (evaluation).
+    Returns: suffix of each actor -> what it reads."""
+    check_job(config, world_size, new_run)
+    load = functools.cache(PromptDataset.load)  # actors mostly read the same files
+    return {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
+
+
+def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
+    shape = ModelShape.load(config.model.model)
     needs = "response" if not config.algorithm.needs_rollout else "ground_truth" if needs_ground_truth(config) else None
-    train = PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
+    train = load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
     evaluation = None
     if config.data.eval_data:
-        evaluation = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data")
+        evaluation = load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data")
     tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model, "--tokenizer-model" if config.model.tokenizer_model else "--model")
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
 
+from megarl.role_names import kind_and_suffix, with_suffix
+
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
     "loss": ("policy/loss", "{:.4f}"),
@@ -83,7 +85,14 @@ def clock(seconds: float) -> str:
 
 
 def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
-    return {name: form.format(metrics[key]) for name, (key, form) in COLUMNS.items() if key in metrics}
+    """Of the second actor reward_2 and so on, beside the first's."""
+    shown = {}
+    for name, (key, form) in COLUMNS.items():
+        group = key.split("/")[0]
+        for suffix in sorted(suffix for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics}) if kind == group):
+            if (of_actor := with_suffix(key, suffix)) in metrics:
+                shown[f"{name}{suffix}"] = form.format(metrics[of_actor])
+    return shown
 
 
 class _LiveDisplay:

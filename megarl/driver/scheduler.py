@@ -20,7 +20,7 @@ from typing import Protocol
 
 from megarl.driver.background import BackgroundThread, DriverCall
 from megarl.driver.executor import Executor, Future, at_step
-from megarl.driver.flow_step import Candidate, FlowStep, Plan
+from megarl.driver.flow_step import Candidate, FlowStep, PreparedFlow
 from megarl.driver.timeline import Timeline
 from megarl.flow import Flow, Node
 
@@ -67,6 +67,19 @@ class NodeResult:
         self._scheduler, self._call = scheduler, call
 
     @property
+    def role(self) -> str:
+        return self._call.node.role
+
+    @property
+    def method(self) -> str:
+        return self._call.node.method
+
+    @property
+    def is_on_path(self) -> bool:
+        """A call of a role that the step waits for."""
+        return not self._call.node.background and self._call.node.function is None
+
+    @property
     def seconds(self) -> float:
         return self._call.future.seconds
 
@@ -84,7 +97,10 @@ class NodeResult:
 
 
 class Scheduler:
-    """Args: meshes: role -> its mesh; of a mesh only `ranks` and equality are looked at. Equal meshes hold the same columns.
+    """Args:
+        meshes: role -> its mesh; only `ranks` is looked at.
+        share_of: role -> key of the share of a step's data that it works on; roles with the same key need no exchange. Default: roles
+            with equal meshes have the same.
 
     Example:
         scheduler = Scheduler(executor, job.meshes, host)
@@ -94,10 +110,11 @@ class Scheduler:
         scheduler.close()
     """
 
-    def __init__(self, executor: Executor, meshes: Mapping[str, object], host: Host):
+    def __init__(self, executor: Executor, meshes: Mapping[str, object], host: Host, share_of: Mapping[str, str] | None = None):
         self.timeline = Timeline()
         self._executor, self._meshes, self._host = executor, meshes, host
-        self._plan: Plan | None = None
+        self._share_of = share_of or {role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()}
+        self._prepared: PreparedFlow | None = None
         self._running: FlowStep | None = None  # a step until its path is over
         self._step: FlowStep | None = None  # from then on, for what is left in the background
         self._results: dict[str, NodeResult] = {}
@@ -112,10 +129,10 @@ class Scheduler:
         Raises: FlowError before the first call if the flow is wrong; the first error of any rank; RuntimeError that names the node
         if a function of the driver fails, here or in the background since the last step."""
         self._end_the_step_before()
-        if self._plan is None or self._plan.flow is not flow:
-            self._plan = Plan(flow, self._meshes, self._host.driver_columns)
+        if self._prepared is None or self._prepared.flow is not flow:
+            self._prepared = PreparedFlow(flow, self._meshes, self._share_of, self._host.driver_columns)
         self._results = {}
-        self._running = FlowStep(self._plan, {node.name for node in flow.nodes if self._host.skips(node)})
+        self._running = FlowStep(self._prepared, {node.name for node in flow.nodes if self._host.skips(node)})
         return self.resume(until)
 
     def resume(self, until: Collection[str] | None = None) -> dict[str, NodeResult]:
@@ -163,7 +180,7 @@ class Scheduler:
         in_front = {self._newest.get(rank) for rank in ranks}
         become_free_together = len(in_front) <= 1
         if candidate.node.background:
-            others_free = all(rank not in self._newest for rank in ranks - step.plan.path_ranks)
+            others_free = all(rank not in self._newest for rank in ranks - step.prepared.path_ranks)
             return not ranks or (become_free_together or others_free) and not step.path_wants(ranks)
         if become_free_together:
             return in_front <= {None} or not ranks & held_back
@@ -176,7 +193,7 @@ class Scheduler:
         node, issued, ranks = candidate.node, time.time(), candidate.ranks
         if candidate.source is not None:
             future = self._host.move(candidate.columns, candidate.source.role, node)
-            step.moved[candidate.source.name, step.plan.share[node.role]] = future is not None
+            step.moved[candidate.source.name, step.prepared.share_of[node.role]] = future is not None
             if future is not None:
                 self._add(_Call(f"{', '.join(candidate.columns)} to {node.role}", None, ranks, future, issued, self._executor.step, step))
             return

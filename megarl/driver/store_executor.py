@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -27,6 +27,10 @@ class _Future:
         self.values: dict[int, object] = {}
         self.seconds = self.ended = 0.0
         self._executor = executor
+
+    @property
+    def role(self) -> str:
+        return self.command.role
 
     def missing(self) -> list[int]:
         return [rank for rank in self.command.ranks if rank not in self.values]
@@ -60,6 +64,8 @@ class StoreExecutor:
         self.failure: RuntimeError | None = None
         self.death_first_s = 0.0
         """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is why another raised."""
+        self.is_ending: Callable[[], bool] = lambda: False
+        """Asked then: whether the job is being ended, for a reason that is not what the rank raised."""
         self._timeout_s = call_timeout_s
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
         self._changed = threading.Condition()
@@ -176,6 +182,8 @@ class StoreExecutor:
                 if result.failure is not None:
                     f = result.failure
                     time.sleep(self.death_first_s)
+                    if self.is_ending():
+                        continue
                     self.fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
                 elif self.failure is None:
                     self._accept(result)

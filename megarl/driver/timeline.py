@@ -33,11 +33,6 @@ class Timeline:
     def add(self, name: str, ranks: tuple[int, ...], step: int | None, issued: float, seconds: float, ended: float) -> None:
         self.records.append(Record(name, ranks, step, issued, max(issued, ended - seconds), ended))
 
-    def overlap_s(self, one: str, other: str) -> float:
-        """Seconds in which nodes of both names ran at the same time, over all steps."""
-        spans = [[(r.started, r.ended) for r in self.records if r.name == name] for name in (one, other)]
-        return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans[0] for b in spans[1])
-
     def chrome_trace(self) -> dict:
         """A line per rank and one for the driver; times in microseconds since the first call."""
         start = min((r.issued for r in self.records), default=0.0)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from megarl.driver.store_executor import StoreExecutor
 
 logger = logging.getLogger(__name__)
-_UNWIND_S, _OVERTAKE_S = 3.0, 1.0
+_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S = 3.0, 1.0, 0.5
+_signals: list[int] = []
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 DRIVER_PID = "MEGARL_DRIVER_PID"
 """In the ranks that a driver has started itself: its process."""
@@ -99,6 +100,8 @@ def run_driver(main: Callable[[StoreExecutor], object], ranks: dict[str, list[in
     executor = None
     try:
         executor = StoreExecutor.from_env(ranks, call_timeout_s)
+        # A dead rank makes the collectives of its peers raise; by the time it takes torchrun to notice and end rank 0 it is known why.
+        executor.death_first_s, executor.is_ending = _DEATH_FIRST_S, lambda: bool(_signals)
         main(executor)
         executor.shutdown()
         return 0
@@ -154,6 +157,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     Ctrl-C also kills rank 0, whose death is a SIGTERM here. It may come first, so it waits for a SIGINT to overtake it; or while
     this function is at work on the SIGINT, which then goes on.
     """
+    _signals.append(signum)
     if signum == signal.SIGTERM:
         if any(outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)):
             return

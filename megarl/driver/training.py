@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.job import Job
+from megarl.driver.learner import Learner
+from megarl.driver.rollout_batch import RolloutBatch
 from megarl.driver.scheduler import NodeResult, Scheduler
-from megarl.driver.step import EXCHANGED_COLUMNS, RolloutBatch, StepHost
+from megarl.driver.step import EXCHANGED_COLUMNS, StepHost
 from megarl.flow import Flow, Node
 from megarl.flow.methods import base
 
@@ -22,20 +24,21 @@ class Training:
 
     def __init__(self, job: Job):
         self.job, self.config = job, job.config
-        self.flow: Flow = job.config.algorithm.flow(job.meshes)
-        """What depends on what in a step, as the algorithm says."""
+        self.flow: Flow = job.flow
+        """What depends on what in a step, as the algorithms of all actors say."""
         self.roles = Roles(job.executor)
         self.step = 0
         self.results: dict[str, NodeResult] = {}
         self._host = StepHost(job)
-        self._scheduler = Scheduler(job.executor, job.meshes, self._host)
+        self._scheduler = Scheduler(job.executor, job.meshes, self._host, self._host.share_of)
         self._in_step = False
         self.flow.validate(job.meshes)
 
     def set_up(self) -> None:
-        """Build every role and bring the actor's weights into the engines."""
+        """Build every role and bring the actors' weights into the engines."""
         self.job.set_up()
-        self.job.sync(version=0).result()
+        for synced in [self.job.sync(0, learner) for learner in self.job.learners.values()]:
+            synced.result()
 
     def steps(self) -> Iterator[int]:
         """The steps that are left of --train-iters. Whatever is called in one, is that step's in errors and records."""
@@ -43,21 +46,23 @@ class Training:
             self._begin_step()
             yield self.step
 
-    def rollout(self, flow: Flow | None = None, rows: Sequence[int] | None = None) -> RolloutBatch:
+    def rollout(self, flow: Flow | None = None, rows: Sequence[int] | Mapping[str, Sequence[int]] | None = None) -> RolloutBatch:
         """Sample responses and score them: the step's flow until the rewards are here. What else is ready is computed meanwhile.
 
         Begins a step unless one has begun (see `steps`). Called again before `update` it discards what the step has sampled.
 
         Args:
             flow: of the whole step, if not the algorithm's.
-            rows: of the training data; default: the next --num-prompts.
+            rows: of the training data; default: the next --num-prompts. With several actors the same for all of them that sample, or by
+                name: {"actor": [...], "actor_2": [...]}.
+        Returns: the first actor's batch, which has those of the others.
         Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank fails.
         """
         if not self._in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
         flow.validate(self.job.meshes)
-        batch = self._host.begin(self.step, self._next_rows() if rows is None else self._checked(list(rows)))
+        batch = self._host.begin(self.step, self._rows(flow, rows), flow)
         judged = {node.name for node in flow.nodes if not node.background and {*map(base, node.writes)} & {*StepHost.driver_columns}}
         self.results = self._scheduler.run(flow, until=judged)
         return batch
@@ -88,24 +93,27 @@ class Training:
         """Bring token columns from the ranks of one role to those of another. None: they are there, as both work on the same share."""
         if unknown := sorted({*columns} - {*EXCHANGED_COLUMNS}):
             raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(EXCHANGED_COLUMNS)}.")
+        for role in (source, destination):
+            if role not in self._host.share_of:
+                raise ValueError(f"role ({role}) must be one of those of the job: {', '.join(self._host.share_of)}.")
         return self._host.move(columns, source, Node(role=destination, method="exchange", reads=(), writes=()))
 
     def check_gate(self, log_probs: Future) -> None:
         """Before an update by hand: wait for `roles.actor.log_probs()`; raise GateError if trainer and engine disagree."""
         self.job.check_gate(log_probs)
 
-    def sync(self) -> Future:
-        """Bring the actor's weights into the engines."""
-        return self.job.sync(self.step)
+    def sync(self, actor: str = "actor") -> Future:
+        """Bring an actor's weights into its engines."""
+        return self.job.sync(self.step, self._learner(actor))
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy on --eval-data, sampled and greedy; recorded."""
+        """Held-out accuracy of every actor on --eval-data, sampled and greedy; recorded."""
         return self.job.evaluate(self.step)
 
     @property
     def kl_coef(self) -> float:
-        """What the KL controller says."""
-        return self._host.kl.coef
+        """What the first actor's KL controller says. Of others: `batch.actors["actor_2"].kl_coef`."""
+        return self.job.first.kl.coef
 
     def wait(self) -> None:
         """For all that is in flight, in the background too: for the end of a job. Then timeline.json says when each call ran, and where."""
@@ -117,21 +125,37 @@ class Training:
         self._in_step = True
         self.job.begin_step(self.step)
 
-    def _next_rows(self) -> list[int]:
-        return self.job.cursor.next_rows(self.config.batch.num_prompts)
+    def _learner(self, actor: str) -> Learner:
+        names = {learner.actor: learner for learner in self.job.learners.values()}
+        if actor not in names:
+            raise ValueError(f"actor ({actor}) must be one of {', '.join(names)}.")
+        return names[actor]
 
-    def _checked(self, rows: list[int]) -> list[int]:
-        total, batch = self.job.cursor.num_rows, self.config.batch
-        if outside := [row for row in rows if not 0 <= row < total]:
-            raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
-        if not rows or len(rows) * batch.num_samples_per_prompt % batch.global_batch_size:
-            raise ValueError(f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) must be a multiple of "
-                             f"global_batch_size ({batch.global_batch_size}). Try {batch.num_prompts} rows.")  # fmt: skip
-        return rows
+    def _rows(self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
+        """Suffix of each actor that samples -> its rows."""
+        given = {self._learner(actor).suffix: list(of_actor) for actor, of_actor in rows.items()} if isinstance(rows, Mapping) else {}
+        chosen = {}
+        for suffix, learner in self.job.learners.items():
+            if any(node.role == f"rollout{suffix}" and node.method == "generate" for node in flow.nodes):
+                if suffix in given or rows is not None and not isinstance(rows, Mapping):
+                    chosen[suffix] = _checked(learner, given[suffix] if suffix in given else list(rows))
+                else:
+                    chosen[suffix] = learner.cursor.next_rows(learner.config.batch.num_prompts)
+        return chosen
 
     def _check_current(self, batch: RolloutBatch) -> None:
         if batch is not self._host.current or not self._in_step:
             raise ValueError(f"batch ({batch}) must be what the last rollout() returned, once: the ranks hold the tokens of that one alone.")
+
+
+def _checked(learner: Learner, rows: list[int]) -> list[int]:
+    total, batch = learner.cursor.num_rows, learner.config.batch
+    if outside := [row for row in rows if not 0 <= row < total]:
+        raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
+    if not rows or len(rows) * batch.num_samples_per_prompt % batch.global_batch_size:
+        raise ValueError(f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) must be a multiple of "
+                         f"global_batch_size ({batch.global_batch_size}). Try {batch.num_prompts} rows.")  # fmt: skip
+    return rows
 
 
 class Roles:

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from megarl.flow.draw import draw_svg, draw_text
-from megarl.flow.methods import METHODS, base, is_state, kind_and_suffix
+from megarl.flow.methods import METHODS, base, is_state
+from megarl.role_names import kind_and_suffix
 from megarl.flow.validate import FlowError, findings
 
 if TYPE_CHECKING:
@@ -113,6 +114,19 @@ class Flow:
             return self._with(replace(work.node(reads, writes), background=True)) if work else self
         return self._with(replace(function_node(work, reads, writes), background=True))
 
+    def of_actor(self, suffix: str) -> Flow:
+        """The same step of another actor: every role with its number, "_2"."""
+        return Flow(_renumbered(node, suffix) for node in self.declared) if suffix else self
+
+    def beside(self, *others: Flow) -> Flow:
+        """One step with the nodes of all."""
+        return self._with(*(node for other in others for node in other.declared))
+
+    def lineage(self, role: str) -> str:
+        """Suffix of the rollout whose samples the role works on: its own number if there is a rollout with it, else ""."""
+        suffix = kind_and_suffix(role)[1]
+        return suffix if suffix in _lineages(self.declared) else ""
+
     def _with(self, *nodes: Node) -> Flow:
         return Flow((*self.declared, *nodes))
 
@@ -202,12 +216,29 @@ def function_node(function: Callable, reads: Iterable[str] | None, writes: Itera
     return Node(role=DRIVER, method=name, reads=tuple(reads), writes=tuple(writes), function=function, name=name)
 
 
+def _renumbered(node: Node, suffix: str) -> Node:
+    known = METHODS.get((kind_and_suffix(node.role)[0], node.method), ((), ()))
+
+    def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """What METHODS says of the first actor's state it means of any; a node's own words mean that of its actor."""
+        return names and tuple(name + suffix if is_state(name) and name not in known[0] + known[1] else name for name in names)
+
+    name = "" if node.name == f"{node.role}.{node.method}" else node.name + suffix
+    return replace(node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes))
+
+
+def _lineages(nodes: Iterable[Node]) -> set[str]:
+    """Suffixes of the rollouts that sample; those that get new weights only have no samples."""
+    kinds = ((*kind_and_suffix(node.role), node.writes or ()) for node in nodes)
+    return {suffix for kind, suffix, writes in kinds if kind == "rollout" and not all(map(is_state, writes))}
+
+
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
     """Give every column the name that is its own in this flow.
 
     The n-th of a kind writes `column:role` if another of the kind writes `column`. Where there are several rollouts, the roles with
     the suffix of one are its lineage: they read columns of that lineage only, for all others are about other samples."""
-    lineages = {kind_and_suffix(node.role)[1] for node in declared if kind_and_suffix(node.role)[0] == "rollout"}
+    lineages = _lineages(declared)
     written: list[tuple[str, str, str]] = []  # (lineage, column as declared, its name in this flow)
 
     def lineage(node: Node) -> str:

@@ -9,7 +9,6 @@ In what a node reads, `values?` means: if somebody writes it; `scores*`: this co
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
@@ -51,12 +50,6 @@ def columns(reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Callable[[
         return function
 
     return declare
-
-
-def kind_and_suffix(role: str) -> tuple[str, str]:
-    """("reward_model", "_2") of reward_model_2; the first of a kind has no suffix."""
-    match = re.fullmatch(r"(.+?)(_(?:[2-9]|[1-9]\d+))?", role)
-    return match[1], match[2] or ""
 
 
 def is_state(column: str) -> bool:

@@ -21,7 +21,8 @@ import inspect
 from collections.abc import Callable, Container, Iterable
 
 from megarl.flow.graph import Flow, HasAdvantages, Node, function_node
-from megarl.flow.methods import METHODS, base, is_state, kind_and_suffix
+from megarl.flow.methods import METHODS, base, is_state
+from megarl.role_names import kind_and_suffix
 
 
 class SymbolicRole:

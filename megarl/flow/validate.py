@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megarl.flow.methods import METHODS, is_state, kind_and_suffix
+from megarl.flow.methods import METHODS, is_state
+from megarl.role_names import kind_and_suffix
 
 if TYPE_CHECKING:
     from megarl.flow.graph import Flow, Node

@@ -71,8 +71,8 @@ def adapt_model(model: GPTModel, shape: ModelShape) -> None:
     frequencies = [inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
                    inverse_frequencies(shape.local_rope_theta, shape.head_dim, None)]  # fmt: skip
     model.rotary_pos_emb = TwoRotaryEmbeddings(
-        shape.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=model.rotary_pos_emb.cp_group)  # fmt: skip
+        shape.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=model.rotary_pos_emb.cp_group)
     model.rotary_pos_emb.inv_freq = torch.stack(frequencies)
-    if model.pre_process:
+    if model.pre_process and shape.scaled_embeddings:
         scale = torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()  # rounded as transformers does
         model.embedding.register_forward_hook(lambda module, arguments, output: output * scale)

@@ -13,13 +13,10 @@ from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
 
 @torch.no_grad()
 def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02) -> None:
-    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix drawn from a generator of its own
-    name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
-
-    def values(name: str, rows: int, cols: int) -> torch.Tensor:
-        return _full_tensor(name, rows, cols, seed, std) - (shape.zero_centered_norms and "norm" in name)
-
-    _fill(atlas, hf_sizes(shape), parameters, values)
+    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix
+    drawn from a generator of its own name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
+    norm = 0.0 if shape.zero_centered_norms else 1.0
+    _fill(atlas, hf_sizes(shape), parameters, lambda name, rows, cols: _full_tensor(name, rows, cols, seed, std, norm))
 
 
 @torch.no_grad()
@@ -51,9 +48,9 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
 
 
-def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float) -> torch.Tensor:
+def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float, norm: float) -> torch.Tensor:
     if "norm" in name:
-        return torch.ones(rows, cols)
-    if name.endswith(".bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
+        return torch.full((rows, cols), norm)
+    if name.endswith("bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
         return torch.zeros(rows, cols)
     return torch.randn(rows, cols, generator=_generator(name, seed)) * std

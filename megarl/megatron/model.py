@@ -20,6 +20,7 @@ from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
+from megarl.megatron.libraries import fuses_gradient_accumulation, transformer_engine_version
 from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
 from megarl.megatron.rope import attention_factor, inverse_frequencies
 
@@ -161,7 +162,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, layernorm_zero_centered_gamma=shape.zero_centered_norms,
         qk_layernorm=shape.qk_layernorm or shape.is_mla, add_qkv_bias=shape.qkv_bias, gated_linear_unit=True,
         activation_func=ACTIVATIONS[shape.activation], add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=fuses_gradient_accumulation(),
         softmax_scale=_softmax_scale(shape), **_window_fields(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
@@ -178,6 +180,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         **(_expert_fields(shape, parallel) if shape.is_moe else {}), **(_latent_fields(shape) if shape.is_mla else {}),
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
     )  # fmt: skip
+    _check_fp8(extra.get("fp8"))
     return (MLATransformerConfig if shape.is_mla else TransformerConfig)(**(fields | extra))
 
 
@@ -236,6 +239,13 @@ def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
     )  # fmt: skip
 
 
+def _check_fp8(fp8: object) -> None:
+    """Raises: ValueError where there is nothing that could compute in fp8."""
+    if fp8 and transformer_engine_version() is None:
+        raise ValueError(f"--fp8 ({fp8}): needs an NVIDIA GPU and Transformer Engine, and this machine has "
+                         f"{'no Transformer Engine' if torch.cuda.is_available() else 'no GPU'}. Leave it out.")
+
+
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
@@ -247,6 +257,10 @@ def uses_transformer_engine() -> bool:
 
 def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
     """Of all layers of the model; those of a kind are the same object."""
+    if uses_transformer_engine() and config.context_parallel_size > 1 and config.window_size is not None:
+        raise ValueError(f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends keys of packed sequences round the "
+                         f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot use. Set it to 1, and try "
+                         "--tensor-model-parallel-size.")
     kinds = {is_moe: _layer_spec(config, shape, qkv_layout, is_moe) for is_moe in {shape.is_moe_layer(i) for i in range(shape.num_layers)}}
     return [kinds[shape.is_moe_layer(layer)] for layer in range(shape.num_layers)]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -29,15 +29,23 @@ PIECE_BYTES = 256 << 20
 """Of pinned memory. PyTorch rounds an allocation up to a power of two, which in one piece could double it."""
 
 
+class Frozen(Protocol):
+    """A model that is not trained."""
+
+    model: torch.nn.Module
+    device: torch.device
+
+
 class ModelMemory:
     """The memory of one model on this rank.
 
     Args:
+        model: a Megatron model, or a frozen one of another library; it has `model`, a module, and `device`.
         owner: the role, for errors."""
 
-    def __init__(self, model: TrainedModel, owner: str) -> None:
+    def __init__(self, model: TrainedModel | Frozen, owner: str) -> None:
         self.owner, self._model = owner, model
-        self._parts = OFFLOAD_PARTS if model.optimizer is not None else ("parameters",)
+        self._parts = OFFLOAD_PARTS if getattr(model, "optimizer", None) is not None else ("parameters",)
         self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}
         self._copies = _Copies(model.device) if model.device.type == "cuda" else None
         self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # part -> its storages and their sizes in bytes
@@ -70,6 +78,12 @@ class ModelMemory:
                                    f'@needs("{part}"), or call memory.load(["{part}"]) first.')
             if self._copies is not None:
                 self._copies.await_arrival(part)
+
+    def part_bytes(self, part: str) -> int:
+        """Of one part, here or away; 0 of one that the model has not."""
+        if part in self._away:
+            return sum(size for _, size in self._away[part])
+        return self.resident_bytes(part)
 
     def resident_bytes(self, part: str | None = None) -> int:
         """On the device, of one part or of all."""

@@ -31,6 +31,7 @@ from megarl.metrics import combine
 with cpu_megatron():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fp8_utils import get_fp8_align_size
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -235,6 +236,7 @@ class TrainedModel(ABC):
 
     def _shard(self, micro: MicroBatch) -> ContextShard:
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
+        multiple *= get_fp8_align_size(self.config.fp8_recipe) if self.config.fp8 else 1
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):

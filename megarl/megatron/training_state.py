@@ -28,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, state: dict[str, object] | None = None,
-                    group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
+                    sizes: Sizes | None = None, group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
     To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a group of its own.
@@ -36,23 +36,25 @@ def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
     Args:
         atlas: of this rank.
         state: what else to remember, for JSON; returned by `load_checkpoint`.
+        sizes: of the canonical tensors. Default: of the model's own, without those of adapters.
         group: of the mesh's ranks. Default: that of the model.
     Raises: CheckpointError, on every rank."""
     group = group or model.groups.intra_dist_opt
-    save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
+    save(folder, saved_rectangles(model, atlas, sizes), model_state(model, group) | {"job": state or {}}, group)
 
 
 def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
-                    group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
+                    sizes: Sizes | None = None, group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
     """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
             reads no others.
+        sizes, group: as of `save_checkpoint`.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
     resume = model.optimizer is not None and not weights_only
-    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt)
+    state = load(folder, list(_loaded_rectangles(model, atlas, sizes, resume)), group or model.groups.intra_dist_opt)
     for name, param in atlas.items():
         if param.padding_rows:
             model.parameters[name][param.rows - param.padding_rows :].zero_()
@@ -91,9 +93,9 @@ class _Stretch:
             yield WEIGHTS, self.master
 
 
-def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
+def saved_rectangles(model: TrainedModel, atlas: Atlas, sizes: Sizes | None = None) -> list[Rectangle]:
     """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut otherwise."""
-    sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
+    sizes, stretches, out = sizes or _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -107,9 +109,9 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
     return out
 
 
-def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
+def _loaded_rectangles(model: TrainedModel, atlas: Atlas, sizes: Sizes | None, resume: bool) -> Iterator[Rectangle]:
     """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the moments, if it resumes, its own."""
-    sizes, stretches = _canonical_sizes(model), _stretches(model)
+    sizes, stretches = sizes or _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
         yield from rectangles_of(WEIGHTS, param, sizes, values.view(-1))

@@ -19,7 +19,7 @@ class Late(TimeoutError):
 class Board:
     """Notes of one generation of a weight sync. Use from one thread."""
 
-    def __init__(self, generation: int | str = 0, alone: bool = False) -> None:
+    def __init__(self, generation: str = "0", alone: bool = False) -> None:
         """alone: nobody else reads or writes."""
         self._store = None if alone else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
         self._own: dict[str, object] = {}

@@ -76,16 +76,17 @@ class WeightSync:
         sources: this rank's source tensors by the names of its atlas; {} if it is none.
         receiver: this rank's engine, if it speaks for one.
         generation: counts the plans that this set of ranks has had.
+        actor: suffix of the actor whose weights these are: those of several may be under way on the same ranks.
 
     `begin` and `finish` are collective over `participants`; between them the engine goes on generating with the old weights if it
     has two buffers. Between two versions source tensors may move in memory, with their storages."""
 
     def __init__(self, plan: ReshardPlan, rank: int, speakers: dict[int, int], sources: dict[str, Tensor], receiver: Receiver | None,
-                 options: ReshardConfig, generation: int = 0) -> None:  # fmt: skip
+                 options: ReshardConfig, generation: int = 0, actor: str = "") -> None:  # fmt: skip
         self.plan, self.rank, self._speakers, self._sources, self._receiver = plan, rank, speakers, sources, receiver
         self.options = options
         self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
-        self._board = Board(generation, alone=len(self.participants) == 1)
+        self._board = Board(f"{generation}{actor}", alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
         self._receives = {(src, dst): copies for (src, dst), copies in plan.copies.items() if speakers[dst] == rank and receiver}
         self._place = place_here(rank, next(iter(sources.values())).device.type if sources else "cpu")
@@ -265,15 +266,15 @@ class WeightSync:
                             "it hangs or has died") from None  # fmt: skip
 
 
-def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int,
-              timeout_s: float) -> tuple[ReshardPlan, dict[int, int]]:  # fmt: skip
+def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int, timeout_s: float,
+              actor: str = "") -> tuple[ReshardPlan, dict[int, int]]:  # fmt: skip
     """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them, rollout rank -> first rank of
     its engine, which speaks for it). The same on every rank that calls it.
 
     If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
     Raises: SyncError naming a rank that did not within timeout_s."""
     has_table = shape.model_type in TABLES
-    atlases = vllm_atlases(shape, rollout_ranks, tp) if has_table else _published_atlases(rollout_ranks, timeout_s)
+    atlases = vllm_atlases(shape, rollout_ranks, tp) if has_table else _published_atlases(rollout_ranks, timeout_s, actor)
     plan = make_plan(sources, atlases, ranks_per_node())
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
@@ -281,15 +282,15 @@ def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Seque
 _ATLASES = "atlases"  # a board of its own
 
 
-def publish_atlases(atlases: dict[int, Atlas]) -> None:
+def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
     """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started it."""
-    board = Board(_ATLASES)
+    board = Board(_ATLASES + actor)
     for rank, atlas in atlases.items():
         board.write(str(rank), atlas)
 
 
-def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float) -> dict[int, Atlas]:
-    board, deadline = Board(_ATLASES), time.monotonic() + timeout_s
+def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float, actor: str) -> dict[int, Atlas]:
+    board, deadline = Board(_ATLASES + actor), time.monotonic() + timeout_s
     atlases = {}
     for rank in rollout_ranks:
         try:

@@ -7,6 +7,7 @@ goes through a staging buffer of bounded size. Within a rank everything is copie
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections import Counter
@@ -23,10 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import OUTPUT, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes
+from megarl.reshard.atlas import KEPT_IN_FP32, OUTPUT, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes, layer_prefix
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
+logger = logging.getLogger(__name__)
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ALIGNMENT = 16  # bytes
 
@@ -264,7 +266,8 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
     problems = [f"{name} is missing" for name in sorted(needed - file_of.keys())]
     if shape is not None:
         known = {*hf_sizes(shape), OUTPUT}  # a tied checkpoint may repeat its embedding as lm_head.weight
-        problems += [f"{name} is not a tensor of a {shape.model_type} model" for name in sorted(file_of.keys() - known)
+        further = prediction_tensors(folder, file_of, shape)
+        problems += [f"{name} is not a tensor of a {shape.model_type} model" for name in sorted(file_of.keys() - known - further)
                      if not name.endswith(IGNORED_SUFFIXES)]  # fmt: skip
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")
@@ -276,6 +279,16 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
             part = _read(files[file_of[piece.hf_name]].get_slice(piece.hf_name), piece, folder)
             row, col = piece.local_row, piece.local_col
             tensors[name][row : row + part.shape[0], col : col + part.shape[1]].copy_(part)
+
+
+def prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> set[str]:
+    """Those of layers after the last one, which predict further tokens. They are left out, and rank 0 says so."""
+    layers = tuple(layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers))
+    found = {name for name in names if name.startswith(layers)}
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s: the %d tensors of %s predict further tokens. They are left out: neither trained nor exported.", folder, len(found),
+                       " and ".join(f"{layer}*" for layer in layers))  # fmt: skip
+    return found
 
 
 def _is_sequence_classifier(folder: str | os.PathLike) -> bool:
@@ -346,7 +359,7 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
     Args:
         source_folder: where config.json (a value head makes it that of a sequence classifier with one label), generation_config.json and the tokenizer files are copied from.
         tensors: this rank's [rows, cols] parameters by the names of its atlas.
-        dtype: of the files. Default: that of the parameters.
+        dtype: of the files, but of `KEPT_IN_FP32`. Default: that of the parameters.
     Raises: FileExistsError if `folder` holds something that is not an export."""
     root, rank = min(atlases), dist.get_rank() if dist.is_initialized() else 0
     example = next(iter(tensors.values()))
@@ -361,9 +374,10 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
-            target = {name: torch.empty(sizes[name], dtype=dtype, device=example.device)} if rank == root else {}
+            kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+            target = {name: torch.empty(sizes[name], dtype=kept, device=example.device)} if rank == root else {}
             if rank in plans[name].ranks:
-                Transfer(plans[name], rank, tensors, target, group, dtype=dtype).run()
+                Transfer(plans[name], rank, tensors, target, group, dtype=kept).run()
             if rank == root:
                 full[name] = (target[name].flatten() if sizes[name][1] == 1 else target[name]).cpu()
         if rank == root:
@@ -397,6 +411,9 @@ def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dty
     if shape.value_head:  # transformers reads num_labels off the labels
         config |= {"architectures": [shape.architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         config.pop("num_labels", None)
+    if shape.num_nextn_predict_layers:
+        logger.warning("%s has none of the layers for multi-token prediction of %s: num_nextn_predict_layers is 0 in its config.json", folder, source)
+        config["num_nextn_predict_layers"] = 0
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return partial
 

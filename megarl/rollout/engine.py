@@ -57,8 +57,8 @@ class Engine:
 
     llm: LLM
 
-    def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
-        self.shape, self._tp = shape, config.rollout.tensor_parallel_size
+    def __init__(self, config: TrainConfig, shape: ModelShape, actor: str) -> None:
+        self.shape, self.actor, self._tp = shape, actor, config.rollout.tensor_parallel_size
         self._sampling, self.options = config.sampling, config.reshard
         self.version: int | None = None
         """Version of the weights that generate; None before the first sync, and after one that failed halfway."""
@@ -68,7 +68,7 @@ class Engine:
         self._generation = 0
 
     def _join(self, plan: ReshardPlan, speakers: dict[int, int], parameters: dict[str, torch.Tensor]) -> None:
-        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation)
+        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation, self.actor)
         self._generation += 1
 
     def sync(self, version: int) -> int:
@@ -136,7 +136,7 @@ class RolloutEngine(Engine):
     """Of its weights, for the sync: this one."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
-                 parameters: dict[str, torch.Tensor]) -> None:  # fmt: skip
+                 parameters: dict[str, torch.Tensor], actor: str = "") -> None:  # fmt: skip
         """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
 
         The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
@@ -147,8 +147,9 @@ class RolloutEngine(Engine):
                 so these must be all ranks.
             sources: atlas of every source rank, the same on all ranks.
             parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
+            actor: suffix of the actor that it samples for.
         Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
-        super().__init__(config, shape)
+        super().__init__(config, shape, actor)
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
                              "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process.")
@@ -268,6 +269,8 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
         check_version()
         arguments |= {"worker_cls": "megarl.rollout.worker.NamedCPUWorker", "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
                       "ir_op_priority": {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}}  # fmt: skip
+        if shape.is_mla:
+            arguments |= _cpu_latent_arguments(shape)
         if rollout.kv_cache_memory_bytes is None:
             arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
                 shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, most_sequences(config, num_engines), max_model_len,
@@ -277,6 +280,16 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
         if shape.is_moe:
             arguments["moe_backend"] = "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
     return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
+
+
+def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
+    """vLLM's CPU kernel for rotary embeddings takes heads to lie one after the other, which the rotary parts of latent attention's queries
+    do not; scaled embeddings do not use it. Its AMX kernels free kv_b_proj."""
+    if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
+        raise ValueError(f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): vLLM's latent attention on a CPU "
+                         "has kernels for 512 and 64 only. Sample on a GPU.")
+    native = {} if shape.rope_scaling else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+    return {"attention_backend": "CPU_MLA", **native}
 
 
 def _tokenizer(config: TrainConfig) -> str | None:
@@ -297,7 +310,10 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
 
 def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int) -> int:
     """KV cache for that many sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
-    per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
+    if shape.is_mla:  # a latent and the rotary part of a key, on every rank
+        per_token = shape.num_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim) * itemsize
+    else:
+        per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
     blocks_per_sequence = -(-max_model_len // block_size)
     per_sequence = per_token * block_size * blocks_per_sequence
     one_block = per_token * block_size  # vLLM keeps one block for itself

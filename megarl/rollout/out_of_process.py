@@ -46,14 +46,15 @@ _ANSWER_S = 10.0  # beyond the time that a call may take by itself
 
 
 class OutOfProcessEngine(Engine):
-    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], rollout_ranks: Sequence[int]) -> None:
+    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], rollout_ranks: Sequence[int], actor: str = "") -> None:
         """Start vLLM. Its weights are undefined until the first `sync`.
 
         Args:
             ranks: of this engine; this process is the first.
             rollout_ranks: of all engines, consecutive blocks of tensor_parallel_size.
+            actor: suffix of the actor that it samples for.
         Raises: ValueError for engine arguments that cannot work."""
-        super().__init__(config, shape)
+        super().__init__(config, shape, actor)
         self.ranks, self.rollout_ranks, self.rank = tuple(ranks), tuple(rollout_ranks), dist.get_rank()
         self.process = f"engine of rank {self.rank}"
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,11 +77,11 @@ class OutOfProcessEngine(Engine):
         self.tensors = {rank: {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, (size, dtype) in weights.items()}
                         for rank, weights in zip(self.ranks, self.llm.collective_rpc("megarl_weights"), strict=True)}  # fmt: skip
         if shape.model_type not in TABLES:
-            publish_atlases(dict(zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)))
+            publish_atlases(dict(zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)), actor)
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
-        self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s)
+        self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s, self.actor)
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import View
 from megarl.reshard.transfer import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
+from megarl.rollout.latents import DerivedLatents
 from megarl.rollout.plugin import check_version
 from megarl.rollout.puller import Puller
 
@@ -87,11 +88,11 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.atlas = engine_atlas(vllm_config)
-        self.packed = find_packed_experts(model)
+        self.packed, self.latents = find_packed_experts(model), DerivedLatents(model, vllm_config.model_config.dtype)
         offer = _offer.get()
         if offer is not None:
             offer.taken = alias_weights(model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer)
-        self.tensors = expose_weights(model, self.atlas, self.packed)
+        self.tensors = expose_weights(model, self.atlas, self.packed, self.latents.names)
         self.puller: Puller | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -108,17 +109,19 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """In a process of vLLM's own with two buffers this returns at once; `Puller.wait` says when it is over."""
         if update_info.copy is not None:
             update_info.copy()
-            self._pack_experts()
+            self._derive()
         else:
             self.puller.begin(pickle.loads(update_info.order))
 
     def finish_weight_update(self) -> None:
         if self.puller is not None and self.puller.commit():
-            self._pack_experts()
+            self._derive()
 
-    def _pack_experts(self) -> None:
+    def _derive(self) -> None:
+        """What vLLM computes with is not all written by a transfer."""
         for experts in self.packed.values():
             experts.pack()
+        self.latents.update()
 
     def shutdown(self) -> None:
         self.puller = None
@@ -162,15 +165,20 @@ def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
     return {f"{prefix}.{name}": packed for prefix, module in model.named_modules() for name, packed in PackedExperts.find(module).items()}
 
 
-def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, PackedExperts] | None = None) -> dict[str, torch.Tensor]:
+def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, PackedExperts] | None = None,
+                   derived: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU prepack of linear layers.
+
+    Args:
+        derived: parameters that vLLM makes of others.
 
     On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind; they get storage
     again (0 until the first transfer), and each layer multiplies with it by vLLM's own fallback. lm_head keeps its parameter
     but multiplies with a packed copy, as does a tied one, which owns no parameter: so *every* module is switched.
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
-    parameters = dict(model.named_parameters()) | {name: experts.plain for name, experts in (packed or {}).items()}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
+    parameters |= {name: experts.plain for name, experts in (packed or {}).items()}
     if parameters.keys() != atlas.keys():
         raise RuntimeError(f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
                            f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}")

@@ -88,8 +88,10 @@ class ActorRole(PolicyRole):
     def send_weights_to(self, rollout_mesh: MeshSpec, version: int) -> None:
         """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
         if self.sender is None:
-            plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp, self.config.reshard.reshard_timeout_s)
-            self.sender = WeightSync(plan, self.rank, speakers, self.model.weights, None, self.config.reshard)
+            plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp, self.config.reshard.reshard_timeout_s,
+                                       self.suffix)  # fmt: skip
+            self.sender = WeightSync(plan, self.rank, speakers, self.model.weights, None, self.config.reshard,
+                                     actor=self.suffix)  # fmt: skip
         self.model.merge_adapters()
         self.sender.begin(version)
         self.sender.finish()

@@ -21,13 +21,14 @@ from megarl.workers.exchange import ROLLOUT_COLUMNS, MissingRowsError, bytes_per
 
 
 class DataRole:
-    def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str], vocab_size: int) -> None:
-        """meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
-        self.plane, self.vocab_size = plane, vocab_size
+    def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str],
+                 vocab_sizes: Mapping[str, int]) -> None:  # fmt: skip
+        """vocab_sizes: role -> of its model. meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
+        self.plane, self.vocab_sizes = plane, vocab_sizes
         self.meshes = {key: meshes[key] for key in share_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def distribute(self, share: str, samples: list[Sample], mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def distribute(self, share: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train") -> dict[str, float]:
         """Bring the samples of `mini_batches` from the ranks that rolled them out to all ranks of the share's mesh, as a new share.
 
         Called by the ranks that hold samples, those of the mesh, and those that will exchange columns with it in this step; every rank
@@ -36,6 +37,7 @@ class DataRole:
         Args:
             samples: all of the step, with their holders.
             mini_batches: as planned for the mesh.
+            rollouts: which of `DataPlane.rollouts` they are.
         Returns: what this rank received: batch/samples_moved, batch/bytes_moved.
         Raises: ValueError, before anything is sent, for a sample that nobody holds or that this rank should hold, and for a plan that
             does not fit the mesh. InvariantError if what arrives is not what the engines made."""
@@ -55,12 +57,12 @@ class DataRole:
             wanted = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         route = plan_route(self.rank, holders, destinations)
         try:
-            batch = collect_samples(self.plane.pack("train"), route, wanted, lengths)
+            batch = collect_samples(self.plane.pack(rollouts), route, wanted, lengths)
         except MissingRowsError as error:
             raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error}.") from error
         if self.rank in mesh.ranks:
             digest_of = {s.sample_id: s.digest for s in samples}
-            check_batch(batch, {sample: digest_of[sample] for sample in wanted}, self.vocab_size)
+            check_batch(batch, {sample: digest_of[sample] for sample in wanted}, self.vocab_sizes[share])
             self.plane.shares[share] = Share(batch, mini_batches)
         received = [sample for ids in route.incoming.values() for sample in ids]
         return {"batch/samples_moved": float(len(received)),

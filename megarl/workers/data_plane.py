@@ -51,7 +51,7 @@ class Layout:
 class DataPlane:
     residence: Residence = field(default_factory=Residence)
     rollouts: dict[str, Rollouts] = field(default_factory=dict)
-    """By purpose: 'train' and 'eval'."""
+    """By purpose and number of the rollout role: 'train', 'eval', 'train_2' of rollout_2."""
     shares: dict[str, Share] = field(default_factory=dict)
     """By share key, of the meshes that this rank is in."""
     layouts: dict[str, Layout] = field(default_factory=dict)

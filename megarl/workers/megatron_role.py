@@ -15,10 +15,11 @@ from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, Tr
 from megarl.invariants import check_column
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
-from megarl.reshard.atlas import Atlas
+from megarl.reshard.atlas import Atlas, Sizes, hf_sizes
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
+from megarl.role_names import actor_suffix
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
@@ -39,6 +40,7 @@ class MegatronRole:
 
     Args:
         name: of the role; its mesh is meshes[name].
+        config: of the role's actor.
         folder: Hugging Face folder with the weights that it starts from.
         shape: of that model.
         optimizer: None: frozen.
@@ -50,7 +52,7 @@ class MegatronRole:
                  optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
         self.lora = lora if lora and lora.lora_rank else None
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
-        self.mesh, self.share_key = meshes[name], share_keys(meshes)[name]
+        self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
         self.rank = dist.get_rank()
 
@@ -114,7 +116,7 @@ class MegatronRole:
         Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not there."""
         from megarl.megatron.training_state import save_checkpoint
 
-        save_checkpoint(folder, self.model, self.atlases[self.rank], state)
+        save_checkpoint(folder, self.model, self.atlases[self.rank], state, self._sizes)
 
     @needs("parameters", "optimizer")
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
@@ -124,7 +126,12 @@ class MegatronRole:
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
         from megarl.megatron.training_state import load_checkpoint
 
-        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, self._sizes)
+
+    @property
+    def _sizes(self) -> Sizes:
+        """Of all canonical tensors, those of adapters too."""
+        return hf_sizes(self.shape) | (adapter_sizes(self.shape, self.lora) if self.lora is not None else {})
 
 
 def peak_memory_bytes() -> int:

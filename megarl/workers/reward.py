@@ -38,7 +38,7 @@ class RewardRole:
         The first num_logged samples of the step (default: --num-rollouts-to-log) also carry their texts, for the rollouts/ files."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
-        made, tokenizer, dataset = self.plane.rollouts[purpose], self.rollout.tokenizer, self.rollout.datasets[purpose]
+        made, tokenizer, dataset = self.plane.rollouts[purpose + self.rollout.suffix], self.rollout.tokenizer, self.rollout.datasets[purpose]
         texts = tokenizer.decode_batch(made.responses)
         verdicts = [Verdict(None)] * len(texts) if self.pool is None else self.pool.score([
             RewardSample(dataset[row].data_source, text, dataset[row].ground_truth, dataset[row].extra_info, sample_id)

@@ -37,10 +37,11 @@ Records = list[dict[str, object]]
 
 
 class RewardModelRole:
-    def __init__(self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str) -> None:
-        """name: of the role, see `reward_models`. share: key of its mesh's share of the step in the data plane."""
+    def __init__(self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str, suffix: str = "") -> None:
+        """config: of its actor, whose suffix is `suffix`. name: of the role, see `reward_models`. share: key of its mesh's share of the step
+        in the data plane."""
         self.config, self.name, self.mesh, self.plane, self.share = config, name, mesh, plane, share
-        self.spec = next(spec for spec in reward_models(config) if spec.name == name)
+        self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_calls = 0
         self.judge: Judge | None = None
@@ -83,11 +84,16 @@ class RewardModelRole:
         if self.mesh.tp * self.mesh.pp != 1:
             raise ValueError(f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the whole model on each rank, and "
                              f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or try megatron.")
+        from megarl.megatron.offload import ModelMemory
+
         self.classifier = classifier.Classifier(self.spec.path)
+        self.memory = ModelMemory(self.classifier, self.name)
+        self.plane.residence.add(self.name, self.memory, self.config.reward.offload)
         self._choose_ids(self.classifier.tokenizer)
 
     def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
         sequences = self._token_ids(batch, rows)
+        self.memory.use("parameters")
         scores = self.classifier.scores(sequences, self.config.batch.max_tokens_per_micro_batch)
         longest = self.classifier.max_length
         return [_record(sample_id, score, f"{len(ids)} tokens, the model takes {longest}" if len(ids) > longest else "not a finite number")

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 class RolloutRole:
     def __init__(self, config: TrainConfig, shape: ModelShape, mesh: MeshSpec, plane: DataPlane, actor: ActorRole | None,
-                 actor_mesh: MeshSpec, mode: str) -> None:  # fmt: skip
-        """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`."""
+                 actor_mesh: MeshSpec, mode: str, suffix: str = "") -> None:  # fmt: skip
+        """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`. suffix: of role and actor."""
         self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = config, shape, mesh, plane, actor, actor_mesh
-        self.rank, self.mode = dist.get_rank(), mode
+        self.rank, self.mode, self.suffix = dist.get_rank(), mode, suffix
         self.engine: Engine | None = None
         """None on a rank whose device an out-of-process engine uses, but for the engine's first rank."""
 
@@ -54,12 +54,12 @@ class RolloutRole:
         if self.mode == "in-process":
             from megarl.rollout.engine import RolloutEngine
 
-            return RolloutEngine(self.config, self.shape, self.mesh.ranks, sources, parameters)
+            return RolloutEngine(self.config, self.shape, self.mesh.ranks, sources, parameters, self.suffix)
         if self.rank != self.holders[0]:
             return None
         from megarl.rollout.out_of_process import OutOfProcessEngine
 
-        engine = OutOfProcessEngine(self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks)
+        engine = OutOfProcessEngine(self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks, self.suffix)
         engine.connect(sources, parameters)
         return engine
 
@@ -94,7 +94,7 @@ class RolloutRole:
 
         Returns: the samples of this engine, from its first rank only."""
         if self.engine is None:
-            self.plane.rollouts[purpose] = Rollouts([], [], [], [], [])
+            self.plane.rollouts[purpose + self.suffix] = Rollouts([], [], [], [], [])
             return []
         sampling, n = self.config.sampling, 1 if purpose == "eval" else self.config.batch.num_samples_per_prompt
         mine = range(self.replica * len(rows) // self.mesh.dp, (self.replica + 1) * len(rows) // self.mesh.dp)
@@ -103,7 +103,7 @@ class RolloutRole:
         prompts = self.encoders[purpose].prompts(sample_rows)
         seeds = [sample_seed(self.config.batch.seed, step, purpose, s) for s in sample_ids]
         outputs = self.engine.generate(prompts, seeds, temperature=0.0 if greedy else sampling.temperature)
-        self.plane.rollouts[purpose] = Rollouts(
+        self.plane.rollouts[purpose + self.suffix] = Rollouts(
             sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs])
         if self.rank != self.holders[0]:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
 from megarl.config.reward_models import reward_models
+from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
+from megarl.role_names import actor_suffix
 from megarl.workers.actor import ActorRole, AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.mailbox import world_store
+from megarl.workers.residence import Residence
 from megarl.workers.reward_model import RewardModelRole
 
 
@@ -38,41 +42,48 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     """This rank's roles, not yet set up: models and engines are built when the driver calls their setup().
 
     Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
-    rank, meshes, plane = dist.get_rank(), role_meshes(config, world_size), DataPlane()
+    meshes, plane = role_meshes(config, world_size), DataPlane(Residence(config.placement.offload_ahead_bytes))
     for role in training_data_roles(meshes):
         create_groups(meshes[role])
-    here = {role for role, mesh in meshes.items() if rank in mesh.ranks}
-    shape = ModelShape.load(config.model.model)
     if not config.algorithm.needs_rollout:
         from megarl.workers.sft import SFTActorRole
 
-        return {"actor": SFTActorRole("actor", config, shape, meshes, plane, config.optimizer)} if "actor" in here else {}
-    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes), shape.vocab_size)}
-    if "actor" in here:
-        roles["actor"] = ActorRole("actor", config, shape, meshes, plane, config.optimizer)
-    if "reference" in here:
-        # Routers keep what they chose for the actor's updates: they cannot also serve the reference.
-        as_the_actor = shape.is_dense and meshes["reference"] == meshes["actor"] and config.reference == config.actor
-        roles["reference"] = (AdapterlessReferenceRole(roles["actor"]) if config.lora.lora_rank and as_the_actor
-                              else ReferenceRole("reference", config, shape, meshes, plane, optimizer=None))  # fmt: skip
-    if "critic" in here:
-        critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
-        roles["critic"] = CriticRole("critic", config, critic_shape, meshes, plane)
-    for model in reward_models(config):
-        if model.name in here:
-            roles[model.name] = RewardModelRole(config, model.name, meshes[model.name], plane, share_keys(meshes)[model.name])
-    _add_rollout(roles, config, shape, meshes, plane, engine_mode(config, world_size), "rollout" in here)
+        if dist.get_rank() not in meshes["actor"].ranks:
+            return {}
+        return {"actor": SFTActorRole("actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer)}
+    configs = configs_of_actors(config)
+    vocab_sizes = {suffix: ModelShape.load(of_actor.model.model).vocab_size for suffix, of_actor in configs.items()}
+    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes), {
+        role: vocab_sizes[actor_suffix(role, meshes)] for role in meshes})}  # fmt: skip
+    for suffix, of_actor in configs.items():
+        roles |= _roles_of_actor(suffix, of_actor, meshes, plane, engine_mode(of_actor, world_size))
     return roles
 
 
-def _add_rollout(roles: dict[str, object], config: TrainConfig, shape: ModelShape, meshes: dict[str, MeshSpec], plane: DataPlane, mode: str,
-                 here: bool) -> None:  # fmt: skip
-    """The engine and the rules that score what it samples."""
+def _roles_of_actor(suffix: str, config: TrainConfig, meshes: Mapping[str, MeshSpec], plane: DataPlane, mode: str) -> dict[str, object]:
+    """Those of the actor with this suffix that are on this rank; `config` is that actor's, `mode` of its engine."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 
-    if here:
-        roles["rollout"] = RolloutRole(config, shape, meshes["rollout"], plane, roles.get("actor"), meshes["actor"], mode)
-        roles["reward"] = RewardRole(config, meshes["reward"], plane, roles["rollout"])
-    elif "actor" in roles:
-        roles["actor"].rollout_mesh = meshes["rollout"]
+    here = {role for role, mesh in meshes.items() if dist.get_rank() in mesh.ranks}
+    shape, roles = ModelShape.load(config.model.model), {}
+    actor, reference, critic, rollout, reward = (f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "rollout", "reward"))
+    if actor in here:
+        roles[actor] = ActorRole(actor, config, shape, meshes, plane, config.optimizer)
+    if reference in here:
+        # Routers keep what they chose for the actor's updates: they cannot also serve the reference.
+        as_the_actor = shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
+        roles[reference] = (AdapterlessReferenceRole(roles[actor]) if config.lora.lora_rank and as_the_actor
+                            else ReferenceRole(reference, config, shape, meshes, plane, optimizer=None))  # fmt: skip
+    if critic in here:
+        critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
+        roles[critic] = CriticRole(critic, config, critic_shape, meshes, plane)
+    for model in (f"{model.name}{suffix}" for model in reward_models(config)):
+        if model in here:
+            roles[model] = RewardModelRole(config, model, meshes[model], plane, share_keys(meshes)[model], suffix)
+    if rollout in here:
+        roles[rollout] = RolloutRole(config, shape, meshes[rollout], plane, roles.get(actor), meshes[actor], mode, suffix)
+        roles[reward] = RewardRole(config, meshes[reward], plane, roles[rollout])
+    elif actor in here:
+        roles[actor].rollout_mesh = meshes[rollout]
+    return roles

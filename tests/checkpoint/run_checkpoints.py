@@ -189,20 +189,29 @@ def refusals(out: Path) -> dict[str, list[str]]:
     return messages
 
 
+def load_weights_only(out: Path) -> list[str]:
+    """Into a bf16 model with masters: what of the weights is no longer what was saved. [] on all ranks but the first."""
+    saved, again, job = out / "qwen2-dp2+sharded+bf16", out / "weights_only", Job(out / "qwen2", "tp2_sp+bf16")
+    load_checkpoint(saved, job.model, job.atlas, weights_only=True)
+    save_checkpoint(again, job.model, job.atlas)
+    return [name for name in different_tensors(saved, again)[1] if name.startswith("weights")] if dist.get_rank() == 0 else []
+
+
 def full_disk(path: Path, entries: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def run_roles(out: Path) -> dict[str, bool]:
+def run_roles(out: Path, *flags: str) -> dict[str, bool]:
     """Actor and critic of a job, in layouts of their own, with everything in host memory between calls: is what was saved there again?"""
+    lora = "-".join(flags)
     config = load_config(["--algorithm", "ppo", "--model", str(out / "qwen3"), "--train-data", str(out / "report_0.json"), "--save", str(out / "run"),
                           "--train-iters", "2", "--nproc-per-node", "2", "--tensor-model-parallel-size", "2", "--critic-tensor-model-parallel-size",
-                          "1", "--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS], REGISTRY)  # fmt: skip
+                          "1", "--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS, *flags], REGISTRY)  # fmt: skip
     roles, report = build_roles(config, world_size=2), {}
     for name in ("actor", "critic"):
         roles[name].setup()
     for name in ("actor", "critic"):
-        role, folder = roles[name], str(out / f"role_{name}")
+        role, folder = roles[name], str(out / f"role_{name}{lora}")
         role.save_checkpoint(folder, {"step": 3})
         before = [values.clone() for values in role.model.parameters.values()]
         for values in role.model.parameters.values():
@@ -237,7 +246,8 @@ def main(out: Path) -> None:
         report[f"{family}/{writer}"] = run_case(out, family, writer, readers)
         dist.barrier()
     report["refusals"] = refusals(out)
-    report["roles"] = run_roles(out)
+    report["roles"], report["adapted roles"] = run_roles(out), run_roles(out, "--lora-rank", "4")
+    report["weights_only"] = load_weights_only(out)
     for family, layout in MEGATRON_CASES:
         save_by_megatron(out / f"megatron-{family}-{layout}", Job(out / family, layout))
     (out / f"report_{rank}.json").write_text(json.dumps(report))

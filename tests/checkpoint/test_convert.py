@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from megarl.checkpoint import stream
 from megarl.checkpoint.load import Checkpoint
+from megarl.checkpoint.rectangles import whole
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.convert import main
 from tests.checkpoint.cases import MEGATRON_CASES
@@ -29,6 +30,10 @@ def model(tmp_path_factory) -> Path:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a Hugging Face folder, or of a checkpoint."""
+    if (folder / "checkpoint.json").exists():
+        reader = Checkpoint(folder)
+        return {name: reader.read("weights", name, whole(t.shape)).view(t.shape) for name, t in reader.tensors("weights").items()}
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
@@ -45,7 +50,8 @@ def convert(*arguments: object) -> int:
 def test_to_a_checkpoint_and_back(model, tmp_path, capsys):
     assert convert("--model", model, "--save", tmp_path / "a", "--to", "checkpoint", "--max-shard-size", "100KB") == 0
     assert len(Checkpoint(tmp_path / "a").manifest.files) > 2 and Checkpoint(tmp_path / "a").state["dtype"] == "float32"
-    assert same(model, tmp_path / "a")  # whole tensors under their own names: any reader of safetensors has them
+    files = {name: t for path in (tmp_path / "a").glob("*.safetensors") for name, t in load_file(path).items()}
+    assert all(t.equal(files[name]) for name, t in weights(model).items())  # whole, under their own names: any reader has them
     assert convert("--model", model, "--load", tmp_path / "a", "--save", tmp_path / "b") == 0
     assert same(model, tmp_path / "b")
     assert {path.name for path in (tmp_path / "b").iterdir()} == {path.name for path in model.iterdir()}
@@ -77,14 +83,25 @@ def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family)
     assert convert("--model", saved / family, "--load", saved / checkpoint, "--save", tmp_path / "out") == 0
     reader = Checkpoint(saved / checkpoint)
     dtype = getattr(torch, reader.state["dtype"])
-    found = weights(tmp_path / "out")
-    assert found.keys() == reader.tensors("weights").keys()
-    for name, tensor in found.items():
-        stored = reader.read("weights", name, stream.whole(tensor.shape))
-        assert tensor.dtype == dtype and stored.view(tensor.shape).to(dtype).equal(tensor)
+    assert same(saved / checkpoint, tmp_path / "out", dtype)
     assert not same(saved / family, tmp_path / "out", dtype)  # it was trained
     architecture = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
     assert architecture.endswith("ForSequenceClassification" if "critic" in family else "ForCausalLM")
+
+
+@pytest.mark.parametrize("family, source, arguments, dtype", [
+    ("qwen3_moe", "qwen3_moe-ep2+sharded", ("--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1),
+     torch.float32),
+    ("qwen3", "qwen3", ("--pipeline-model-parallel-size", 2, "--to", "checkpoint", "--dtype", "bfloat16"), torch.bfloat16),
+])  # fmt: skip
+def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dtype):
+    """On two ranks that megarl starts; it compares too, and says so."""
+    command = [sys.executable, "-m", "megarl.cli", "convert", "--model", saved / family, "--load", saved / source, "--save", "out", *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.endswith(f" tensors, equal to {saved / source} in {dtype}: out\n")
+    assert convert("--model", saved / family, "--load", saved / source, "--save", tmp_path / "streamed", "--dtype", str(dtype)[6:]) == 0
+    assert same(tmp_path / "streamed", tmp_path / "out", dtype)
 
 
 # ------------------------------------------------------------------ Megatron's checkpoints

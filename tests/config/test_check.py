@@ -80,6 +80,28 @@ RULES = {
         "--moe-z-loss-coeff (0.001): needs a mixture of experts, and qwen3 is none. Leave it out.",
         "",
     ),
+    "experts of the engine": (
+        "--moe-routing-replay engine",
+        2,
+        EXPERTS,
+        "--moe-routing-replay (engine): is not connected yet. vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
+        "Triton on a GPU, and megarl's engines were never run on it. Try --moe-routing-replay policy.",
+        "--moe-routing-replay policy",
+    ),
+    "fp8 of fp32 weights": (
+        "--fp8-format hybrid",
+        2,
+        {},
+        "--fp8 (hybrid): its weights are kept in bf16. Add --bf16.",
+        "--fp8-format hybrid --bf16",
+    ),
+    "fp8 experts": (
+        "--fp8 hybrid --bf16",
+        2,
+        EXPERTS,
+        "--fp8 (hybrid): is not supported for a mixture of experts, whose experts get any number of tokens. Leave it out.",
+        "--bf16",
+    ),
     "a factor of no balancing loss": (
         "--moe-aux-loss-coeff 1e-3",
         2,
@@ -372,6 +394,13 @@ RULES = {
         {},
         "--reference-offload (parameters optimizer): the reference is frozen, it has no optimizer. Try --reference-offload parameters.",
         "--kl-mode loss --kl-coef 0.1 --reference-offload parameters --actor-offload gradients optimizer",
+    ),
+    "ahead of nothing": (
+        "--offload-ahead-bytes 5",
+        2,
+        {},
+        "--offload-ahead-bytes (5): has no effect without --offload. Leave it out, or set that.",
+        "--offload-ahead-bytes 5 --offload gradients",
     ),
     "hybrid optimizer offloaded": (
         "--optimizer-cpu-offload --offload optimizer",

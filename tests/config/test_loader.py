@@ -158,9 +158,9 @@ def random_value(rng, kind):
     return tuple(draw() for _ in range(rng.randint(1, 3))) if kind.many else draw()
 
 
-def random_config(rng):
+def random_config(rng, num_actors=1):
     """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
-    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv")}
+    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv"), "num_actors": num_actors}
     nodes = {
         name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
         for name, cls in SECTIONS.items()
@@ -187,6 +187,47 @@ def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
         config = random_config(rng)
         text = write_args(config)
         assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, f"trial {trial}:\n{text}"
+
+
+def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
+    """The second and third differ from the first in everything but what all share, also in the algorithm, and so in the roles they have."""
+    rng = random.Random(1)
+    for trial in range(15):
+        first, *others = (random_config(rng, num_actors=3) for _ in range(3))
+        shared = {name: getattr(first.placement, name) for name in ("nproc_per_node", "executor", "pools", "offload_ahead_bytes", "call_timeout_s")}
+        gates = {name: rng.random() for name in ("gate_max_abs", "gate_mean_abs")}
+        others = [replace(other, placement=replace(other.placement, **shared), batch=replace(other.batch, train_iters=first.batch.train_iters),
+                          run=replace(first.run, **gates)) for other in others]  # fmt: skip
+        config = replace(first, others=tuple(others))
+        text = write_args(config)
+        assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, f"trial {trial}:\n{text}"
+
+
+def test_flags_of_one_actor():
+    """As the first where nothing is said; a number counts more than none, a role more than all roles, the command line more than a file."""
+    config = load("--num-actors", "3", "--lr", "1e-3", "--actor-2-lr", "2e-3", "--critic-3-lr", "3e-3", "--actor-3-seed", "7", "--seed", "5",
+                  "--rollout-2-max-num-seqs", "9", "--no-actor-2-shuffle", "--actor-2-attention-softmax-in-fp32")  # fmt: skip
+    actors = (config, *config.others)
+    assert [c.optimizer.lr for c in actors] == [1e-3, 2e-3, 1e-3] and [c.critic_optimizer.lr for c in actors] == [1e-3, 1e-3, 3e-3]
+    assert [c.batch.seed for c in actors] == [5, 5, 7] and [c.rollout.max_num_seqs for c in actors] == [256, 9, 256]
+    assert [c.data.shuffle for c in actors] == [True, False, True]
+    assert [c.transformer for c in actors] == [{}, {"attention_softmax_in_fp32": True}, {}] and not any(c.others for c in config.others)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--actor-2-lr 1e-3", "--actor-2-lr (1e-3): there is no actor 2, as --num-actors is 1. Try --num-actors 2."),
+    ("--num-actors 2 --actor-2-save x", "--actor-2-save (x): is the whole job's. Set --save."),
+    ("--num-actors 2 --critic-2-seed 3", "--critic-2-seed (3): has no critic- form. Set --actor-2-seed."),
+    ("--num-actors 2 --actor-2-sede 3", "--actor-2-sede (3): no such flag. Did you mean --actor-2-seed?"),
+    ("--num-actors 2 --actor-2-seed 1 --actor-2-seed 2", "--actor-2-seed (1 and 2): is given twice. Keep one"),
+    ("--num-actors 2 --actor-2-algorithm beta++ --critic-2-lr 1e-3", "--critic-2-lr (1e-3): this algorithm has no critic, so there is no critic role."),
+    ("--num-actors 2 --actor-2-temperature -1", "--actor-2-temperature (-1): must be at least 0."),
+    ("--num-actors 2 --temperature -1", "--temperature (-1): must be at least 0."),
+])  # fmt: skip
+def test_wrong_flags_of_one_actor(flags, message):
+    with pytest.raises(ConfigError) as error:
+        load(*flags.split())
+    assert len(error.value.findings) == 1 and error.value.findings[0].startswith(message)
 
 
 def test_written_arguments_name_every_field(tmp_path):
@@ -392,6 +433,7 @@ def test_megatron_transformer_fields():
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]
+    assert "mcore_fsdp_adapter.py:159" in errors("--use-megatron-fsdp")[0]
     assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
     assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]

@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
+from megarl.config.check_offload import offload_findings
 from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
@@ -105,6 +106,18 @@ WRONG = {
     "--reward-model lm --judge-max-model-len 100":
         "--judge-max-model-len (100): must be above --judge-max-tokens (512), which is a part of it. Leave it out.",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags, finding", [
+    ("--reward-model lm --reward-offload parameters", "--reward-offload (parameters): a judge runs in processes of vLLM's own, whose memory stays. "
+     "Leave it out."),
+    ("--reward-model bert --reward-offload optimizer", "--reward-offload (optimizer): the reward is frozen, it has no optimizer. "
+     "Try --reward-offload parameters."),
+    ("--reward-model bert --reward-offload parameters", None),
+    ("--reward-model lm --offload optimizer", None),  # of all roles: those that have it
+])  # fmt: skip
+def test_what_can_be_offloaded_of_models_that_megatron_does_not_run(parsed, flags, finding):
+    assert list(offload_findings(parsed(flags), [], None)) == ([finding] if finding else [])
 
 
 @pytest.mark.parametrize("flags", WRONG)

@@ -191,7 +191,8 @@ def flows(executor, folder: Path) -> None:
 
     one_second = {"left.sleep": (1.0,), "right.sleep": (1.0,)}
     seen["overlap_run_s"], scheduler, _ = timed(flow_of("left.sleep:>", "right.sleep:>"), FlowHost(one_second))
-    seen["overlap_s"] = scheduler.timeline.overlap_s("left.sleep", "right.sleep")
+    left, right = (next(r for r in scheduler.timeline.records if r.name == name) for name in ("left.sleep", "right.sleep"))
+    seen["overlap_s"] = min(left.ended, right.ended) - max(left.started, right.started)
 
     flow = flow_of("left.sleep:>", "right.sleep.first:>value", "actor.sleep:value>", "right.sleep.second:value>")
     lengths = {"left.sleep": (0.4,), "right.first": (0.1,), "right.second": (0.1,), "actor.sleep": (0.1,)}
@@ -230,6 +231,12 @@ def flows(executor, folder: Path) -> None:
     (folder / "seen.json").write_text(json.dumps(seen))
     executor.step = 7
     timed(flow_of("left.echo:>a", "actor.update:a>"), FlowHost({"actor.update": (1,)}))
+
+
+def dies(executor, folder: Path) -> None:
+    executor.step = 2
+    executor.call("actor", "setup").result()
+    executor.call("actor", "die", bad_rank=1).result()
 
 
 def waits(executor, folder: Path) -> None:

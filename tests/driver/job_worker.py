@@ -1,6 +1,7 @@
 """The ranks of the jobs in test_torchrun.py: `-m job_worker SCENARIO FOLDER`, two ranks, roles actor (0, 1), left (0), right (1)."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,13 @@ class Role:
         total = torch.tensor([value * (self.rank + 1)])
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
+
+    def die(self, bad_rank: int):
+        """While the other rank waits for it in a collective."""
+        if self.rank == bad_rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.mean(1.0)
 
     def update(self, bad_rank: int):
         """A collective that rank `bad_rank` does not reach."""

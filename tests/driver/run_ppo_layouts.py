@@ -20,11 +20,16 @@ from megarl.algorithms import REGISTRY
 from megarl.config.check import check_job
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import TrainConfig
 from megarl.driver.executor import RoleHandle
 from megarl.driver.job import Job
+from megarl.driver.preflight import Inputs
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
+from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
+from megarl.role_names import kind_and_suffix
 from megarl.workers.data_plane import Rollouts
 from megarl.workers.worker import build_roles
 
@@ -39,6 +44,16 @@ PLACEMENTS = {
                        "--context-parallel-size 2",
     "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
 }  # fmt: skip
+OF_THE_SECOND = "--seed 5 --actor-adam-beta1 0.5 --gae-lambda 0.9"
+ALONE = {"second_tp2": f"--actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 {OF_THE_SECOND}"}
+_SECOND = "--actor-2-tensor-model-parallel-size 2 --actor-2-seed 5 --actor-2-adam-beta1 0.5 --actor-2-gae-lambda 0.9"
+TWO_ACTORS = {
+    "disjoint": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0 --actor-2-ranks 1-2 --critic-2-ranks 3 --rollout-2-ranks 3 "
+                f"{_SECOND}",
+    "colocated": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 0-1 --critic-2-ranks 0 --rollout-2-ranks 0 "
+                 f"{_SECOND}",
+}  # fmt: skip
+"""The first is that of "one", the second that of "second_tp2"."""
 WARM_UP = {"warm_up": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --critic-warmup-iters 1"}
 FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {SAMPLES_PER_PROMPT} --global-batch-size 6
     --num-epochs 2 --actor-lr 1e-4 --critic-lr 3e-4 --kl-mode reward --kl-coef 0.05 --kl-controller adaptive --kl-target 0.001 --kl-horizon 100
@@ -48,8 +63,8 @@ FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --
 class FixedRollout:
     """An engine whose responses depend on nothing but step and sample."""
 
-    def __init__(self, mesh, plane) -> None:
-        self.mesh, self.plane, self.rank = mesh, plane, dist.get_rank()
+    def __init__(self, mesh, plane, seed, suffix) -> None:
+        self.mesh, self.plane, self.seed, self.suffix, self.rank = mesh, plane, seed, suffix, dist.get_rank()
 
     def setup(self) -> None:
         pass
@@ -58,13 +73,13 @@ class FixedRollout:
         replica, dp = self.mesh.coordinates(self.rank)["dp"], self.mesh.dp
         made = Rollouts([], [], [], [], [])
         for sample_id in range(replica, len(rows) * SAMPLES_PER_PROMPT, dp):
-            rng = random.Random(f"{step}/{sample_id}")
+            rng = random.Random(f"{self.seed or ''}{step}/{sample_id}")
             made.sample_ids.append(sample_id)
             made.rows.append(0)
             made.prompts.append([rng.randrange(5, 200) for _ in range(rng.randint(2, 9))])
             made.responses.append([rng.randrange(5, 200) for _ in range(rng.randint(1, 14))])
             made.log_probs.append([-5.0 - rng.random() for _ in made.responses[-1]])
-        self.plane.rollouts[purpose] = made
+        self.plane.rollouts[purpose + self.suffix] = made
         return [Sample(s, len(p) + len(r), len(r), (self.rank,)) for s, p, r in zip(made.sample_ids, made.prompts, made.responses, strict=True)]
 
     def sync(self, version: int) -> dict[str, float]:
@@ -74,14 +89,14 @@ class FixedRollout:
 class FixedReward:
     """One sample of each step has no reward: that must not depend on the placement either."""
 
-    def __init__(self, plane) -> None:
-        self.plane = plane
+    def __init__(self, plane, suffix) -> None:
+        self.plane, self.suffix = plane, suffix
 
     def setup(self) -> None:
         pass
 
     def score(self, purpose: str) -> list[dict]:
-        return [{"sample_id": s, "reward": None if s == 4 else random.Random(s).random()} for s in self.plane.rollouts[purpose].sample_ids]
+        return [{"sample_id": s, "reward": None if s == 4 else random.Random(s).random()} for s in self.plane.rollouts[purpose + self.suffix].sample_ids]
 
 
 class EveryRankExecutor:
@@ -141,27 +156,39 @@ class Record:
         self.steps.append(metrics)
 
 
+STUDENT = {"student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 1 --critic-2-ranks 1"}
+"""A flow of one's own: the second actor learns from the first's samples and advantages."""
+ALL = PLACEMENTS | ALONE | TWO_ACTORS | STUDENT | WARM_UP
+
+
+def flow_with_student(config: TrainConfig) -> Flow:
+    actor, student, critic, reference, reward = symbolic_roles("actor actor_2 critic reference reward")
+    return (actor.rollout().join(reward.score, actor.log_probs, student.log_probs, reference.log_probs, critic.values)
+            .advantages(config.algorithm).update(critic).update(actor).update(student))  # fmt: skip
+
+
 def run(placement: str, folder: Path, data: Path) -> None:
-    flags = [*FLAGS.split(), "--reward-max-failed-share", "0.2", *(PLACEMENTS | WARM_UP)[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
+    flags = [*FLAGS.split(), "--reward-max-failed-share", "0.2", *ALL[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
              "--save", str(folder / placement / "run"), "--nproc-per-node", str(WORLD_SIZE)]  # fmt: skip
     config = load_config(flags, REGISTRY)
     shape = check_job(config, WORLD_SIZE)
     roles = build_roles(config, WORLD_SIZE)
     plane = roles["data"].plane
-    if "rollout" in roles:
-        roles |= {"rollout": FixedRollout(roles["rollout"].mesh, plane), "reward": FixedReward(plane)}
-    if "actor" in roles:
-        roles["actor"].rollout_mesh = None  # no engine wants weights
+    for suffix, of_actor in configs_of_actors(config).items():
+        if (rollout := f"rollout{suffix}") in roles:
+            roles |= {rollout: FixedRollout(roles[rollout].mesh, plane, of_actor.batch.seed, suffix), f"reward{suffix}": FixedReward(plane, suffix)}
+        if (actor := f"actor{suffix}") in roles:
+            roles[actor].rollout_mesh = None  # no engine wants weights
     executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record()
-    job = Job(config, shape, executor, record, train=range(100), evaluation=None, world_size=WORLD_SIZE)
+    job = Job(config, executor, record, {suffix: Inputs(shape, range(100), None) for suffix in configs_of_actors(config)}, WORLD_SIZE)
     for role in job.meshes:
         executor.call(role, "setup")
-    host = StepHost(job)
-    flow, scheduler = config.algorithm.flow(job.meshes), Scheduler(executor, job.meshes, host)
+    host, flow = StepHost(job), flow_with_student(config) if placement in STUDENT else job.flow
+    scheduler = Scheduler(executor, job.meshes, host, host.share_of)
     for step in job.steps():
-        host.begin(step, job.cursor.next_rows(NUM_PROMPTS))
+        host.begin(step, {suffix: learner.cursor.next_rows(NUM_PROMPTS) for suffix, learner in job.learners.items()}, flow)
         host.finish(scheduler.run(flow))
-    for role in ("actor", "critic"):
+    for role in [role for role in job.meshes if kind_and_suffix(role)[0] in ("actor", "critic")]:
         executor.call(role, "export_hf", str(folder / placement / role))
     if dist.get_rank() == 0:
         (folder / placement / "metrics.json").write_text(json.dumps(record.steps))
@@ -171,7 +198,7 @@ def main() -> None:
     folder, rank, data = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
-    for placement in PLACEMENTS | WARM_UP:
+    for placement in ALL:
         run(placement, folder, data)
     dist.barrier()
     dist.destroy_process_group()

@@ -218,6 +218,17 @@ def test_the_launcher_names_a_rank_that_was_killed(job):
 
 
 @pytest.mark.timeout(120)
+def test_a_ranks_death_is_told_and_not_what_it_does_to_its_peers(job):
+    """Rank 0 is in a collective with the rank that dies, and raises at once."""
+    launcher = job.start([sys.executable, "-P", "-c", LAUNCH, "dies", str(job.folder)])
+    assert launcher.wait(START_WITHIN_S) == 1
+    job.wait_until_gone(END_WITHIN_S)
+    assert sorted(job.stderr().splitlines()) == [
+        "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) at step 2, waiting for actor.die on rank 0, 1",
+        "[rank 1] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."]  # fmt: skip
+
+
+@pytest.mark.timeout(120)
 def test_a_bad_input_is_told_without_a_traceback(job):
     launcher = job.start([sys.executable, "-P", "-c", LAUNCH, "refuses", str(job.folder)])
     assert launcher.wait(START_WITHIN_S) == 2

@@ -218,3 +218,29 @@ def test_svg_has_a_box_per_node_that_covers_no_other_and_an_arrow_per_edge():
         assert all(x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y for x2, y2, w2, h2 in boxes[:i])
     assert len(list(svg.iter(f"{tag}path"))) == sum(bool(c) for needs in flow.dependencies.values() for c in needs.values())
     assert {r.get("fill") for r in svg.iter(f"{tag}rect") if r.get("rx")} == {"#cfe3f7", "#d8eecf", "#fbe3c4"}
+
+
+def test_a_flow_of_another_actor_beside_the_first():
+    """The same as written with numbered roles; state, custom names and functions of the driver get the number too."""
+    actor, critic, reward = symbolic_roles("actor critic reward")
+    of_one = (actor.rollout().join(reward.score, critic.values).advantages(GAE).update(critic).update(actor)
+              .then(SymbolicRole("judge").look, reads=["tokens", "weights:actor"], writes=["opinion"]))  # fmt: skip
+    assert of_one.of_actor("") is of_one
+    second = of_one.of_actor("_2")
+    both = of_one.beside(second)
+    assert [node.name for node in second.declared] == [f"{node.role}_2.{node.method}" for node in of_one.declared]
+    alone = {name: needs.keys() for name, needs in of_one.dependencies.items()}
+    for name, needs in alone.items():
+        role, method = name.split(".")
+        assert both.dependencies[name].keys() == needs
+        assert both.dependencies[f"{role}_2.{method}"].keys() == {need.replace(".", "_2.") for need in needs}
+    assert [node.reads[-1] for node in both.nodes if node.method == "look"] == ["weights:actor", "weights:actor_2"]
+
+
+def test_roles_without_a_rollout_of_their_number_work_on_the_samples_of_the_first():
+    actor, student = symbolic_roles("actor actor_2")
+    flow = actor.rollout().join(actor.log_probs, student.log_probs)
+    assert flow.lineage("actor_2") == flow.lineage("critic") == ""
+    assert flow.dependencies["actor_2.log_probs"].keys() == {"rollout.generate"}
+    synced = flow.then(SymbolicRole("rollout_2").sync)  # gets weights, samples nothing
+    assert synced.lineage("actor_2") == "" and flow.beside(student.rollout()).lineage("actor_2") == "_2"

@@ -1,4 +1,4 @@
-"""Which layouts each model family runs in: read by run_layouts.py and run_values.py and by the tests that judge them; and how those start them."""
+"""How tests start the scripts of this folder, and which layouts value models are compared with transformers in."""
 
 import subprocess
 import sys
@@ -6,26 +6,15 @@ from pathlib import Path
 
 from megarl.config.schema import LoRAConfig
 
-DENSE = ("one", "tp2", "tp2_sp", "pp2", "one_stacked", "tp2_sp_stacked")
-FAMILY_LAYOUTS = {
-    "qwen2_tied": DENSE,
-    "qwen3": DENSE,
-    "llama": DENSE,
-    "mistral": ("one", "tp2"),
-    # Megatron splits attention beside experts with sequence parallelism only
-    "qwen3_moe": ("one", "tp2_sp", "pp2", "ep2", "tp2_sp_ep2"),
-    "qwen3_moe_unscaled": ("one",),
-}
-CASES = [(family, layout) for family, layouts in FAMILY_LAYOUTS.items() for layout in layouts]
-
 VALUE_LAYOUTS = {
     "qwen3": ("one", "tp2", "tp2_sp", "pp2", "tp2_pp2", "one_bf16"),
-    "qwen2_tied": ("one", "pp2"),  # embeddings that are tied in the config, and here are not
+    "qwen2": ("one", "pp2"),  # embeddings that are tied in the config, and here are not
     "llama": ("one",),
     "mistral": ("one",),
+    "gemma3": ("one", "pp2"),
     "qwen3_moe": ("one", "tp2_sp_ep2"),
 }
-"""Of value models."""
+"""Families of families.py -> layouts of value models."""
 VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
 
 LORA_LAYOUTS = {

@@ -59,14 +59,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _DENSE = ("one", "tp2", "pp2", "tp2_stacked")
 _MOE = ("one", "tp2_sp", "pp2", "ep2", "tp2_sp_ep2")  # Megatron splits attention beside experts with sequence parallelism only
-_ONE_KEY = ("one", "tp2", "tp2_sp", "pp2")  # --qkv-layout stacked needs whole key heads on each rank
-_ROPE = ("one", "tp2")
-_OF_MIXTURES = {"qwen3_moe_dense_layers": ("one", "pp2", "ep2"), "qwen2_moe": ("one", "tp2_sp"), "mixtral": _MOE, "deepseek_v2": _MOE, "deepseek_v3": _MOE,
-                "deepseek_v2_groups": ("one", "ep2"), "deepseek_v3_yarn": ("one", "tp2_sp")}  # fmt: skip
-LAYOUTS = {
-    name: _OF_MIXTURES[name] if name in _OF_MIXTURES else _MOE if "moe" in name else _ONE_KEY if "one_key" in name or name == "gemma3" else _ROPE if name != "gemma3_27b" and "rope_parameters" in arguments else _DENSE
-    for name, (_, arguments) in CONFIGS.items()
-}
+_OTHERS = {
+    **dict.fromkeys(("llama3", "llama_linear", "qwen2_yarn", "llama_yarn_of_deepseek"), ("one", "tp2")),
+    **dict.fromkeys(("qwen2_one_key", "qwen3_one_key", "gemma3"), ("one", "tp2", "tp2_sp", "pp2")),  # stacked needs whole key heads on each rank
+    **dict.fromkeys(("qwen3_moe", "qwen3_moe_unscaled", "mixtral", "deepseek_v2", "deepseek_v3"), _MOE),
+    "qwen3_moe_dense_layers": ("one", "pp2", "ep2"), "deepseek_v2_groups": ("one", "ep2"),
+    **dict.fromkeys(("qwen2_moe", "deepseek_v3_yarn"), ("one", "tp2_sp")),
+}  # fmt: skip
+LAYOUTS = {name: _OTHERS.get(name, _DENSE) for name in CONFIGS}
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
 _LLAMA3_OF_MEGATRON = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[dict[str, Any], ...]] = {
     "mistral": ({"rope_theta": 5e3},),
     "mistral_sliding": ({"sliding_window": None}, {"sliding_window": 8}, {"sliding_layers": (True, True, True, False)}),
     "gemma3": ({"rope_theta": 5e3}, {"local_rope_theta": 1e4}, {"sliding_window": 9}, {"sliding_layers": (True, True, True, True)},
-               {"query_pre_attn_scalar": 32.0}, {"activation": "silu"}, {"zero_centered_norms": False}),
+               {"query_pre_attn_scalar": 32.0}, {"activation": "silu"}, {"zero_centered_norms": False}, {"scaled_embeddings": False}),
     "gemma3_27b": ({"rope_scaling": None},),
     "qwen3_moe": ({"norm_topk_prob": False}, {"moe_router_topk": 3}),
     "mixtral": ({"norm_topk_prob": False}, {"rope_theta": 5e3}),

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 _COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                max_position_embeddings=128, rope_theta=10000.0)  # fmt: skip
+_LATENTS = _COMMON | dict(num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
+                          num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, first_k_dense_replace=1)  # fmt: skip
 MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
@@ -16,8 +18,16 @@ MODELS = {
                    **(_COMMON | {"num_key_value_heads": 1})),
     "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
                       num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
+    "mixtral": dict(model_type="mixtral", vocab_size=141, num_local_experts=4, **_COMMON),
+    "deepseek_v2": dict(model_type="deepseek_v2", vocab_size=103, q_lora_rank=None, topk_method="group_limited_greedy",
+                        n_group=4, topk_group=2, **_LATENTS),
+    "deepseek_v3": dict(model_type="deepseek_v3", vocab_size=107, q_lora_rank=24, topk_method="noaux_tc", scoring_func="sigmoid",
+                        rms_norm_eps=1e-6, n_group=2, topk_group=1, rope_parameters=dict(
+                            rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5),
+                        **_LATENTS),
 }  # fmt: skip
-"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts. Most vocabularies need padding."""
+"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts; experts under other names; latent attention
+and shared experts, after a dense layer. Most vocabularies need padding."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,12 @@ LAYOUTS = {
     "ep2_do": _layout(2, "qwen3_moe", distributed=True, **EP),
     "tp2_sp_ep2": _layout(2, "qwen3_moe", **SP, **EP, **ETP1),
     "pp2_moe": _layout(2, "qwen3_moe", **PP),
+    "ep2_mixtral": _layout(2, "mixtral", **EP),
+    "ep2_latents": _layout(2, "deepseek_v2", **EP),
+    "tp2_sp_ep2_latents": _layout(2, "deepseek_v3", **SP, **EP, **ETP1),
+    "pp2_latents": _layout(2, "deepseek_v3", **PP),
+    "cp2_latents": _layout(2, "deepseek_v3", **CP),
+    "tp2_sp_latents_selective": _layout(2, "deepseek_v2", **SP, **SELECTIVE),
     "tp2_pp2": _layout(4, **TP, **PP),
     "tp2_sp_dp2_do": _layout(4, distributed=True, **SP),
     "pp2_dp2_tied_do": _layout(4, "qwen2_tied", distributed=True, **PP),

@@ -48,14 +48,19 @@ def make_folder(folder: Path, name: str) -> None:
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():  # away from 1 and 0, so that a norm or bias that is not loaded shows
-        corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
-        for parameter_name, p in [*model.named_parameters(), *corrections]:
-            norm, bias = "norm" in parameter_name, "bias" in parameter_name
-            p.normal_((0.3 if "gemma" in name else 1.0) if norm else 0.0, 0.2 if norm or bias else 0.1)  # Gemma's multiply by 1 + weight
+    randomise(model, name)
     model.save_pretrained(folder)
     batch = make_batch(model.config.vocab_size)
     torch.save(reference(model, batch), folder / "reference.pt")
+
+
+@torch.no_grad()
+def randomise(model, family: str) -> None:
+    """Weights away from 1 and 0, so that a norm or bias that is not loaded shows."""
+    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    for name, p in [*model.named_parameters(), *corrections]:
+        norm, bias = "norm" in name, "bias" in name
+        p.normal_((0.3 if "gemma" in family else 1.0) if norm else 0.0, 0.2 if norm or bias else 0.1)  # Gemma's multiply by 1 + weight
 
 
 def make_batch(vocab_size: int, count: int = 8) -> Batch:

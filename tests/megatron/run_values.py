@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import VALUE_LAYOUTS
-from run_layouts import LAYOUTS, families, make_batch, make_folder, micro_batches, spans
+from families import config
+from run_families import MESHES, at, make_batch, micro_batches, parallel, randomise
 
 from megarl.batch import Batch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig
 from megarl.megatron.initialize import random_weights
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.value_model import ValueModel
@@ -27,23 +28,20 @@ from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.workers.worker import join_world
 
-LAYOUTS |= {
-    "one_bf16": LAYOUTS["one"],
-    "tp2_pp2": (MeshSpec((0, 1, 2, 3), tp=2, pp=2), ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
-}
+MESHES |= {"one_bf16": MESHES["one"], "tp2_pp2": MeshSpec((0, 1, 2, 3), tp=2, pp=2)}
 
 
-def make_value_folder(folder: Path, config) -> None:
-    """A classifier with one label, away from zero everywhere."""
-    from transformers import AutoModelForSequenceClassification
+def make_folders(folder: Path, family: str) -> None:
+    """A classifier with one label, and a causal language model beside it; away from zero everywhere."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(2)
-    config.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name or "bias" in name else 0.1)
-    model.save_pretrained(folder)
+    for kind, place in ((AutoModelForSequenceClassification, folder), (AutoModelForCausalLM, folder.with_name(f"{family}_causal"))):
+        of_family = config(family)
+        of_family.num_labels, of_family.pad_token_id = 1, None
+        model = kind.from_config(of_family, dtype=torch.float32)
+        randomise(model, family)
+        model.save_pretrained(place)
 
 
 def hf_values(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
@@ -61,10 +59,9 @@ def hf_values(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def build(folder: Path, layout: str) -> tuple[ValueModel, dict]:
-    mesh, parallel = LAYOUTS[layout]
-    shape = ModelShape.load(folder, value_head=True)
-    critic = ValueModel(shape, mesh, ModelConfig(model=str(folder), bf16=layout == "one_bf16"), parallel)
-    atlases = megatron_atlases(shape, mesh, qkv_layout=parallel.qkv_layout)
+    mesh, shape = MESHES[layout], ModelShape.load(folder, value_head=True)
+    critic = ValueModel(shape, mesh, ModelConfig(model=str(folder), bf16=layout == "one_bf16"), parallel(layout))
+    atlases = megatron_atlases(shape, mesh)
     load_hf(folder, atlases[dist.get_rank()], critic.parameters, shape)
     return critic, atlases
 
@@ -73,14 +70,14 @@ def check_outputs(folder: Path, layout: str, batch: Batch, expected: dict[str, t
     """How far values and scores are from transformers'; {} before the last stage."""
     model, atlases = build(folder, layout)
     save_hf(f"{folder}_{layout}_roundtrip", folder, model.shape, atlases, model.parameters)
-    micros = micro_batches(model, batch, 60, "a")
+    micros = micro_batches(model, batch)
     values, scores = model.values(micros), model.scores(micros)
     if not model.is_last_stage:
         assert values is None and scores is None
         return {}
     state_before = torch.zeros(len(batch.tokens))
     state_before[1:] = expected["values"][:-1]  # what token i was chosen in is where token i - 1 is
-    wanted = torch.cat([state_before[a:b][batch.response_mask[a:b]] for m in micros for a, b in spans(batch, m)])
+    wanted = torch.cat([at(state_before, batch, m)[m.batch.response_mask] for m in micros])
     wanted_scores = torch.cat([expected["scores"][m.batch.sample_ids] for m in micros])
     assert [len(v) for v in values] == [len(m.response_positions) for m in micros] and values[0].dtype == torch.float32
     return {"value_error": (torch.cat(values) - wanted).abs().max().item(),
@@ -90,7 +87,7 @@ def check_outputs(folder: Path, layout: str, batch: Batch, expected: dict[str, t
 def check_fresh(causal: Path, layout: str, batch: Batch) -> dict:
     """Largest value by a head that no folder has: loaded from a causal language model, and initialised at random."""
     model, atlases = build(causal, layout)
-    micros, atlas = micro_batches(model, batch, 60, "a"), atlases[dist.get_rank()]
+    micros, atlas = micro_batches(model, batch), atlases[dist.get_rank()]
     loaded = torch.cat(model.values(micros)).abs().max().item()
     model.parameters["value_head.weight"].fill_(1.0)
     random_weights(model.shape, atlas, model.parameters, seed=0)
@@ -100,20 +97,17 @@ def check_fresh(causal: Path, layout: str, batch: Batch) -> dict:
 def main(out: Path) -> None:
     join_world(60)
     rank, report = dist.get_rank(), {}
-    for mesh in dict.fromkeys(LAYOUTS[layout][0] for layouts in VALUE_LAYOUTS.values() for layout in layouts):
+    for mesh in dict.fromkeys(MESHES[layout] for layouts in VALUE_LAYOUTS.values() for layout in layouts):
         create_groups(mesh)
-    for family, config in families().items():
-        if family not in VALUE_LAYOUTS:
-            continue
-        folder, batch = out / family, make_batch(config.vocab_size)
+    for family, layouts in VALUE_LAYOUTS.items():
+        folder, batch = out / family, make_batch(config(family).vocab_size)
         if rank == 0:
-            make_folder(out / f"{family}_causal", config)
-            make_value_folder(folder, config)
+            make_folders(folder, family)
             torch.save(hf_values(folder, batch), out / f"{family}.pt")
         dist.barrier()
         expected = torch.load(out / f"{family}.pt")
-        for layout in VALUE_LAYOUTS[family]:
-            if rank in LAYOUTS[layout][0].ranks:
+        for layout in layouts:
+            if rank in MESHES[layout].ranks:
                 report[f"{family}/{layout}"] = check_outputs(folder, layout, batch, expected)
                 if layout == "tp2_sp":
                     report[f"{family}/fresh"] = check_fresh(out / f"{family}_causal", layout, batch)

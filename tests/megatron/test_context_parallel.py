@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megarl.batch import Batch, MicroBatch
+from megarl.megatron import model
 from megarl.megatron.context_parallel import ContextShard
 
 LENGTHS = ((3, 5), (1, 1), (9, 2), (1, 15))
@@ -61,6 +64,12 @@ def test_every_response_token_is_predicted_once_where_its_predecessor_is(size):
         assert torch.equal(part.targets, micro.targets[rows]) and torch.equal(part.targets, predecessors + 1)
         assert torch.equal(part.response_length_of_token, micro.response_length_of_token[rows])
     assert (found == 1).all()
+
+
+def test_transformer_engine_is_not_asked_for_a_sliding_window(monkeypatch):
+    monkeypatch.setattr(model, "uses_transformer_engine", lambda: True)
+    with pytest.raises(ValueError, match=r"--context-parallel-size \(2\).* \(512 tokens\).*Set it to 1"):
+        model._layer_specs(SimpleNamespace(context_parallel_size=2, window_size=(511, 0)), None, "grouped")
 
 
 def test_under_a_causal_mask_all_ranks_have_the_same_work():

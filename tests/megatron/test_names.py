@@ -1,8 +1,11 @@
-"""What the Megatron atlas says without a model: layers of virtual stages and the names of the Transformer Engine spec are Megatron's.
+"""What the Megatron atlas says without a model: layers of virtual stages and the names of the Transformer Engine spec are Megatron's; and
+what random weights are by it.
 
 pytest tests/megatron/test_names.py"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 
@@ -51,3 +54,18 @@ def test_transformer_engine_names_are_those_of_megatrons_own_map():
         return prefix + next((new + inner.removeprefix(old) for old, new in renamed.items() if inner.startswith(old)), inner)
 
     assert {theirs(name): param for name, param in local.items()} == fused and local.keys() != fused.keys()
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_random_norms_multiply_by_one(zero_centered):
+    import torch
+
+    from megarl.megatron.initialize import random_weights
+
+    shape = dataclasses.replace(make_shape("qwen3", layers=1), zero_centered_norms=zero_centered)
+    atlas = place_atlas(shape, MegatronPlace())
+    parameters = {name: torch.full((param.rows, param.cols), 7.0) for name, param in atlas.items()}
+    random_weights(shape, atlas, parameters, seed=0)
+    norms = [parameter for name, parameter in parameters.items() if "norm" in name]
+    assert len(norms) == 5 and all(torch.equal(norm + zero_centered, torch.ones_like(norm)) for norm in norms)
+    assert 0.01 < parameters["decoder.layers.0.mlp.linear_fc1.weight"].std() < 0.03

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -29,8 +30,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _LOCAL = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
                               "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}  # fmt: skip
 # Biases and tied embeddings, and layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
-# rotary embedding; a window of tokens;
-# windows in every other layer; experts whose width vLLM pads.
+# rotary embedding; a window of tokens; windows in every other layer; experts whose width vLLM pads.
 CONFIGS = {
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
@@ -41,6 +41,11 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
     "mixtral": MixtralConfig(vocab_size=141, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **_COMMON),
 }
+_LATENTS = dict(num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=24, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
+                n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=2, first_k_dense_replace=1)  # fmt: skip
+# Of no table; vLLM's latent attention on a CPU is for these ranks only.
+UNTABLED = {"deepseek_v3": DeepseekV3Config(vocab_size=107, n_group=2, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid",
+                                            **{key: value for key, value in (_COMMON | _LATENTS).items() if key != "head_dim"})}  # fmt: skip
 
 
 def _otherwise_tied(config):
@@ -53,13 +58,16 @@ CONFIGS |= {f"{name}_{'untied' if config.tie_word_embeddings else 'tied'}": _oth
 def reference_model(name: str, seed: int, std: float = 0.15) -> PreTrainedModel:
     """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot hide."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config((CONFIGS | UNTABLED)[name], dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.normal_(0.3 if name.startswith("gemma") else 1.0, 0.2)  # Gemma's norms multiply by 1 + weight
             else:
                 parameter.normal_(0.0, std)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 

@@ -7,7 +7,7 @@ NAMES = (*FAMILIES, "qwen2_untied", "qwen3_tied", "llama_tied", "mistral_tied", 
 
 
 def has_experts(name: str) -> bool:
-    return name.startswith(("qwen3_moe", "mixtral"))
+    return name.startswith(("qwen3_moe", "mixtral", "deepseek"))
 
 
 
@@ -19,6 +19,7 @@ COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ra
     ("gemma3", 2): ("tp2", "pp2"),
     ("qwen3_moe", 2): EXPERTS_2,
     ("mixtral", 1): ("ep2",),
+    ("deepseek_v3", 2): ("tp2_sp_ep2",),
 }
 EVERYTHING_2 = {(name, tp): EXPERTS_2 if has_experts(name) else DENSE_2 for name in NAMES for tp in (1, 2)}
 EVERYTHING_4 = {(name, tp): EXPERTS_4 if has_experts(name) else DENSE_4 for name in FAMILIES for tp in (1, 2, 4)}

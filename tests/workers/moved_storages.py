@@ -8,7 +8,9 @@ import torch
 class MovedStorages:
     """Stands in for `_Copies` on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived=lambda part: None) -> None:
+        """arrived: is told of each part that comes back."""
+        self._arrived = arrived
         self._host: dict[str, list[torch.Tensor]] = {}
         self._old: list[torch.Tensor] = []
         self.num_moves = 0
@@ -27,6 +29,7 @@ class MovedStorages:
             content.fill_(0xFF)  # NaN, so that nobody lives on what is left in the memory
             content.copy_(self._host[part][number]) if keep else content.zero_()
         del self._old[:-100]
+        self._arrived(part)
         self.num_moves += 1
 
     def await_arrival(self, part) -> None:

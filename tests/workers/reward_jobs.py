@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.algorithms import REGISTRY
 from megarl.batch import Batch
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RewardModelConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RewardModelConfig, RunConfig, SamplingConfig, TrainConfig
 from megarl.data.sums_model import EOS_ID
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.workers.data_plane import DataPlane, Share
@@ -28,7 +28,7 @@ def config(folder: Path, backend: str, **reward_models) -> TrainConfig:
         algorithm=REGISTRY["grpo"](), model=ModelConfig(model=str(folder / "actor")), batch=BatchConfig(train_iters=1),
         data=DataConfig(train_data=(str(folder / "rows.jsonl"),)), run=RunConfig(save="unused"),
         sampling=SamplingConfig(max_prompt_length=32, max_response_length=128),
-        reward_models=RewardModelConfig(reward_model=(str(folder / backend),), reward_model_backend=(backend,), **reward_models))  # fmt: skip
+        reward=ParallelConfig(offload=("parameters",)), reward_models=RewardModelConfig(reward_model=(str(folder / backend),), reward_model_backend=(backend,), **reward_models))  # fmt: skip
 
 
 def ids_of_step(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:

@@ -153,7 +153,7 @@ def main() -> None:
         return send_and_receive(operations)
 
     dist.batch_isend_irecv = counted
-    role = DataRole(DataPlane(), MESHES, KEYS, vocab_size=2**40)
+    role = DataRole(DataPlane(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40))
     refused(rank, role)
     for seed in range(rounds):
         one_round(seed, rank, role)

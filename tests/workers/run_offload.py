@@ -34,6 +34,8 @@ RUNS = {
     "account": (ALL, False),
     "move": (ALL, True),
     "move_critic_optimizer": (("--critic-offload", "optimizer"), True),
+    "ahead": ((*ALL, "--offload-ahead-bytes", str(1 << 40)), True),
+    "ahead_of_parameters": ((*ALL, "--offload-ahead-bytes", "AS_PARAMETERS"), True),
     "stay_bf16": (BF16, False),
     "move_bf16": ((*ALL, *BF16), True),
     "stay_plain_adam": (PLAIN_ADAM, False),
@@ -74,8 +76,10 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def run(config, moves: bool) -> dict:
     roles = build_roles(config, world_size=1)
     plane, out = roles["actor"].plane, {"calls": [], "numbers": [], "peaks": []}
+    running, arrived = [], []
 
     def call(role: str, method: str, arguments: tuple) -> None:
+        running[:] = [f"{role}.{method}"]
         value = getattr(roles[role], method)(*arguments)
         if method in ("log_probs", "advantages", "update", "sync"):
             out["numbers"].append({k: v for k, v in (value or {}).items() if not k.startswith("memory/") and k != "time/offload_s"})
@@ -86,9 +90,10 @@ def run(config, moves: bool) -> dict:
     for name in MODELS:
         call(name, "setup", ())
         if moves:
-            roles[name].model.memory._copies = MovedStorages()
+            roles[name].model.memory._copies = MovedStorages(lambda part, name=name: arrived.append([*running, f"{name} {part}"]))
     roles["rollout"].engine = engine = Engine(roles["actor"])
     out["num_parameters"] = {name: sum(p.numel() for _, p in roles[name].model.named_parameters()) for name in MODELS}
+    out["bytes_of_parameters"] = max(roles[name].model.memory.resident_bytes("parameters") for name in MODELS)
     views = {}
     for name in MODELS:
         roles[name].model.memory.load(OFFLOAD_PARTS)
@@ -97,6 +102,7 @@ def run(config, moves: bool) -> dict:
         batch = make_batch()
         samples = [Sample(i, int(n), int(r)) for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True))]
         plane.residence.peak_bytes = 0
+        arrived.clear()
         for role, method, arguments in STEP:
             if arguments is None:
                 arguments = (list(range(8)), [0] * 4 + [1] * 4, [1.0, 0, 0, 0, 0, 1.0, 1.0, 0], 0.01)
@@ -107,6 +113,7 @@ def run(config, moves: bool) -> dict:
                 order = [i for plan in plans for i in plan.samples_of(0)]
                 plane.shares[roles["actor"].share_key] = Share(batch.select_samples(order), plans)
         out["peaks"].append(plane.residence.peak_bytes)
+    out["arrived"] = list(arrived)  # of the second step: what follows is the test's own
     out["engine"] = digest(list(engine.weights.values()))
     out["weights"], out["states"], out["same_views"] = {}, {}, {}
     for name in MODELS:
@@ -147,6 +154,8 @@ def main(folder: Path) -> None:
     (folder / "train.jsonl").write_text("{}\n")
     report = {}
     for name, (flags, moves) in RUNS.items():
+        as_parameters = str(report["stay"]["bytes_of_parameters"]) if report else ""
+        flags = [flag.replace("AS_PARAMETERS", as_parameters) for flag in flags]
         config = load_config(["--algorithm", "ppo", "--model", str(folder / "model"), "--train-data", str(folder / "train.jsonl"), "--save",
                               str(folder / name), "--train-iters", "2", "--lr", "1e-2", "--kl-mode", "reward", "--kl-coef", "0.01",
                               "--global-batch-size", "4", "--no-reshard-alias", *flags], REGISTRY)  # fmt: skip

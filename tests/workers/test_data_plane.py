@@ -64,7 +64,7 @@ def role(monkeypatch) -> DataRole:
     """Of a single process, in a job of two ranks as far as plans go. A message would be an error."""
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("something was sent"))
     meshes = {"actor": MESH, "critic": MeshSpec((0, 1)), "odd": MeshSpec((1, 0))}
-    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_size=100)
+    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_sizes=dict.fromkeys(meshes, 100))
     role.plane.rollouts["train"] = Rollouts([], [0, 1], [[5], [6, 7]], [[1, 2], [3]], [[-0.5, -1.0], [-2.0]])
     return role
 

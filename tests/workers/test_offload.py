@@ -74,7 +74,40 @@ def test_peak_is_that_of_one_role_instead_of_all(report):
     assert report["move_critic_optimizer"]["peaks"][1] == report["stay"]["peaks"][1], "the critic's update needs all of it"
 
 
+AHEAD = {  # call -> what comes while it computes, in the second step: gradients are zeros and need not
+    "rollout.generate": ["reference parameters"],
+    "reference.log_probs": ["actor parameters"],
+    "actor.log_probs": ["critic parameters"],
+    "critic.values": ["critic optimizer"],
+    "critic.update": ["critic gradients", "actor parameters", "actor optimizer"],
+    "actor.update": ["actor gradients"],
+}
+
+
+def test_what_the_next_call_needs_comes_while_this_one_computes(report):
+    """By the order of events: no part but gradients arrives in the call that needs it."""
+    arrived = report["ahead"]["arrived"]
+    assert {call: [part for of, part in arrived if of == call] for call in dict.fromkeys(of for of, _ in arrived)} == AHEAD
+    late = [[call, part] for call, part in report["move"]["arrived"] if not part.endswith("gradients")]
+    assert late and all(part.startswith(call.split(".")[0]) for call, part in late), "without it everything comes when its call begins"
+
+
+def test_what_comes_ahead_takes_no_more_than_its_limit(report):
+    """Room for the parameters of one model: so parameters come ahead, the optimizer's 8 bytes per parameter do not."""
+    limit, n = report["stay"]["bytes_of_parameters"], report["stay"]["num_parameters"]
+    arrived = report["ahead_of_parameters"]["arrived"]
+    assert ["reference.log_probs", "actor parameters"] in arrived and ["critic.update", "actor parameters"] in arrived
+    assert ["actor.update", "actor optimizer"] in arrived and ["critic.update", "critic optimizer"] in arrived
+    for call, resident in report["ahead_of_parameters"]["calls"][-len(DURING):]:
+        total = sum(num_bytes for parts in resident.values() for num_bytes in parts.values())
+        needed = sum(1.02 * BYTES["fp32"][part] * n[role] for role, parts in zip(("actor", "reference", "critic"), DURING[call], strict=True)
+                     for part in parts if role != "reference" or call == "reference.log_probs")  # fmt: skip
+        assert total <= needed + limit, call
+    assert report["ahead_of_parameters"]["peaks"][1] <= report["move"]["peaks"][1] + limit
+
+
 @pytest.mark.parametrize("name, without", [("account", "stay"), ("move", "stay"), ("move_critic_optimizer", "stay"),
+                                           ("ahead", "stay"), ("ahead_of_parameters", "stay"),
                                            ("move_bf16", "stay_bf16"), ("move_plain_adam", "stay_plain_adam")])  # fmt: skip
 def test_bits_are_those_of_a_run_without_offload(report, name, without):
     for what in ("numbers", "weights", "states", "engine"):

@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from megarl.config.mesh import MeshSpec
 from megarl.data.sums_model import EOS_ID
 from megarl.data.tokenizer import load_tokenizer
+from megarl.megatron.offload import ModelMemory
 from megarl.workers.reward_model import RewardModelRole
 from tests.rewards import models
+from tests.workers.moved_storages import MovedStorages
 from tests.workers.reward_jobs import QUESTIONS, RESPONSES, ROWS, SAMPLE_IDS, config, ids_of_step, plane, write_rows
 
 HERE = Path(__file__).parent
@@ -53,6 +55,23 @@ def test_a_classifier_with_the_actors_tokenizer_reads_the_actors_ids(folder):
     prompts, responses = ids_of_step(load_tokenizer(folder / "actor"))
     assert not role.retokenizes
     check_scores(role.score(ROWS), models.reference_scores(model, [p + r for p, r in zip(prompts, responses, strict=True)]))
+
+
+def test_a_classifier_is_in_host_memory_while_others_work(folder):
+    """With copies between two places of host memory in place of a GPU's (see test_offload.py)."""
+    models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
+    role = classifier_role(folder)
+    expected, residence = role.score(ROWS), role.plane.residence
+    for weight in role.classifier.model.parameters():
+        weight.data = weight.data.clone()  # not the file's pages
+    role.memory = ModelMemory(role.classifier, role.name)
+    role.memory._copies = MovedStorages()
+    residence.add(role.name, role.memory, ["parameters"])
+    num_bytes = sum(weight.nbytes for weight in role.classifier.model.parameters())
+    assert role.memory.resident_bytes() == num_bytes
+    residence.enter("actor", ["parameters"])
+    assert role.memory.resident_bytes() == 0 and not any(weight.untyped_storage().nbytes() for weight in role.classifier.model.parameters())
+    assert role.score(ROWS) == expected and role.memory._copies.num_moves == 1 and role.memory.resident_bytes() == num_bytes
 
 
 OTHER_TEMPLATE = "{% for m in messages %}{{m.role}}: {{m.content}}<|end|>{% endfor %}"

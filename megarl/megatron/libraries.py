@@ -1,0 +1,38 @@
+"""Which of NVIDIA's libraries Megatron would use on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import torch
+
+from megarl.config.installed import apex_finding
+from megarl.megatron.cpu_shim import cpu_megatron
+
+
+def transformer_engine_version() -> str | None:
+    """None where it is not installed, or there is no GPU that it could run on."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return None
+    return importlib.metadata.version("transformer-engine")
+
+
+def fuses_gradient_accumulation() -> bool:
+    """Whether matrix products can add weight gradients to main_grad themselves. Transformer Engine's layers can without it, but Megatron's
+    own (the output layer) are built with the same option and want apex's kernel. Ours writes its gradient there anyway."""
+    return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def libraries() -> dict[str, str]:
+    """Name -> what is there and used, in words."""
+    with cpu_megatron():
+        from megatron.core.optimizer import Adam
+
+    apex = "none" if importlib.util.find_spec("apex") is None else apex_finding() or "NVIDIA's"
+    return {
+        "transformer_engine": transformer_engine_version() or "none",
+        "apex": apex,
+        "adam": f"{Adam.__module__.partition('.')[0]} {Adam.__name__}",
+        "gradient_accumulation_fusion": "on" if fuses_gradient_accumulation() else "off",
+    }
