@@ -9,7 +9,6 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LORA_TARGETS, LoRAConfig, TrainConfig
 
 
-
 def lora_findings(config: TrainConfig, shapes: Mapping[str, ModelShape | None]) -> Iterator[str]:
     """Every rule that is broken, perhaps twice.
 
