@@ -150,12 +150,12 @@ class StepHost:
 
     def record(self, reports: Iterable[Future]) -> dict[str, float]:
         """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and engine have drifted apart."""
-        job, reports, seconds = self.job, list(reports), self.job.executor.take_seconds()
-        of_actors = {}
-        for suffix, learner in job.learners.items():
-            mine = [report for report in reports if job.learner_of(report.role) is learner]
-            of_actors[learner] = self._metrics(self.batches[suffix], mine) | phase_times(
-                {(role, method): value for (role, method), value in seconds.items() if job.learner_of(role) is learner})
+        job, reports = self.job, list(reports)
+        of_actors = {learner: self._metrics(self.batches[suffix], [r for r in reports if job.learner_of(r.role) is learner])
+                     for suffix, learner in job.learners.items()}  # fmt: skip
+        seconds = job.executor.take_seconds()  # of all these calls, as they have ended now
+        for learner, own in of_actors.items():
+            own |= phase_times({call: value for call, value in seconds.items() if job.learner_of(call[0]) is learner})
         metrics = {with_suffix(name, learner.suffix): value for learner, own in of_actors.items() for name, value in own.items()}
         self._write_rollouts()
         job.run.finish_step(self.current.step, metrics, sum(s.length for batch in self.batches.values() for s in batch.samples))
