@@ -4,9 +4,9 @@ something else than it sampled, and nothing else would say so.
     where                        what
     samples from the engines     every group is complete, every response has a token, ids are unique       check_samples
     plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens  check_plan
-    batch on a training rank     the tokens are those that the engine made, the mask covers the response    check_batch
+    batch on a training rank     the tokens are those that the engine made, the mask covers the response    batch_invariants.check_batch
     scores                       each is finite, and of the response that was sampled                       check_scores
-    columns of log-probs, ...    finite on response tokens, 0 elsewhere                                     check_column
+    columns of log-probs, ...    finite on response tokens, 0 elsewhere                                     batch_invariants.check_column
 
 A response is followed by its digest: made by the rank of the engine, compared by the ranks that train on it and by the driver."""
 
@@ -16,14 +16,9 @@ import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
-from megarl.batch import Batch
 from megarl.packing import MiniBatch, Sample
-
-_LARGEST_LOG_PROB = 1e-3  # samplers round: log 1 may come out as a little more than 0
 
 
 class InvariantError(RuntimeError):
@@ -32,20 +27,12 @@ class InvariantError(RuntimeError):
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
     """32 bits of the token ids and of where the response begins. Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
-    return _digest(array("q", prompt).tobytes(), array("q", response).tobytes())
+    return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())
 
 
-def _digest(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
+def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
+    """The same of int64 token ids as they are in memory."""
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
-
-
-def _digests(tokens: torch.Tensor, mask: torch.Tensor, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor) -> Iterator[int]:
-    """Of each sample of a packed batch, whatever its mask covers."""
-    prompts, responses = (memoryview(tokens[part].numpy()).cast("B") for part in (~mask, mask))
-    at, end = 0, 0
-    for prompt, response in zip((8 * prompt_lengths).tolist(), (8 * response_lengths).tolist()):
-        yield _digest(prompts[at : at + prompt], responses[end : end + response])
-        at, end = at + prompt, end + response
 
 
 def check_samples(samples: Sequence[Sample], num_prompts: int, num_samples_per_prompt: int, max_length: int) -> None:
@@ -75,54 +62,6 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> 
         if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
             raise InvariantError(f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} response tokens, and "
                                  f"its loss would be divided for {m.num_sequences} with {m.num_tokens}")  # fmt: skip
-
-
-def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: int) -> None:
-    """What a rank is about to train on.
-
-    Args:
-        expected: sample id -> digest of what the engine made, of exactly the samples that this rank trains on; None: not known."""
-    ids = batch.sample_ids.tolist()
-    if sorted(ids) != sorted(expected):
-        odd = min(set(ids) ^ expected.keys(), default=next((i for i, count in Counter(ids).items() if count > 1), None))
-        raise InvariantError(f"sample {odd} is here and should not be, or should be and is not: this rank has {len(ids)} samples, "
-                             f"and {len(expected)} are planned for it")  # fmt: skip
-    cu_seqlens = batch.cu_seqlens.tolist()
-    if len(cu_seqlens) != len(ids) + 1 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(batch.tokens):
-        raise InvariantError(f"cu_seqlens ({cu_seqlens[0]} ... {cu_seqlens[-1]}, {len(cu_seqlens)} of them) do not cover the "
-                             f"{len(batch.tokens)} tokens of {len(ids)} samples")  # fmt: skip
-    if len(batch.tokens) and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size:
-        raise InvariantError(f"token ids {int(batch.tokens.min())} to {int(batch.tokens.max())} are not all in the vocabulary of {vocab_size}")
-    mask, response_lengths = batch.response_mask, batch.response_lengths
-    if len(ids) and bool((wrong := (response_lengths == 0) | mask[batch.cu_seqlens[:-1]]).any()):
-        row = int(wrong.nonzero()[0])
-        raise InvariantError(f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of {int(batch.lengths[row])} tokens; it must cover a "
-                             "response, and not the first token, which nothing predicts")  # fmt: skip
-    for sample, found in zip(ids, _digests(batch.tokens, mask, batch.lengths - response_lengths, response_lengths), strict=True):
-        if expected[sample] not in (None, found):
-            raise InvariantError(f"sample {sample}: its tokens or its mask are not those that the engine made (digest {found:08x}, made "
-                                 f"{expected[sample]:08x})")  # fmt: skip
-    if batch.rollout_log_probs is not None:
-        check_column(batch, "rollout_log_probs", largest=_LARGEST_LOG_PROB)
-
-
-def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan: bool = False) -> None:
-    """One number per token: finite and at most `largest` on response tokens, 0 elsewhere.
-
-    Args:
-        may_be_nan: for returns, which a sample without a reward has not."""
-    column = getattr(batch, name)
-    wrong = ~(column <= largest) | column.isinf()
-    if may_be_nan:
-        wrong &= ~column.isnan()
-    wrong = torch.where(batch.response_mask, wrong, column != 0)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        row = int(torch.searchsorted(batch.cu_seqlens, at, right=True)) - 1
-        kind = "response" if bool(batch.response_mask[at]) else "prompt"
-        rule = "finite" + (f" and at most {largest:g}" if largest < math.inf else "") if kind == "response" else "0"
-        raise InvariantError(f"{name} of sample {int(batch.sample_ids[row])} is {float(column[at])} at position {at - int(batch.cu_seqlens[row])}, a "
-                             f"{kind} token; there it must be {rule}")  # fmt: skip
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:

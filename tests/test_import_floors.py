@@ -1,7 +1,7 @@
 """Imports go down only, imports inside functions included.
 
     train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
-    -> algorithms, reshard -> invariants -> config, flow, batch, packing, metrics -> kernels, _C, role_names
+    -> algorithms, reshard -> batch_invariants -> invariants -> config, flow, batch, packing, metrics -> kernels, _C, role_names
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -20,6 +20,7 @@ FLOORS = (
     ("kernels", "_C", "role_names"),
     ("config", "flow", "batch", "packing", "metrics"),
     ("invariants",),
+    ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
     ("megatron", "rollout", "data", "rewards"),

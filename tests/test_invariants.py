@@ -14,7 +14,8 @@ import torch
 from megarl.batch import Batch
 from megarl.driver.learner import Learner
 from megarl.driver.rollout_batch import RolloutBatch
-from megarl.invariants import InvariantError, check_batch, check_column, check_plan, check_samples, check_scores, digest
+from megarl.batch_invariants import check_batch, check_column
+from megarl.invariants import InvariantError, check_plan, check_samples, check_scores, digest
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
 
 VOCAB, PROMPTS, GROUP, MAX_LENGTH = 50, 3, 4, 20

@@ -15,6 +15,7 @@ by torch.load(weights_only=True)."""
 
 from __future__ import annotations
 
+import enum
 import importlib
 import io
 import json
@@ -51,9 +52,18 @@ _ALLOWED = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name not in _ALLOWED.get(module, ()):
             raise CheckpointError(f"its .metadata wants {module}.{name}, which no checkpoint's metadata needs")
         return getattr(importlib.import_module(module), name)
+
+
+def _enum_member(owner: object, name: str) -> enum.Enum:
+    """What Python up to 3.11.4 writes for a member of an enum is getattr(its class, its name)."""
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
+        raise CheckpointError(f"its .metadata wants attribute {name} of {owner!r}, which no checkpoint's metadata needs")
+    return owner[name]
 
 
 def megatron_folder(folder: Path) -> Path | None:

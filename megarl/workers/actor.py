@@ -12,7 +12,7 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import OptimizerConfig, TrainConfig
-from megarl.invariants import check_column
+from megarl.batch_invariants import check_column
 from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan

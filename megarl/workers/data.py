@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.batch import check_column_names
 from megarl.config.mesh import MeshSpec, replicas
-from megarl.invariants import check_batch
+from megarl.batch_invariants import check_batch
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
 from megarl.workers.exchange import ROLLOUT_COLUMNS, MissingRowsError, bytes_per_token, collect_samples, move_rows

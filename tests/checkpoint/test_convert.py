@@ -146,6 +146,13 @@ def test_names_of_other_versions_and_specs(saved, tmp_path):
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
+class Reaches:
+    """As older Pythons write a member of an enum, and as one reaches further from what is allowed."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
 @pytest.mark.parametrize("change, reason", [
     (lambda m: rename(m, lambda name: None if name == QKV else name), f"{QKV} is missing"),
     (lambda m: rename(m, lambda name: "decoder.layers.mamba.weight" if name == QKV else name), "decoder.layers.mamba.weight is not a tensor of this model"),
@@ -153,6 +160,7 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
     (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((3, 256, 64))), f"{QKV} is 3x256x64 there, and number 3 should be 256x64"),
     (lambda m: m.storage_data.clear(), "does not say where the part of"),
     (lambda m: m.__dict__.update(planner_data=os.system), "is refused: its .metadata wants posix.system"),
+    (lambda m: m.__dict__.update(planner_data=Reaches()), "is refused: its .metadata wants attribute numel of"),
 ])  # fmt: skip
 def test_other_models_and_dangerous_files_are_refused(saved, tmp_path, capsys, change, reason):
     source = rewrite_metadata(saved / "megatron-qwen3-pp2", tmp_path / "a", change)
