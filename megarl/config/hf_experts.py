@@ -117,7 +117,11 @@ def _dense_layers(values: dict[str, object], num_layers: int) -> tuple[int, ...]
 
 def _unsupported_groups(model_type: str, values: dict[str, object]) -> Iterator[str]:
     """The limit of a token's experts to topk_group of n_group groups."""
-    if "n_group" not in values or values["topk_method"] == "greedy":
+    if "n_group" not in values:
+        return
+    if values["topk_method"] == "greedy":
+        if values["n_group"] not in (None, 1):
+            yield f"n_group ({values['n_group']}): must be 1 with topk_method greedy; transformers then ignores the key, vLLM would not."
         return
     groups, chosen = values["n_group"], values["topk_group"]
     experts, per_token, best = values["num_experts"], values["num_experts_per_tok"], group_best(model_type)

@@ -108,7 +108,8 @@ def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store
         if rank in mesh.ranks:
             policies[layout] = Policy(shape, mesh, ModelConfig(model=str(model)), parallel(layout, mesh))
         sources[layout] = megatron_atlases(shape, mesh), policies[layout].parameters if layout in policies else {}
-    config = jobs.job(model, tensor_parallel_size=tp_size, engine_args={"worker_cls": "tableless.TablelessWorker"} if "without" in where else {})
+    # Shared memory where layouts agree: what vLLM makes of a latent layer is then of other memory.
+    config = jobs.job(model, alias=name in jobs.UNTABLED, tensor_parallel_size=tp_size, engine_args={"worker_cls": "tableless.TablelessWorker"} if "without" in where else {})
     if where == "in-process":
         engine = RolloutEngine(config, shape, range(world_size), *sources[layouts[0]])
     else:
