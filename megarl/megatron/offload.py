@@ -32,7 +32,7 @@ PIECE_BYTES = 256 << 20
 class Frozen(Protocol):
     """A model that is not trained."""
 
-    model: torch.nn.Module
+    chunks: list[torch.nn.Module]
     device: torch.device
 
 
@@ -40,7 +40,7 @@ class ModelMemory:
     """The memory of one model on this rank.
 
     Args:
-        model: a Megatron model, or a frozen one of another library; it has `model`, a module, and `device`.
+        model: a Megatron model, or a frozen one of another library; it has `chunks`, modules, and `device`.
         owner: the role, for errors."""
 
     def __init__(self, model: TrainedModel | Frozen, owner: str) -> None:

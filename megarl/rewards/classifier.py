@@ -37,6 +37,7 @@ class Classifier:
         if model.config.num_labels != 1:
             raise ValueError(f"--reward-model ({path}): must have one label, its score, and has {model.config.num_labels}.")
         self.model = model.eval().requires_grad_(False).to(self.device)
+        self.chunks = [self.model]  # as Megatron's models have them; what is offloaded
         self.tokenizer = load_tokenizer(path)
         text = model.config.get_text_config()
         limits = (getattr(text, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None))

@@ -70,7 +70,7 @@ def reward_flags(folders: list[Path]) -> tuple[str, ...]:
     template.write_text("{response}")
     # An untrained judge babbles: any character counts as its score, so that most answers have one.
     return ("--reward-model", *map(str, folders), "--reward-model-weights", "1.0", "0.5", "2.0", "--judge-template", str(template),
-            "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "40", "--judge-temperature", "1.0")  # fmt: skip
+            "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "40", "--judge-temperature", "1.0", "--reward-max-failed-share", "1")  # fmt: skip
 
 
 def test_three_reward_models(sums_data, tmp_path, reward_folders):
@@ -89,7 +89,7 @@ def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path
     folders, placed = (reward_folders[2:], "0") if victim == "judge" else (reward_folders[1:2], "1")
     flags = [*PPO, "--train-iters", "500", "--reward-model", str(folders[0]), "--actor-ranks", "0", "--critic-ranks", "0", "--reward-ranks", placed]
     if victim == "judge":
-        flags += ["--judge-score-pattern", r"(\d)", "--judge-max-tokens", "8", "--nproc-per-node", "1"]
+        flags += ["--judge-score-pattern", r"(\d)", "--judge-max-tokens", "8", "--reward-max-failed-share", "1", "--nproc-per-node", "1"]
     else:
         flags += ["--rollout-ranks", "0"]
     process, folder = start(sums_data, tmp_path / "run", *flags)

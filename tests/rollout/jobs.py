@@ -29,10 +29,11 @@ _EXPERTS = _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermedi
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _LOCAL = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
                               "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}  # fmt: skip
-# Biases and tied embeddings, and layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
+# Biases and tied embeddings; the same with layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
 # rotary embedding; a window of tokens; windows in every other layer; experts whose width vLLM pads.
 CONFIGS = {
-    "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
+    "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
+    "qwen2_deep": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
     "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **(_COMMON | {"rope_parameters": _YARN})),
     "llama_biases": LlamaConfig(vocab_size=129, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),

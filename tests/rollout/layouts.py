@@ -10,9 +10,9 @@ def has_experts(name: str) -> bool:
     return name.startswith(("qwen3_moe", "mixtral", "deepseek"))
 
 
-
 COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and untied
-    ("qwen2", 2): ("tp2", "pp2", "pp2_vpp2"),
+    ("qwen2", 2): ("tp2", "pp2"),
+    ("qwen2_deep", 2): ("pp2_vpp2",),
     ("qwen3", 1): ("one", "tp2", "pp2"),
     ("llama_tied", 2): ("pp2",),
     ("mistral", 2): ("tp2",),
