@@ -48,7 +48,7 @@ class RewardPool:
     Raises: ValueError if the function cannot be loaded."""
 
     def __init__(self, data: DataConfig, num_workers: int) -> None:
-        self.data, self.timeout_s = data, data.reward_timeout_s
+        self.data = data
         self._function = None if num_workers else load_reward(data)
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
@@ -74,14 +74,14 @@ class RewardPool:
             return [_judge_here(self._function, sample) for sample in samples]
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
         waiting, idle = deque(range(len(samples))), list(self._workers)
-        too_slow = f"took longer than --reward-timeout-s ({self.timeout_s:g}) and was killed"
+        too_slow = f"took longer than --reward-timeout-s ({self.data.reward_timeout_s:g}) and was killed"
         running: dict[_Worker, tuple[int, float]] = {}  # -> sample, and when it is over
         with selectors.DefaultSelector() as selector:
             while waiting or running:
                 while waiting and idle:
                     worker, index = idle.pop(), waiting.popleft()
                     worker.send(samples[index])
-                    running[worker] = index, time.monotonic() + self.timeout_s
+                    running[worker] = index, time.monotonic() + self.data.reward_timeout_s
                     selector.register(worker.replies, selectors.EVENT_READ, worker)
                 first = min(deadline for _, deadline in running.values())
                 ready = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}

@@ -218,7 +218,7 @@ def test_memory_does_not_grow_with_the_model(many_layers, tmp_path):
     assert (many_layers / "model.safetensors").stat().st_size > 150e6
     done = subprocess.run([sys.executable, "-c", MEASURE, str(many_layers), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) < 40_000  # KiB; observed 12,000: the library huggingface_hub, a few blocks
+    assert int(done.stdout.splitlines()[-1]) < 40_000  # KiB, beside tensors of 150 MB
     assert same(many_layers, tmp_path / "b", torch.bfloat16)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import LORA, LORA_LAYOUTS
+from expert_cases import make_batch
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
@@ -82,19 +83,6 @@ def make_folder(folder: Path, config) -> None:
         for name, p in model.named_parameters():
             p.normal_(1.0 if "norm" in name and config.model_type != "gemma3_text" else 0.0, 0.2 if "norm" in name or "bias" in name else 0.1)
     model.save_pretrained(folder)
-
-
-def make_batch(vocab_size: int, count: int = 12) -> Batch:
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(low: int, high: int) -> list[int]:
-        n = int(torch.randint(low, high, (1,), generator=generator))
-        return torch.randint(0, vocab_size, (n,), generator=generator).tolist()
-
-    batch = Batch.from_samples(list(range(count)), [ids(1, 9) for _ in range(count)], [ids(1, 17) for _ in range(count)])
-    # of one sign, so that the loss is no difference of large numbers
-    batch.advantages = (1 + torch.rand(len(batch.tokens), generator=generator)) * batch.response_mask
-    return batch
 
 
 class Case:
@@ -259,6 +247,7 @@ def main(out: Path) -> None:
             make_folder(out / family, config)
         dist.barrier()
         batch = make_batch(config.vocab_size)
+        batch.advantages = batch.spread(torch.ones(len(batch))) + batch.advantages.abs()  # of one sign: no difference of large numbers
         for layout in LORA_LAYOUTS[family]:
             if rank in LAYOUTS[layout][0].ranks:
                 report[f"{family}/{layout}"] = Case(out, family, layout, batch).run()
