@@ -12,7 +12,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.check import check_job
-from megarl.config.check_checkpoints import described_models, newest_job, rows_finding
+from megarl.config.check_checkpoints import checkpoint_findings, described_models, newest_job, rows_finding
 from megarl.config.checkpoint_folders import JobFileError, checkpoints_in, goes_on, read_job, write_job
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, write_args
@@ -148,3 +148,9 @@ def test_a_damaged_job_file_is_named(here, damage, cause):
     with pytest.raises(JobFileError) as error:
         read_job(path.parent)
     assert str(error.value).startswith(str(path)) and cause in str(error.value)
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused(here):
+    message = "--save-interval (5): the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
+    assert checkpoint_findings(config("--save-interval 5 --critic-optimizer-cpu-offload")) == [message]
+    assert checkpoint_findings(config("--save-interval 0 --optimizer-cpu-offload")) == checkpoint_findings(config("--save-interval 5")) == []
