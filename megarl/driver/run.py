@@ -88,7 +88,7 @@ class Run:
     def go_on_after(self, step: int) -> None:
         """Of a run that goes on in its own folder: remove what was recorded of later steps, and record from there on. 0: begin anew."""
         cut_after(self.folder, step)
-        self._open("a", step + 1)
+        self._open("a", step + 1 if step else 0)
 
     def _open(self, mode: str, first_step: int | None) -> None:
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
