@@ -271,8 +271,9 @@ class InOrder:
 
     def run(self, *calls: tuple) -> None:
         executor = self.executor
-        pids = executor.call("actor", "setup").result()
-        (self.folder / "pids").write_text(" ".join(map(str, pids)))
+        if executor.step is None:
+            pids = executor.call("actor", "setup").result()
+            (self.folder / "pids").write_text(" ".join(map(str, pids)))
         executor.step, executor.stop.is_armed = 3, True
         with limited_stop(self.grace_s, lambda: "nothing is saved"):
             try:
@@ -297,7 +298,7 @@ def stops_after_update(executor, folder: Path) -> None:
     order.run(("actor", "update", -1), ("right", "sleep", 3.0), ("left", "note", 1))
     (folder / "finished").touch()
     executor.stop.step_is_whole()
-    order.run()
+    order.run(("left", "note", 2))
 
 
 def stops_too_slowly(executor, folder: Path) -> None:
