@@ -25,6 +25,11 @@ class InvariantError(RuntimeError):
     """A step is not what it must be. The message names the invariant, the sample and what was found."""
 
 
+class NonFiniteUpdate(FloatingPointError):
+    """The loss or the gradient of an update is not finite on some rank. Raised on all ranks of the mesh, with the same message; weights,
+    moments and step counts are then what they were before it."""
+
+
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
     """32 bits of the token ids and of where the response begins. Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
     return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,8 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.batch_invariants import check_column
+from megarl.invariants import NonFiniteUpdate
+from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
@@ -26,6 +29,10 @@ from megarl.workers.residence import needs
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
+
+logger = logging.getLogger(__name__)
+MAX_SKIPPED_IN_A_ROW = 10
+"""Updates of a role. The weights stay as they are, so more of them would hardly end otherwise."""
 
 
 def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
@@ -47,6 +54,8 @@ class MegatronRole:
         lora: of its adapters, if it has some."""
 
     model: TrainedModel
+    skipped_in_a_row = 0
+    """Updates, until now."""
 
     def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
@@ -95,6 +104,35 @@ class MegatronRole:
             batch = self.share.batch
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
             check_column(batch, name)
+
+    def update_over_epochs(self, update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:
+        """All optimizer updates of the step, each by `update`, which raises NonFiniteUpdate as the model does.
+
+        Returns: the mean over the updates that were made of this rank's share of every metric.
+        Raises: NonFiniteUpdate, on all ranks, for the first with --on-nonfinite stop, else for one more than MAX_SKIPPED_IN_A_ROW."""
+        self.model.advance_schedule()
+        mini_batches, num_epochs, skips = self.share.mini_batches, self.config.batch.num_epochs, self.config.run.on_nonfinite == "skip"
+        made = []
+        for epoch in range(num_epochs):
+            for number, mini_batch in enumerate(mini_batches):
+                try:
+                    made.append(update(mini_batch))
+                    self.skipped_in_a_row = 0
+                except NonFiniteUpdate as error:
+                    of_epoch = f" in epoch {epoch + 1} of {num_epochs}" if num_epochs > 1 else ""
+                    self._skip_or_stop(f"{self.name}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}: {error}", skips)
+        count = len(mini_batches) * num_epochs - len(made)
+        return mean_over_updates(made) | ({f"{self.model.prefix}/updates_skipped": count} if skips and self.model.reports_steps else {})
+
+    def _skip_or_stop(self, what: str, skips: bool) -> None:
+        if not skips:
+            raise NonFiniteUpdate(f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on without such updates.")
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteUpdate(f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip left out. "
+                                  "No weight was changed by them. Try a lower --lr.")  # fmt: skip
+        if self.model.reports_steps:
+            logger.warning("update left out (--on-nonfinite skip): %s", what)
 
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
