@@ -78,7 +78,8 @@ def _samples(kind: str, column: str, micro_batches: list[MicroBatch], losses: li
         for row, (sample, now, gaps) in enumerate(rows):
             at = int(gaps.argmax())  # of a response, which has a token at least
             was = "" if before is None else f", {before.split(lengths)[row][at]:.4g} before the step"
-            found.append((not bool(loss.isfinite()), float(gaps[at]), sample, f"sample {sample} ({kind} {now[at]:.4g} at response token {at}{was})"))
+            text = f"sample {sample} ({kind} {now[at]:.4g} at response token {at}{was})"
+            found.append((not loss.isfinite().item(), float(gaps[at]), sample, text))
     return found
 
 

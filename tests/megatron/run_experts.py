@@ -122,8 +122,9 @@ class OwnChoice:
     One token at a time, as the papers say it (arXiv:2405.04434, 2.1.3; arXiv:2412.19437, 2.1.2)."""
 
     def __init__(self, policy: Policy) -> None:
-        self.shape, self.inputs, self.routers = policy.shape, [], policy.routing._all
-        self.hooks = [router.register_forward_pre_hook(lambda router, args: self.inputs.append((router, args[0].detach()))) for router in self.routers]
+        self.shape, self.inputs = policy.shape, []
+        for router in policy.routing._all:
+            router.register_forward_pre_hook(lambda router, args: self.inputs.append((router, args[0].detach())))
 
     def take(self) -> list[set[int]]:
         """Of every router and token since it was asked last."""
@@ -143,7 +144,7 @@ class OwnChoice:
 
 
 def check_deepseek(out: Path, model: str) -> list[float]:
-    """moe/replay_changed of three updates, each followed by what it must be: routers as recorded, then moved, then with other corrections."""
+    """moe/replay_changed of three updates, each followed by what it must be: routers as recorded, moved, with other corrections."""
     folder = out / model
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
@@ -152,7 +153,8 @@ def check_deepseek(out: Path, model: str) -> list[float]:
                   OptimizerConfig(use_distributed_optimizer=False), experts=MoEConfig(moe_routing_replay="policy"))  # fmt: skip
     generator, found = torch.Generator().manual_seed(7), []
     for name, parameter in policy.parameters.items():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if name.endswith("expert_bias") else 0.1) + ("norm" in name))
+        scale = 0.3 if name.endswith("expert_bias") else 0.1
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("norm" in name))
     batch = make_batch(policy.shape.vocab_size)
     micros, own = micro_batches(batch, 1, MAX_TOKENS)[0], OwnChoice(policy)
     policy.log_probs(micros, TEMPERATURE)

@@ -1,6 +1,7 @@
-"""Run under torchrun with 2 ranks: updates that are not finite, planted in each case of test_nonfinite.py. Writes report_<rank>.json.
+"""Run under torchrun with 2 ranks: updates that are not finite, planted in each case of test_nonfinite.py, and in the updates of a role, by
+--on-nonfinite. Writes report_<rank>.json.
 
-    torchrun --nproc-per-node 2 tests/megatron/run_nonfinite.py OUT_FOLDER dp2/actor/loss ..."""
+    torchrun --nproc-per-node 2 tests/megatron/run_nonfinite.py OUT_FOLDER dp2/actor/loss skip stop ..."""
 
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from layouts import LAYOUTS, MODELS
 from run_equivalence import build, make_batch, plan, update
 
+from megarl.algorithms import REGISTRY
 from megarl.batch import MicroBatch
+from megarl.config.loader import load_config
 from megarl.config.mesh import megatron_mesh
 from megarl.config.schema import ParallelConfig
+from megarl.data.sums_model import write_model_folder
 from megarl.invariants import NonFiniteUpdate
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.trained_model import TrainedModel
-from megarl.workers.worker import join_world
+from megarl.packing import Sample, plan_mini_batches
+from megarl.workers.worker import build_roles, join_world
 
 RANK = 1  # where a fault is planted
 
@@ -32,7 +37,7 @@ def state(model: TrainedModel) -> dict[str, torch.Tensor]:
     found = {name: p.clone() for name, p in model.parameters.items()}
     for i, inner in enumerate(model.optimizer.chained_optimizers):
         for j, p in enumerate(p for group in inner.optimizer.param_groups for p in group["params"]):
-            found |= {f"{i}/{j}": p.data.clone()} | {f"{i}/{j}/{k}": torch.as_tensor(v).clone() for k, v in inner.optimizer.state[p].items()}
+            found |= {f"{i}/{j}/{k}": torch.as_tensor(v).clone() for k, v in [("main", p.data), *inner.optimizer.state[p].items()]}
     return found
 
 
@@ -107,8 +112,43 @@ def check(folder: Path, case: str) -> dict:
     return report | {"as_if_never": equal(state(mine.model), state(other.model)), "moved": not equal(before, state(mine.model))}
 
 
-def main(out: Path, *cases: str) -> None:
+def check_role(out: Path, on_nonfinite: str) -> list:
+    """Of each step of a role with 3 mini-batches and 2 epochs what its updates return or raise; those listed have a loss of NaN on one rank."""
+    rows = [{"prompt": f"{a} + {b} =", "response": str(a + b)} for a in range(1, 5) for b in range(3)]
+    if dist.get_rank() == 0:
+        write_model_folder(out / "sums", 0)
+        (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dist.barrier()
+    flags = ["--algorithm", "sft", "--model", out / "sums", "--train-data", out / "rows.jsonl", "--save", out / "run", "--nproc-per-node", 2,
+             "--train-iters", 5, "--num-epochs", 2, "--lr", 1e-3, "--on-nonfinite", on_nonfinite]  # fmt: skip
+    actor = build_roles(load_config([*map(str, flags)], REGISTRY), 2)["actor"]
+    actor.setup()
+    actor.load_dataset()
+    samples = [Sample(row, len(p) + len(r), len(r)) for row, (p, r) in enumerate(zip(actor.prompts, actor.responses, strict=True))]
+    actor.receive_rows(plan_mini_batches(samples, 4, {}, 2, 64, actor.shape.hidden_size, "a"))
+    update, faulty = actor.model.update, []
+
+    def planted(micros, loss, *others):
+        def nan(*arguments):
+            value, metrics = loss(*arguments)
+            return value * math.nan, metrics
+
+        return update(micros, nan if faulty.pop(0) and dist.get_rank() == RANK else loss, *others)
+
+    actor.model.update, found = planted, []
+    for step in ((), (1,), (2, 4, 5), range(6), range(6)) if on_nonfinite == "skip" else ((), (4,)):
+        faulty[:] = [number in step for number in range(6)]
+        try:
+            metrics = actor.update()
+            found.append({name: value for name, value in metrics.items() if name.startswith("policy/")})
+        except NonFiniteUpdate as error:
+            found.append(str(error))
+    return found
+
+
+def main(out: Path, *arguments: str) -> None:
     join_world(60)
+    cases = [case for case in arguments if "/" in case]
     for case in cases:
         layout = LAYOUTS[case.split("/")[0]]
         create_groups(megatron_mesh(tuple(range(layout.ranks)), ParallelConfig(**layout.parallel)))
@@ -118,6 +158,7 @@ def main(out: Path, *cases: str) -> None:
             (out / name / "config.json").write_text(json.dumps(config))
     dist.barrier()
     report = {case: check(out, case) for case in cases if dist.get_rank() < LAYOUTS[case.split("/")[0]].ranks}
+    report |= {mode: check_role(out, mode) for mode in arguments if "/" not in mode}
     (out / f"report_{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,17 +1,19 @@
 """An update whose loss or gradient is not finite changes nothing, on any rank, and says where it comes from.
 
-One torchrun job with two ranks (run_nonfinite.py) plants faults on rank 1: NaN in one sample's loss, in a weight's gradient before ranks sum
-theirs, Inf in a gradient after they have (in a copy that the gradient norm does not see, say), and gradients whose norm overflows.
+One torchrun job with two ranks (run_nonfinite.py) plants faults on rank 1: NaN in one sample's loss, in a weight's gradient before ranks
+sum theirs, Inf in a gradient after they have (in a copy that the gradient norm does not see, say), and gradients whose norm overflows.
 
     pytest tests/megatron/test_nonfinite.py [-m ""]"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 
+from megarl.metrics import combine
 from tests.megatron.cases import run_ranks
 from tests.megatron.layouts import LAYOUTS
 
@@ -28,8 +30,9 @@ CASES = dict.fromkeys([*QUICK, *(f"{name}/actor/{fault}" for name in ALL for fau
 def reports(request, tmp_path_factory) -> list[dict]:
     """Of each rank, about all cases of this file that are to be tested."""
     out = tmp_path_factory.mktemp("nonfinite")
-    cases = dict.fromkeys(item.callspec.params["case"] for item in request.session.items if item.path == request.path)
-    run_ranks("run_nonfinite.py", out, 2, *cases)
+    cases = dict.fromkeys(item.callspec.params["case"] for item in request.session.items
+                          if item.path == request.path and hasattr(item, "callspec"))  # fmt: skip
+    run_ranks("run_nonfinite.py", out, 2, *cases, "skip", "stop")
     return [json.loads((out / f"report_{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -48,3 +51,26 @@ def test_nothing_changes_on_any_rank(reports, case):
             "copy": rf"norm\S* \(rank {len(ranks) - 1}\)", "overflow": "every gradient is finite"}[fault]  # fmt: skip
     assert re.search(said, message), message
     assert ("the loss of the micro-batch of" in message) == (fault == "loss")
+
+
+def test_skipped_updates_are_counted_and_have_no_part_in_the_means(reports):
+    """Of 6 updates a step. Failed with means over all of them, which are NaN, and with the count on every rank."""
+    steps = [combine(of_ranks) for of_ranks in zip(*(report["skip"][:4] for report in reports), strict=True)]
+    assert [step["policy/updates_skipped"] for step in steps] == [0, 1, 3, 6]
+    for step in steps[:3]:
+        assert all(math.isfinite(value) for value in step.values()) and step["policy/loss"] > 0 and step["policy/grad_norm"] > 0
+    assert steps[3].keys() == {"policy/updates_skipped"}
+
+
+def test_more_than_ten_in_a_row_end_the_job_on_all_ranks(reports):
+    """Two at the end of the third step, six of the fourth, and the third of the fifth: the eleventh. Failed with those of a step alone."""
+    (message,) = {report["skip"][4] for report in reports}
+    assert message.startswith("actor, mini-batch 3 of 3 in epoch 1 of 2: the gradient norm is nan: the loss of the micro-batch of")
+    assert "So were the 10 updates before it" in message and "--lr" in message
+
+
+def test_stop_says_which_update_of_which_role(reports):
+    assert all("policy/updates_skipped" not in report["stop"][0] for report in reports)
+    (message,) = {report["stop"][1] for report in reports}
+    assert re.match(r"actor, mini-batch 2 of 3 in epoch 2 of 2: the gradient norm is nan: the loss of .* \(rank 1\); gradients are not finite", message)
+    assert "No weight was changed" in message and "--on-nonfinite skip" in message
