@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.batch_invariants import check_column
-from megarl.invariants import NonFiniteUpdate
-from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
@@ -23,16 +22,14 @@ from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
+from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
+from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
-
-logger = logging.getLogger(__name__)
-MAX_SKIPPED_IN_A_ROW = 10
-"""Updates of a role. The weights stay as they are, so more of them would hardly end otherwise."""
 
 
 def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
@@ -54,8 +51,8 @@ class MegatronRole:
         lora: of its adapters, if it has some."""
 
     model: TrainedModel
-    skipped_in_a_row = 0
-    """Updates, until now."""
+    writer: CheckpointWriter
+    """Of a role that is trained."""
 
     def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
@@ -63,7 +60,7 @@ class MegatronRole:
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
         self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
-        self.rank = dist.get_rank()
+        self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
 
     def build(self) -> TrainedModel:
         """The model, weights undefined."""
@@ -106,33 +103,9 @@ class MegatronRole:
             check_column(batch, name)
 
     def update_over_epochs(self, update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:
-        """All optimizer updates of the step, each by `update`, which raises NonFiniteUpdate as the model does.
-
-        Returns: the mean over the updates that were made of this rank's share of every metric.
-        Raises: NonFiniteUpdate, on all ranks, for the first with --on-nonfinite stop, else for one more than MAX_SKIPPED_IN_A_ROW."""
+        """All optimizer updates of the step. Returns and raises as `Updates.over_epochs`."""
         self.model.advance_schedule()
-        mini_batches, num_epochs, skips = self.share.mini_batches, self.config.batch.num_epochs, self.config.run.on_nonfinite == "skip"
-        made = []
-        for epoch in range(num_epochs):
-            for number, mini_batch in enumerate(mini_batches):
-                try:
-                    made.append(update(mini_batch))
-                    self.skipped_in_a_row = 0
-                except NonFiniteUpdate as error:
-                    of_epoch = f" in epoch {epoch + 1} of {num_epochs}" if num_epochs > 1 else ""
-                    self._skip_or_stop(f"{self.name}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}: {error}", skips)
-        count = len(mini_batches) * num_epochs - len(made)
-        return mean_over_updates(made) | ({f"{self.model.prefix}/updates_skipped": count} if skips and self.model.reports_steps else {})
-
-    def _skip_or_stop(self, what: str, skips: bool) -> None:
-        if not skips:
-            raise NonFiniteUpdate(f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on without such updates.")
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
-            raise NonFiniteUpdate(f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip left out. "
-                                  "No weight was changed by them. Try a lower --lr.")  # fmt: skip
-        if self.model.reports_steps:
-            logger.warning("update left out (--on-nonfinite skip): %s", what)
+        return self.updates.over_epochs(self.model, self.share.mini_batches, self.config.batch.num_epochs, update)
 
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
@@ -155,6 +128,26 @@ class MegatronRole:
         from megarl.megatron.training_state import save_checkpoint
 
         save_checkpoint(folder, self.model, self.atlases[self.rank], state)
+
+    @needs("parameters", "optimizer")
+    def begin_checkpoint(self, folder: str) -> None:
+        """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says when it has. Collective."""
+        self.writer.begin(Path(folder), self.model, self.atlases[self.rank])
+
+    def checkpoint_written(self, wait: bool = False) -> str | None:
+        """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises: CheckpointError if a rank failed."""
+        return self.writer.written(wait)
+
+    @needs("parameters", "optimizer")
+    def damage_of_checkpoint(self, folder: str) -> str | None:
+        """Why `load_checkpoint` would fail, the same on every rank; None: it is whole and of this model. Collective over the mesh."""
+        from megarl.megatron.training_state import verify_checkpoint
+
+        try:
+            verify_checkpoint(folder, self.model, self.atlases[self.rank])
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     @needs("parameters", "optimizer")
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
