@@ -103,7 +103,8 @@ class ActorRole(PolicyRole):
     def log_probs(self) -> dict[str, float]:
         """Write the column old_log_probs and compare it with what the engine reported when it sampled.
 
-        Returns: this rank's share of mismatch/mean_abs, mismatch/max_abs and mismatch/kl (k3 of KL(engine || trainer), whose samples these are)."""
+        Returns: this rank's share of mismatch/mean_abs, mismatch/max_abs and mismatch/kl (k3 of KL(engine || trainer), whose samples these
+            are)."""
         self.write_log_probs("old_log_probs")
         if not self.model.reports:
             return {}

@@ -18,7 +18,7 @@ from megarl.workers.residence import needs
 
 
 class CriticRole(MegatronRole):
-    """V of the state in which each response token was chosen. Starts from --critic-model; of a language model with a value head of zeros."""
+    """V of the state in which each response token was chosen. Starts from --critic-model; a language model gets a value head of zeros."""
 
     def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane) -> None:
         super().__init__(name, config, config.model.critic_model or config.model.model, shape, meshes, plane, config.critic_optimizer,

@@ -39,7 +39,8 @@ class Updates:
                     self.skipped_in_a_row = 0
                 except NonFiniteUpdate as error:
                     of_epoch = f" in epoch {epoch + 1} of {num_epochs}" if num_epochs > 1 else ""
-                    self._skip_or_stop(f"{self.role}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}: {error}", model.reports_steps)
+                    where = f"{self.role}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}"
+                    self._skip_or_stop(f"{where}: {error}", tells=model.reports_steps)
         skipped = len(mini_batches) * num_epochs - len(made)
         return mean_over_updates(made) | ({f"{model.prefix}/updates_skipped": skipped} if self.skips and model.reports_steps else {})
 

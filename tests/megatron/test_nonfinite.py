@@ -21,7 +21,8 @@ QUICK = ("dp2/actor/loss", "dp2_do/actor/gradient", "tp2_sp/actor/copy", "pp2/ac
 FAULTS = ("loss", "gradient", "copy", "overflow")
 ALL = ("one", "tp2", "tp2_sp", "tp2_sp_tied", "pp2", "pp2_tied", "cp2", "dp2", "dp2_do", "dp2_do_overlap", "pp2_vpp2", "tp2_sp_ep2",
        "tp2_sp_bf16", "pp2_bf16", "dp2_do_bf16")  # fmt: skip
-CASES = dict.fromkeys([*QUICK, "tp2_sp/critic/loss", "dp2_do/critic/loss", *(f"{name}/actor/{fault}" for name in ALL for fault in FAULTS if not (fault == "copy" and "_do" in name))])
+CASES = dict.fromkeys([*QUICK, "tp2_sp/critic/loss", "dp2_do/critic/loss"]
+                      + [f"{name}/actor/{fault}" for name in ALL for fault in FAULTS if not (fault == "copy" and "_do" in name)])
 """With the distributed optimizer there are no copies: each rank applies a part."""
 
 
@@ -71,5 +72,6 @@ def test_more_than_ten_in_a_row_end_the_job_on_all_ranks(reports):
 def test_stop_says_which_update_of_which_role(reports):
     assert all("policy/updates_skipped" not in report["stop"][0] for report in reports)
     (message,) = {report["stop"][1] for report in reports}
-    assert re.match(r"actor, mini-batch 2 of 3 in epoch 2 of 2: the gradient norm is nan: the loss of .* \(rank 1\); gradients are not finite", message)
+    assert message.startswith("actor, mini-batch 2 of 3 in epoch 2 of 2: the gradient norm is nan: the loss of the micro-batch of")
+    assert "is nan (rank 1); gradients are not finite" in message
     assert "No weight was changed" in message and "--on-nonfinite skip" in message
