@@ -27,12 +27,10 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_kib(pid: int) -> int:
-    """Of a process and all that it started, pages that several share counted once."""
-    total = 0
-    for each in descendants(pid):
-        rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
-        total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
-    return total
+    """Of a process and all that it started, pages that several share counted once. Without pages of files: how much of a library is counted
+    depends on who else on the machine has loaded it."""
+    rollups = [Path(f"/proc/{each}/smaps_rollup").read_text() for each in descendants(pid)]
+    return sum(int(line.split()[1]) for rollup in rollups for line in rollup.splitlines() if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def curve(data: Path, save: Path, *flags: str) -> dict[int, int]:

@@ -18,7 +18,8 @@ def test_stop_names_role_step_mini_batch_and_samples(sums_data, tmp_path):
     assert job.returncode != 0
     said = re.search(r"\[actor rank [01]\] update failed at step 2: .*NonFiniteUpdate: actor, mini-batch 1 of 2: the gradient norm is nan: "
                      r"the loss of the micro-batch of samples? [\d, and more]+ is nan \(rank 1\); gradients are not finite: .* "
-                     r"Worst: sample \d+ \(log-prob -[\d.e+-]+ at response token \d+, -[\d.e+-]+ before the step\)", job.output)  # fmt: skip
+                     r"Worst: sample \d+ \(log-prob -[\d.e+-]+ at response token \d+, -[\d.e+-]+ before the step\)",
+                     job.output)  # fmt: skip
     assert said, job.output
     assert [row["step"] for row in job.steps] == [1]
 

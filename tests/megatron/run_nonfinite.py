@@ -113,18 +113,19 @@ def check(folder: Path, case: str) -> dict:
 
 
 def check_role(out: Path, on_nonfinite: str) -> list:
-    """Of each step of a role with 3 mini-batches and 2 epochs what its updates return or raise; those listed have a loss of NaN on one rank."""
+    """What the updates of each step of a role return or raise: 3 mini-batches, 2 epochs; those listed have a loss of NaN on one rank."""
     rows = [{"prompt": f"{a} + {b} =", "response": str(a + b)} for a in range(1, 5) for b in range(3)]
     if dist.get_rank() == 0:
         write_model_folder(out / "sums", 0)
         (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dist.barrier()
-    flags = ["--algorithm", "sft", "--model", out / "sums", "--train-data", out / "rows.jsonl", "--save", out / "run", "--nproc-per-node", 2,
-             "--train-iters", 5, "--num-epochs", 2, "--lr", 1e-3, "--on-nonfinite", on_nonfinite]  # fmt: skip
+    flags = ["--algorithm", "sft", "--model", out / "sums", "--train-data", out / "rows.jsonl", "--save", out / "run",
+             "--nproc-per-node", 2, "--train-iters", 5, "--num-epochs", 2, "--lr", 1e-3, "--on-nonfinite", on_nonfinite]  # fmt: skip
     actor = build_roles(load_config([*map(str, flags)], REGISTRY), 2)["actor"]
     actor.setup()
     actor.load_dataset()
-    samples = [Sample(row, len(p) + len(r), len(r)) for row, (p, r) in enumerate(zip(actor.prompts, actor.responses, strict=True))]
+    texts = zip(actor.prompts, actor.responses, strict=True)
+    samples = [Sample(row, len(prompt) + len(response), len(response)) for row, (prompt, response) in enumerate(texts)]
     actor.receive_rows(plan_mini_batches(samples, 4, {}, 2, 64, actor.shape.hidden_size, "a"))
     update, faulty = actor.model.update, []
 
