@@ -423,6 +423,9 @@ class RunConfig:
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
     num_rollouts_to_log: int = 8
     """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What becomes of an update whose loss or gradient is not finite: the job ends, or the update is left out, on all ranks alike, and counted
+    (policy/updates_skipped, critic/updates_skipped); more than 10 in a row end the job. Weights and optimizer stay unchanged either way."""
     exit_loss: float | None = None
     """SFT: stop as soon as the loss of a step falls below this."""
     gate_max_abs: float = 1e-4

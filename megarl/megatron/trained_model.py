@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import LoRAConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
+from megarl.invariants import NonFiniteUpdate
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import fix_megatron
@@ -22,8 +24,9 @@ from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
+from megarl.megatron.nonfinite import NonFiniteStep, explain
 from megarl.megatron.offload import ModelMemory
-from megarl.megatron.optimizer import build_optimizer, build_scheduler
+from megarl.megatron.optimizer import build_optimizer, build_scheduler, prepare_step, take_step
 from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing
 from megarl.metrics import combine
@@ -45,6 +48,8 @@ class TrainedModel(ABC):
     """Of the names of this model's metrics."""
     routing_prefix: ClassVar[str]
     """Of those of its routers, if it is a mixture of experts."""
+    token_values: ClassVar[tuple[str, str]]
+    """What a loss is of, for people, and the batch's column of the same before the step."""
 
     def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
                  optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
@@ -65,6 +70,8 @@ class TrainedModel(ABC):
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
         self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
+        self._losses: list[torch.Tensor] = []
+        """Of the micro-batches of the latest passes with gradients, on the last stage."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -122,6 +129,11 @@ class TrainedModel(ABC):
         return self._reports_shard and self.groups.cp.rank() == 0
 
     @property
+    def reports_steps(self) -> bool:
+        """True on one rank of the mesh."""
+        return self.reports and self.groups.dp.rank() == 0
+
+    @property
     def _reports_shard(self) -> bool:
         """The same for numbers of which every context-parallel rank has a part."""
         return self.is_last_stage and self.groups.tp.rank() == 0
@@ -157,22 +169,31 @@ class TrainedModel(ABC):
         """One optimizer step with the gradients that are there.
 
         Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the others.
-        Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+        Raises: NonFiniteStep, on all ranks, if a gradient or a loss is not finite on one of them; nothing has changed then."""
         self.memory.use("parameters", "gradients", "optimizer")
-        with cpu_megatron():
-            succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
-            raise FloatingPointError(f"{self.prefix} gradient norm is {grad_norm}: the loss or its gradient is not finite. Lower the "
-                                     "learning rate, or look at the rewards and log-probs of this step in rollouts/")
-        if not (self.reports and self.groups.dp.rank() == 0):
+        grad_norm, is_finite = prepare_step(self.optimizer)
+        if not self._on_all_ranks(is_finite):
+            raise NonFiniteStep(grad_norm)
+        take_step(self.optimizer, grad_norm)
+        if not self.reports_steps:
             return {}
         return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
 
+    def _on_all_ranks(self, is_finite: bool) -> bool:
+        """Whether gradients and losses are finite on every rank of the mesh."""
+        finite = torch.stack([torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]).all().int()
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.groups.intra_dist_opt)
+        return bool(finite)
+
     def _update(self, micro_batches: list[MicroBatch], request: Request,
-                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], of_shards: bool = False) -> dict[str, float]:
+                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], ask: Callable[[], list[torch.Tensor] | None],
+                of_shards: bool = False) -> dict[str, float]:  # fmt: skip
         """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
 
-        of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each."""
+        Args:
+            ask: a pass without gradients -> the numbers that the loss is of, as `log_probs` or `values` returns them.
+            of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each.
+        Raises: NonFiniteUpdate."""
         self.memory.use("gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -183,7 +204,10 @@ class TrainedModel(ABC):
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
         if self.routing:
             of_experts = self.routing.end_update(self.routing_prefix)
-        of_step = self.step()
+        try:
+            of_step = self.step()
+        except NonFiniteStep as error:
+            raise NonFiniteUpdate(explain(self, error.grad_norm, micro_batches, self._losses, ask())) from None
         reports = self._reports_shard if of_shards else self.reports
         metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
         return metrics | of_experts | of_step
@@ -198,12 +222,14 @@ class TrainedModel(ABC):
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
                           loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
         """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of each."""
+        self._losses = []
 
         def forward_step(iterator, model):
             micro = next(iterator)
 
             def finish(output):
                 value, metrics = loss(micro, output)
+                self._losses.append(value.detach())
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
             shard = self._shard(micro)
