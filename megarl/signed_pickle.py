@@ -51,8 +51,8 @@ def loads(data: bytes, name: str) -> object:
     """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it; nothing is unpickled then."""
     pickled = memoryview(data)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, pickled), data[:_MAC_BYTES]):
-        raise ForgedMessage(f"{name} in the job's store is not signed with the job's secret: another process wrote it, or {JOB_SECRET} is not the "
-                            "same on all nodes. It was not read.")  # fmt: skip
+        raise ForgedMessage(f"{name} in the job's store is not signed with the job's secret and was not read: another process wrote it, or "
+                            f"{JOB_SECRET} is not the same on all nodes.")  # fmt: skip
     return pickle.loads(pickled)
 
 
@@ -72,7 +72,7 @@ def job_secret() -> str:
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
         if given is not None and len(given) < _SHORTEST_SECRET:
-            raise ConfigError([f"{JOB_SECRET} (environment variable, {len(given)} characters): must have at least {_SHORTEST_SECRET}. {_HOW}"])
+            raise ConfigError([f"{JOB_SECRET} (variable, {len(given)} characters): must have at least {_SHORTEST_SECRET} characters. {_HOW}"])
         _secret = given or secrets.token_hex(_SECRET_BYTES)
     return _secret
 
@@ -83,8 +83,8 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
     alone = env["WORLD_SIZE"] == "1"
     on_one_node = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"] and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if JOB_SECRET not in env and not alone and not on_one_node:
-        raise ConfigError([f"{JOB_SECRET} (environment variable, not set): must be set where torchrun does not start all ranks on one node, as "
-                           f"commands go through a store that others can reach, and are signed with it. {_HOW}"])  # fmt: skip
+        raise ConfigError([f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: it signs commands in a "
+                           f"store that others can reach. {_HOW}"])  # fmt: skip
 
 
 def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
@@ -127,6 +127,6 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError([f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try TMPDIR=$HOME/tmp, or "
+        raise ConfigError([f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try TMPDIR=$HOME, or a "
                            f"{JOB_SECRET} of your own."])  # fmt: skip
     return folder

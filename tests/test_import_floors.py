@@ -1,7 +1,8 @@
 """Imports go down only, imports inside functions included.
 
     train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
-    -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle -> config, flow, batch, packing, metrics -> kernels, _C, role_names
+    -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle -> config, flow, batch, packing, metrics
+    -> kernels, _C, role_names
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 

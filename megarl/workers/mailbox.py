@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl import signed_pickle
-from megarl.workers.process import store_prefix
+from megarl.workers.process import listen_on_loopback, store_prefix
 
 PART_BYTES = 4 << 20
 FOREVER = timedelta(days=20)  # the store's poll counts milliseconds in an int32: 24 days at most
@@ -94,7 +94,8 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
 
 
 def world_store(timeout_s: float) -> dist.Store | None:
-    """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its own is right.
+    """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its own is right. Before that, where
+    all ranks are on one node, gloo and NCCL are told to stay on its loopback interface.
 
     In torch 2.13 torchrun keeps one store for all attempts and `init_process_group` no longer puts the attempt into its keys
     (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it), so after an elastic restart gloo would find
@@ -102,7 +103,9 @@ def world_store(timeout_s: float) -> dist.Store | None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         signed_pickle.check_secret()
-        return None
+        return dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None  # torch's would listen on all interfaces, for nobody
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        listen_on_loopback()
     store = connect(prefix=f"{store_prefix()}/world", timeout_s=timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     signed_pickle.agree(store)
