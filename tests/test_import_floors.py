@@ -1,6 +1,6 @@
 """Imports go down only, imports inside functions included.
 
-    train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
+    train, evaluate, convert, doctor, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
     -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle -> config, flow, batch, packing, metrics
     -> kernels, _C, role_names
 
@@ -27,7 +27,7 @@ FLOORS = (
     ("megatron", "rollout", "data", "rewards"),
     ("workers",),
     ("driver",),
-    ("train", "convert"),
+    ("train", "convert", "doctor"),
     ("evaluate",),  # is train with another driver
     ("cli",),  # starts each of them
 )

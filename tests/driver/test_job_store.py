@@ -36,7 +36,7 @@ def job(tmp_path):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("where", ["inbox", "cmd"])
+@pytest.mark.parametrize("where", ["inbox", pytest.param("cmd", marks=pytest.mark.slow)])
 def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_pickles(job, where):
     """Of the store, of gloo's pairs and of the driver; and the whole job ends when someone writes to a rank or to the driver."""
     process = job.start([sys.executable, "-P", "-m", "local_job", "attacked", str(job.folder)])
