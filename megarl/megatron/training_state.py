@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.crew import Crew
-from megarl.checkpoint.load import load
+from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
@@ -43,22 +43,28 @@ def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
 
 
 def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
-                    group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
+                    group: dist.ProcessGroup | None = None, digests: bool = True) -> dict[str, object]:  # fmt: skip
     """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
             reads no others.
+        digests: False: `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
     resume = model.optimizer is not None and not weights_only
-    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt)
+    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt, digests)
     for name, param in atlas.items():
         if param.padding_rows:
             model.parameters[name][param.rows - param.padding_rows :].zero_()
     if resume:
         _set_steps(model, state)
     return state["job"]
+
+
+def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None) -> None:
+    """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
+    verify(folder, list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None)), group or model.groups.intra_dist_opt)
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
