@@ -245,7 +245,7 @@ def _be_launched_externally() -> None:
 
 
 _FIXED = ("model", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode", "load_format", "weight_transfer_config",
-          "skip_tokenizer_init", "seed", "max_model_len")  # fmt: skip
+          "skip_tokenizer_init", "seed", "max_model_len", "trust_remote_code")  # fmt: skip
 
 
 def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_engines: int = 1,
@@ -267,7 +267,7 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
         enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         enable_prefix_caching=rollout.enable_prefix_caching, block_size=rollout.block_size,
         kv_cache_memory_bytes=rollout.kv_cache_memory_bytes, logprobs_mode="processed_logprobs",
-        weight_transfer_config={"backend": BACKEND}, disable_log_stats=True)  # fmt: skip
+        weight_transfer_config={"backend": BACKEND}, disable_log_stats=True, trust_remote_code=False)  # fmt: skip
     if on_cpu:
         check_version()
         arguments |= {"worker_cls": "megarl.rollout.worker.NamedCPUWorker", "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
