@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from megarl.algorithms import REGISTRY
-from megarl.config.check import check_job
+from megarl.checks.job import check_everything
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
@@ -40,7 +40,7 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
                              "megarl train ..., which does it for you\n")
             return 2
         if rank == 0 and DRIVER_PID not in os.environ:  # torchrun's own count may not suit the job; others may come when the run has begun
-            check_job(config, int(os.environ["WORLD_SIZE"]), new_run)
+            check_everything(config, int(os.environ["WORLD_SIZE"]), new_run, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     except ConfigError as error:
         if rank == 0:
             sys.stderr.write(f"{error}\n")

@@ -1,6 +1,6 @@
 """Imports go down only, imports inside functions included.
 
-    train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
+    train, evaluate, convert, cli -> driver -> workers, checks -> megatron, rollout, data, rewards -> checkpoint
     -> algorithms, reshard -> batch_invariants -> invariants -> config, flow, batch, packing, metrics -> kernels, _C, role_names
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
@@ -24,7 +24,7 @@ FLOORS = (
     ("algorithms", "reshard"),
     ("checkpoint",),
     ("megatron", "rollout", "data", "rewards"),
-    ("workers",),
+    ("workers", "checks"),
     ("driver",),
     ("train", "convert"),
     ("evaluate",),  # is train with another driver
@@ -33,7 +33,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
-NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names"}
+NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "checks"}
 """What the console script and the driver read before any device is touched."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""
