@@ -41,7 +41,7 @@ MISTAKES = {
         ppo-epochs 2
         n-samples-per-prompt 4
         rollout-batch-size 4
-        output-dir runs/x
+        output-dir run2
         save-steps 5
         num-train-epochs 3
         max-grad-norm 1.0
@@ -51,9 +51,9 @@ MISTAKES = {
         tensor-parallel-size 2
         eps-clip 0.2
         init-kl-coef 0.1
-        prompt-data x.jsonl
-        pretrain x
-        model-name-or-path x
+        prompt-data train.jsonl
+        pretrain model
+        model-name-or-path model
         rollout-gpu-memory-utilisation 0.5
         train-iters abc
         train-iters 0
@@ -180,13 +180,12 @@ MISTAKES = {
         moe-router-load-balancing-type aux_loss
         fp8 hybrid | bf16
         moe-router-topk 4
-        lora-rank 4 | lora-target-modules linear_fc1
+        lora-target-modules linear_fc1 | lora-rank 4
     """,
     "two": """
         actor-3-lr 1e-3
         actor-2-train-iters 5
         rollout-2-engine in-process
-        actor-2-ranks 0
         num-actors 1
         critic-2-lr 1e-3
     """,
@@ -210,9 +209,9 @@ def remedies(finding: str, flag: str) -> list[tuple[str, list[str] | None]]:
     """What the finding proposes, as a reader takes it: [(flag, words)] to set together, None: leave it out. One list per proposal."""
     text = re.sub(r" \[[^\]]*\]$", "", finding)
     out: list[list[tuple[str, list[str] | None]]] = []
-    for tried in re.findall(r"[Tt]ry (.+?)(?:\.(?=\s|$)|, or |; |$)", text):
+    for tried, instead in re.findall(r"[Tt]ry (.+?)( instead)?(?:\.(?=\s|$)|, or |; |$)", text):
         if tried.startswith("--"):
-            out.append(_flags(tried))
+            out.append([*([(flag, None)] if instead else []), *_flags(tried)])
         else:
             out += [[(flag, value.split())] for value in tried.split(" or ")]
     for meant in re.findall(r"Did you mean (\S+)\?", text):

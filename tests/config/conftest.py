@@ -23,6 +23,14 @@ QWEN3 = {
 }
 
 
+MIXTURE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 WORDS = ["<pad>", "<end>", "<user>", "<assistant>", *"0123456789+-?"]
 TEMPLATE = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 ROW = {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}, "response": "2"}
