@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megarl.checks.fits import gb
 from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
@@ -17,17 +18,25 @@ def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
     """One if the run folder's file system has no room for the checkpoints that are there at once and the exports."""
     needed = checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
     if free is not None and needed > free:
-        yield f"--save ({config.run.save}): {disk_line(config, free)}. Name a folder on another file system."
+        fewer = replace(config, checkpoint=replace(config.checkpoint, keep=1))
+        fits = checkpoints_at_once(fewer) * checkpoint_bytes(config) + export_bytes(config) <= free
+        advice = "Try --keep 1." if fits else "Name a folder on another file system."
+        yield f"--save ({config.run.save}): {disk_line(config, free)}. {advice}"
 
 
 def disk_line(config: TrainConfig, free: int | None) -> str:
     count, size, export = checkpoints_at_once(config), checkpoint_bytes(config), export_bytes(config)
-    checkpoints = f"{count} checkpoints of {gb(size)} GB and " if count else ""
+    checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {gb(size)} GB and " if count else ""
     return f"writes {checkpoints}exports of {gb(export)} GB" + ("" if free is None else f", and {gb(free)} GB are free")
 
 
 def checkpoints_at_once(config: TrainConfig) -> int:
-    return 0
+    """Those that stay, the best one, and the one that is being written."""
+    checkpoint = config.checkpoint
+    if not checkpoint.save_interval:
+        return 0
+    made = -(-config.batch.train_iters // checkpoint.save_interval)
+    return min(made, checkpoint.keep + 1 + (checkpoint.best_metric is not None))
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:

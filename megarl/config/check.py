@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.check_actors import actors_findings, idle_findings, of_all_actors
+from megarl.config.check_checkpoints import checkpoint_findings
 from megarl.config.check_experts import expert_findings
 from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
@@ -111,13 +112,15 @@ def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> Mod
 
 
 def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
-    """All findings of `check` for every actor, together with what is wrong in the models' config.json."""
+    """All findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is, what is wrong with
+    --load."""
 
     def findings_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, findings = _load_shapes(of_actor)
         return findings + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    return of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run)
+    findings = of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run)
+    return findings or (list(checkpoint_findings(config)) if new_run else [])
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:

@@ -117,6 +117,12 @@ class Training:
         """What the first actor's KL controller says. Of others: `batch.actors["actor_2"].kl_coef`."""
         return self.job.first.kl.coef
 
+    def save_checkpoint(self) -> None:
+        """Begin a checkpoint of the state after this step, in --save; `wait`, or the next one, ends it. Raises: ValueError within a step."""
+        if self._in_step:
+            raise ValueError(f"a checkpoint is made between steps, and step {self.step} has no update yet. Call update() first.")
+        self.job.checkpoints.save(self.step)
+
     def wait(self) -> None:
         """For all that is in flight, in the background too: for the end of a job. Then timeline.json says when each call ran, and where."""
         self._scheduler.close()
