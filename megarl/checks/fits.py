@@ -14,7 +14,7 @@ from megarl.config.schema import TrainConfig
 _SPLIT = ("actor", "critic", "reference", "reward")
 
 
-def memory_findings(config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int) -> Iterator[str]:
+def memory_findings(config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True) -> Iterator[str]:
     """One if what is certain alone cannot fit, with the least change that was computed to fit."""
     found = _shortage(parts, machine, ranks_per_node)
     if found is None:
@@ -22,7 +22,7 @@ def memory_findings(config: TrainConfig, parts: Parts, machine: Machine, ranks_p
     who, needed, there = found
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):
-        if not job_findings(changed, len(parts), new_run=False) and _shortage(estimate(changed, len(parts), machine), machine, ranks_per_node) is None:
+        if not job_findings(changed, len(parts), new_run) and _shortage(estimate(changed, len(parts), machine), machine, ranks_per_node) is None:
             advice = f"Try {flags}."
             break
     elsewhere = "" if machine.has_gpu else " A job for GPUs: megarl check --gpu-memory GB."

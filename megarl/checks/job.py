@@ -52,7 +52,8 @@ def examine(config: TrainConfig, world_size: int, new_run: bool = True, ranks_pe
     machine = machine or this_machine()
     free = free_bytes(Path(config.run.save)) if new_run else None
     parts = estimate(config, world_size, machine)
-    findings = [*sync_findings(config, world_size), *memory_findings(config, parts, machine, ranks_per_node or world_size), *disk_findings(config, free)]
+    findings = [*sync_findings(config, world_size), *memory_findings(config, parts, machine, ranks_per_node or world_size, new_run),
+                *disk_findings(config, free)]  # fmt: skip
     lines = [_summary(config, world_size), *dict.fromkeys(line for seen in previews.values() for line in seen.lines),
              *_sync_lines(config), *([f"--save: {disk_line(config, free)}"] if new_run else []), *memory_table(parts, machine),
              *(f"note: {note}" for note in version_notes())]  # fmt: skip

@@ -77,7 +77,7 @@ def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: 
         return []
     if row is None or config.data.prompt_key in row:
         return []
-    fits = [column for column in row if column not in _NO_PROMPTS and not parse_row({**row, "messages": None, "question": None}, column, needs)[1]]
+    fits = [column for column in row if column not in _NO_PROMPTS and not parse_row({**row, "messages": None, "question": None, column: row[column]}, column, needs)[1]]
     near = did_you_mean(config.data.prompt_key, fits, prefix="").removeprefix(" Did you mean ").removesuffix("?") or next(iter(fits), None)
     if near is None:
         return []
