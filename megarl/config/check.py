@@ -23,7 +23,7 @@ from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
 from megarl.config.schema import TrainConfig
 
-__all__ = ["check", "check_job", "raise_findings"]
+__all__ = ["check", "check_job", "job_findings", "raise_findings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +106,21 @@ def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Raises: ConfigError with all findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is,
-    with what is wrong with --load. Returns the first actor's shape."""
+    """Raises: ConfigError with `job_findings`. Returns the first actor's shape."""
+    raise_findings(job_findings(config, world_size, new_run))
+    return ModelShape.load(config.model.model)
+
+
+def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
+    """All findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is, what is wrong with
+    --load."""
 
     def findings_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, findings = _load_shapes(of_actor)
         return findings + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    raise_findings(of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run))
-    raise_findings(checkpoint_findings(config) if new_run else [])
-    return ModelShape.load(config.model.model)
+    findings = of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run)
+    return findings or (list(checkpoint_findings(config)) if new_run else [])
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:

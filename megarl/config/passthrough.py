@@ -3,6 +3,7 @@ are checked against the installed class. What megarl itself decides is refused, 
 
 from __future__ import annotations
 
+import functools
 from fnmatch import fnmatchcase
 
 from megarl.config.flags import Flag, flag_name
@@ -132,7 +133,10 @@ def _find(
     return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
 
 
+@functools.cache
 def passthrough_names() -> list[str]:
-    """All flags beyond the schema's, for suggestions."""
+    """All flags beyond the schema's that are not refused, for suggestions."""
     names = [flag_name(field, "rollout-") for field in (engine_args() or InstalledClass({})).annotations]
-    return names + [flag_name(field) for field in (transformer_config() or InstalledClass({})).annotations]
+    names = [name for name in names if isinstance(find_engine_flag(name), Flag)]
+    return names + [name for field in (transformer_config() or InstalledClass({})).annotations
+                    if isinstance(find_transformer_flag(name := flag_name(field)), Flag)]  # fmt: skip

@@ -91,7 +91,7 @@ class ParallelConfig:
                 (
                     self.recompute_modules is None or 0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
                     "recompute_modules",
-                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}.",
+                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
                 )
             ],
         )
@@ -263,7 +263,7 @@ class LoRAConfig:
             self,
             at_least={"lora_rank": 0},
             above={"lora_alpha": 0},
-            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once.")],
+            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.")],
         )
 
 

@@ -186,7 +186,7 @@ RULES = {
         "--pipeline-model-parallel-size 2",
         2,
         {"num_layers": 3},
-        "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1 or 3.",
+        "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1.",
         "--pipeline-model-parallel-size 1",
     ),
     "virtual pipeline": (
@@ -341,7 +341,7 @@ RULES = {
         "--actor-ranks 0-2",
         2,
         {},
-        "--actor-ranks (0-2): must be below the number of ranks (2), so at most 1.",
+        "--actor-ranks (0-2): must be below the number of ranks (2). Try 0-1.",
         "--actor-ranks 0-1",
     ),
     "rollout rank outside": ("--rollout-ranks 1,2", 2, {}, "--rollout-ranks (1,2): must be below", "--rollout-ranks 0,1"),
@@ -445,7 +445,7 @@ RULES = {
         "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state is small. Leave it out.",
         "--lora-rank 4",
     ),
-    "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2), so at most 1.",
+    "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2). Try 0-1.",
                             "--algorithm ppo --critic-ranks 1"),
     "ranks named twice": ("--algorithm ppo --critic-ranks 0,0", 2, {}, "--critic-ranks (0,0): must ascend, each rank once.",
                           "--algorithm ppo --critic-ranks 0"),
@@ -467,7 +467,7 @@ RULES = {
     "unknown pool": ("--actor-ranks train", 2, {}, "--actor-ranks (train): must be ranks and ranges of ranks, like 0-3 or 0,2.",
                      "--pools train=0-1 --actor-ranks train"),
     "pool outside": ("--pools train=0-2 --actor-ranks train", 2, {},
-                     "--actor-ranks is pool train, whose ranks (0-2): must be below the number of ranks (2), so at most 1.",
+                     "--actor-ranks is pool train, whose ranks (0-2): must be below the number of ranks (2). Try 0-1.",
                      "--pools train=0-1 --actor-ranks train"),
     "no pool": ("--pools 0-1", 2, {}, "--pools (0-1): must be name=ranks, each name once. Try train=0-3.", "--pools train=0-1"),
     "critic's learning rate": ("--algorithm ppo --lr 1e-5 --critic-min-lr 1e-4", 2, {}, "--critic-min-lr (0.0001): must be at most --critic-lr (1e-05).",
@@ -521,8 +521,8 @@ def test_files(findings, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def score(**_): return 1.0\n")
     assert findings(f"--train-data {tmp_path}/none.jsonl {text}") == [
-        f"--train-data ({tmp_path}/none.jsonl): there is no such file.",
-        f"--train-data ({text}): must end in .jsonl or .parquet.",
+        f"--train-data ({tmp_path}/none.jsonl): there is no such file. Try {tmp_path}/train.jsonl.",
+        f"--train-data ({text}): must end in .jsonl or .parquet. Try {tmp_path}/train.jsonl.",
     ]
     assert findings(f"--eval-data {eval_data}") == [] and "--eval-data" in findings(f"--eval-data {tmp_path}")[0]
     assert findings(f"--save {run}") == [

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
-from megarl.rollout.engine import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes, engine_arguments
+from megarl.rollout.engine import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 
 SHAPE = ModelShape(
