@@ -52,9 +52,9 @@ class Run:
         check_folder_is_free(config.run.save)
         self.folder = Path(config.run.save)
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "resolved.args", "x") as file:  # "x": of two jobs that start at once, one gets the folder
+        with open(self.folder / "resolved.args", "x", encoding="utf-8") as file:  # "x": of two jobs that start at once, one gets the folder
             file.write(resolved_args)
-        self._metrics_file = open(self.folder / "metrics.jsonl", "x", buffering=1)
+        self._metrics_file = open(self.folder / "metrics.jsonl", "x", buffering=1, encoding="utf-8")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
         self._events: EventFile | None = None
         self._writes: list[Future] = []
@@ -136,5 +136,5 @@ class Run:
 
 
 def _append_lines(path: os.PathLike, rows: list[Mapping[str, object]]) -> None:
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -24,10 +24,10 @@ hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "
 
 
 def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -> Callable:
-    """Make a test of `check(folder, *drawn)`; folder: for files, shared by all cases of the test."""
+    """Make a test of `check(folder, *drawn)`; folder: for files, shared by all cases of the test. quick 0: only among the slow ones."""
 
     def decorate(check: Callable) -> Callable:
-        @pytest.mark.parametrize("cases", [quick, pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+        @pytest.mark.parametrize("cases", [quick] * (quick > 0) + [pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
         def test(cases: int, tmp_path: Path) -> None:
             ran, slowest = 0, 0.0
 
