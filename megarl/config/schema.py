@@ -153,7 +153,7 @@ class PlacementConfig:
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
 
     def __post_init__(self) -> None:
-        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64},
+        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64, "nproc_per_node": 1024},
                 above={"call_timeout_s": 0})  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from megarl.config.check import check, raise_findings
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.config.mesh import role_meshes
+from megarl.config.mesh import MeshSpec, role_meshes
 from megarl.config.placement import parse_ranks
 
 
@@ -594,8 +594,14 @@ def test_ranks(text, ranks):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "0-", "-1", "0,,1", "1-0", "0,0", "0-2,1", "3,1", "8", "0-8", "0;1", "1.0", "0-99999999999999999999"]
+    "text", ["", "a", "0-", "-1", "0,,1", "1-0", "0,0", "0-2,1", "3,1", "8", "0-8", "0;1", "1.0", "0-99999999999999999999", "9" * 5000]
 )
 def test_what_is_no_list_of_ranks(text):
     with pytest.raises(ValueError, match="ranks"):
         parse_ranks(text, 8)
+
+
+@pytest.mark.parametrize("size", ["tp", "pp", "ep", "etp", "cp", "vpp"])
+def test_a_mesh_of_no_size_is_refused(size):
+    with pytest.raises(ValueError, match=r"_parallel_size \(0\) must be at least 1"):
+        MeshSpec((0, 1), **{size: 0})

@@ -483,3 +483,8 @@ def test_configurations_are_frozen():
     for node in (config, config.model, config.actor, config.algorithm):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(node, dataclasses.fields(node)[0].name, None)
+
+
+def test_a_number_that_no_actor_can_have_is_no_number():
+    with pytest.raises(ConfigError, match="no such flag"):
+        load(f"--actor-{'9' * 5000}-lr", "1")
