@@ -77,7 +77,9 @@ class Training:
         self.job.checkpoints.poll()
         self.results = self._scheduler.resume()
         self._in_step = False
-        return self._host.finish(self.results)
+        metrics = self._host.finish(self.results)
+        self.job.step_is_whole()
+        return metrics
 
     def run(self, flow: Flow) -> dict[str, float]:
         """A whole step by a flow of one's own. Returns and raises like `update`."""
@@ -89,7 +91,9 @@ class Training:
         Raises: GateError if log-probs are among them and disagree with the engine's; ValueError as `update`."""
         self._check_current(batch)
         self._in_step = False
-        return self._host.record(reports)
+        metrics = self._host.record(reports)
+        self.job.step_is_whole()
+        return metrics
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
         """Bring token columns from the ranks of one role to those of another. None: they are there, as both work on the same share."""
