@@ -2,6 +2,7 @@
 
     save      every rank copies its state, threads write it           .step_000010.partial/actor/..., critic/...
     poll      all threads have ended: job.json, then the name          step_000010/
+    abandon   the same after a failure, by what is on the disk
     restore   newest first; one that is damaged is passed over
 
 What ranks hold is in the folders of the roles (megarl/checkpoint), what the driver holds is in job.json."""
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING
 from megarl.config.check_checkpoints import described_models
 from megarl.config.checkpoint_folders import (
     CHECKPOINTS,
+    MANIFEST,
     JobFileError,
     checkpoints_in,
+    file_digest,
     folder_of_step,
     found_by,
     goes_on,
@@ -90,7 +93,7 @@ class Checkpoints:
         saving = self._saving
         if saving is None:
             return
-        with self.executor.stop.held(), _removed_if_failed(saving.partial):
+        with self.executor.stop.held():
             if saving.asked is None:
                 saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
             if all(future.done() for future in saving.asked.values()):
@@ -103,9 +106,20 @@ class Checkpoints:
         """Until what was begun is visible. Raises as `poll`."""
         if self._saving is None:
             return
-        with self.executor.stop.held(), _removed_if_failed(self._saving.partial):
+        with self.executor.stop.held():
             asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
             self._publish({role: future.result()[0] for role, future in asked.items()})
+
+    def abandon(self) -> None:
+        """After a failure: what all roles have written by now becomes visible, anything less is removed."""
+        if self._saving is None:
+            return
+        partial = self._saving.partial
+        with contextlib.suppress(OSError):
+            if all((partial / role).is_dir() for role in self.roles):
+                self._publish({role: file_digest(partial / role / MANIFEST) for role in self.roles})
+            else:
+                shutil.rmtree(partial)
 
     def restore(self) -> int:
         """Bring every role, and what the driver keeps, to where --load is. After the roles are set up.

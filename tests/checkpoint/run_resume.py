@@ -137,6 +137,17 @@ def held_up(out: Path) -> list[str]:
     return list(event for event, _ in itertools.groupby(events))
 
 
+def failed_after_writing(out: Path) -> list[str]:
+    """All files are written, but the driver has not asked yet when something else ends the job."""
+    with contextlib.suppress(KeyError), opened(out, "failed", "--train-iters", "4") as (job, _):
+        job.set_up()
+        job.checkpoints.save(1)
+        while not (out / "failed" / "checkpoints" / ".step_000001.partial" / "actor").is_dir():
+            pass
+        raise KeyError("of the user's loop")
+    return sorted(path.name for path in (out / "failed" / "checkpoints").iterdir())
+
+
 def disk_full(out: Path) -> dict[str, object]:
     real = save_module.write_tensors
 
@@ -157,7 +168,8 @@ def main(out: Path) -> None:
     make_sums(out / "data", seed=0)
     with open(out / "data" / "sft_worked.jsonl") as rows:
         (out / "rows.jsonl").write_text("".join(itertools.islice(rows, NUM_ROWS)))
-    report = {"told": interrupted(out), "damaged": damaged(out), "held up": held_up(out), "disk full": disk_full(out)}
+    report = {"told": interrupted(out), "damaged": damaged(out), "held up": held_up(out), "disk full": disk_full(out),
+              "failed": failed_after_writing(out)}  # fmt: skip
     report["best"] = train(out, "best", 6, "--save-interval", "1", "--keep", "1", "--best-metric", "policy/loss", "--best-metric-mode", "max")
     report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/accuracy")
     (out / "report.json").write_text(json.dumps(report))

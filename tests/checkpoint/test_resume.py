@@ -143,8 +143,13 @@ def test_training_goes_on_while_the_disk_is_held_up(report):
     assert "visible step_000001" in events[events.index("step 4") :] and "visible step_000001" not in events[: events.index("step 4")]
 
 
+def test_what_was_written_when_the_job_failed_is_a_checkpoint(out: Path, report):
+    assert report["failed"] == ["step_000001"]
+    assert json.loads((out / "failed" / "checkpoints" / "step_000001" / "job.json").read_text())["step"] == 1
+
+
 def test_a_full_disk_is_told_with_role_rank_and_file_and_leaves_no_rest(out: Path, report):
     told, left = report["disk full"]["told"], report["disk full"]["left"]
     assert told.startswith("[actor rank 0] checkpoint_written failed")
-    assert f"{out / 'full' / 'checkpoints'}/.step_000004.partial/actor/exp_avg-00000.safetensors cannot be written: No space left on device." in told
+    assert f"{out / 'full' / 'checkpoints'}/.step_000004.partial/.actor.partial/exp_avg-00000.safetensors cannot be written: No space left on device." in told
     assert left == ["step_000002"]
