@@ -151,15 +151,15 @@ class Checkpoints:
         return "data" if "data" in self.executor.ranks else "actor"
 
     def _body(self, step: int, random_states: list[dict[str, str]]) -> dict[str, object]:
-        job, row = self.job, self.job.run.row_of(step)
-        best = self.config.best_metric
+        job, row, best = self.job, self.job.run.row_of(step), self.config.best_metric
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
-            job.run.progress.note(f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has {', '.join(row)}.")
+            job.run.progress.note(f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has "
+                                  f"{', '.join(row)}.")  # fmt: skip
         return {
-            "step": step, "weight_version": step, "models": described_models(job.config), "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
-            "random_states": random_states, "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
-            "arguments": write_args(job.config),
+            "step": step, "weight_version": step, "random_states": random_states, "models": described_models(job.config),
+            "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
+            "metrics": {name: value for name, value in row.items() if math.isfinite(value)}, "arguments": write_args(job.config),
         }  # fmt: skip
 
     def _publish(self, digests: Mapping[str, str]) -> None:
@@ -227,7 +227,7 @@ class Checkpoints:
             shutil.rmtree(replaced, ignore_errors=True)
             later.rename(replaced)
         self.job.run.go_on_after(step)
-        self._metrics = {step_of(path): body["metrics"] for path in checkpoints_in(self.run_folder) if (body := _readable(path)) is not None}
+        self._metrics = {step_of(path): _metrics_of(path) for path in checkpoints_in(self.run_folder)}
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:
@@ -247,11 +247,12 @@ def _removed_if_failed(partial: Path) -> Iterator[None]:
         raise
 
 
-def _readable(folder: Path) -> dict[str, object] | None:
+def _metrics_of(folder: Path) -> dict[str, float]:
+    """{} of a damaged one."""
     try:
-        return read_job(folder)
+        return read_job(folder)["metrics"]
     except JobFileError:
-        return None
+        return {}
 
 
 def _sync(folder: Path) -> None:

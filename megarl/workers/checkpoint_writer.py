@@ -35,8 +35,8 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas) -> None:
-        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective; after `written`
-        has said that the one before is. From now on the model may change."""
+        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective, after
+        `written` has said that the one before is. When this returns the model may change."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)

@@ -40,9 +40,9 @@ def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO
                           "--global-batch-size", "8", "--lr", "1e-2", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--lr-decay-iters", "12",
                           "--max-prompt-length", "64", "--max-response-length", "64", "--save", str(out / save), *flags], REGISTRY)  # fmt: skip
     inputs, told = read_inputs(config, 1), io.StringIO()
-    with inline_ranks(config) as executor:
-        with open_job(executor, config, inputs, 1, Progress(config.batch.train_iters, told, terminal=False)) as job:
-            yield job, told
+    shown = Progress(config.batch.train_iters, told, terminal=False)
+    with inline_ranks(config) as executor, open_job(executor, config, inputs, 1, shown) as job:
+        yield job, told
 
 
 def train(out: Path, save: str, steps: int, *flags: str) -> str:
@@ -134,7 +134,7 @@ def held_up(out: Path) -> list[str]:
             if step == 3:
                 released.set()
                 job.checkpoints.wait()
-    return list(event for event, _ in itertools.groupby(events))
+    return [event for event, _ in itertools.groupby(events)]
 
 
 def failed_after_writing(out: Path) -> list[str]:
