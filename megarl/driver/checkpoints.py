@@ -66,6 +66,8 @@ class Checkpoints:
         self.roles = [role for role in job.meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
         self.last_step: int | None = None
         """The newest that was begun or restored."""
+        self.restored_metrics: dict[str, float] = {}
+        """Of the step that was restored."""
         self._saving: _Saving | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         """Step of each checkpoint in the run folder -> the metrics of that step."""
@@ -213,7 +215,7 @@ class Checkpoints:
             for future in [self.executor.call_on([rank], self._everywhere, "set_random_state", state)
                            for rank, state in zip(ranks, body["random_states"], strict=True)]:  # fmt: skip
                 future.result()
-        self.last_step = body["step"]
+        self.last_step, self.restored_metrics = body["step"], body["metrics"]
         return body["step"]
 
     def _go_on(self, step: int, folder: Path | None) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from megarl.algorithms import REGISTRY
 from megarl.checkpoint import save as save_module
 from megarl.config.loader import load_config
+from megarl.convert import main as convert
 from megarl.data.sums_files import make_sums
 from megarl.driver.checkpoints import NoWholeCheckpoint
 from megarl.driver.executor import RemoteError
@@ -59,6 +60,8 @@ def interrupted(out: Path) -> dict[str, str]:
     shutil.copytree(out / "parts_after_5", out / "lost")  # a job that ended between its last checkpoint and its export
     shutil.rmtree(out / "lost" / "hf")
     train(out, "lost", 5, "--load", str(out / "lost"))
+    for _ in range(2):  # the loss falls below 2.5 at step 6
+        train(out, "early", 8, "--exit-loss", "2.5", "--save-interval", "5", "--load", str(out / "early"))
     return {
         "own folder": told, "another folder": train(out, "elsewhere", 8, "--load", str(out / "parts_after_5")),
         "nothing there": train(out, "requeued", 2, "--save-interval", "2", "--load", str(out / "requeued")),
@@ -172,6 +175,8 @@ def main(out: Path) -> None:
               "failed": failed_after_writing(out)}  # fmt: skip
     report["best"] = train(out, "best", 6, "--save-interval", "1", "--keep", "1", "--best-metric", "policy/loss", "--best-metric-mode", "max")
     report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/accuracy")
+    report["converted"] = convert(["--model", str(out / "data" / "model"), "--load", str(out / "parts" / "checkpoints" / "step_000008" / "actor"),
+                                   "--save", str(out / "converted")])  # fmt: skip
     (out / "report.json").write_text(json.dumps(report))
 
 
