@@ -5,7 +5,7 @@ Megatron-Core 0.16.1 has four faults here, put right by a class of our own:
     mcore_fsdp_adapter.py:159, :370   tensor parallelism comes from the global parallel_state, device meshes from the whole world
     mcore_fsdp_adapter.py:276         device meshes are CUDA's, and so is the device's name that megatron_fsdp.py:184 makes
     megatron_fsdp.py:1326             the chunk's forward runs without its hooks: the one that ends a backward pass is among them, and gradients of the
-                                      next micro-batch are then added to buckets that still wait. (Models in bf16 have Float16Module between.)
+                                      next micro-batch are then added to buckets that still wait. (Megatron-LM has Float16Module between, in bf16.)
     megatron_fsdp.py:660, :1174       strategy optim reduces its gradients at the end of the last backward pass, and again when they are finished"""
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ with cpu_megatron():
     from megatron.core.transformer import TransformerConfig
 
 
+BUCKET_ELEMENTS = 40_000_000
+"""Of gradients that are reduced together, unless one parameter has more."""
+
+
 class ShardedDataParallel(FullyShardedDataParallel):
     """A model, as DistributedDataParallel wraps it otherwise. Collective over the mesh.
 
@@ -46,7 +50,7 @@ class ShardedDataParallel(FullyShardedDataParallel):
         self._mesh = mesh
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=True, use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, grad_reduce_in_fp32=True,
-            preserve_fp32_weights=config.bf16)
+            preserve_fp32_weights=config.bf16, bucket_size=BUCKET_ELEMENTS)
         with _device_number(device):
             super().__init__(config, ddp_config, model, device=device, pg_collection=groups)
         self.no_sync = contextlib.nullcontext if strategy == "optim" else self.no_sync

@@ -26,6 +26,7 @@ from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import megatron_mesh
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron import fsdp
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.trained_model import TrainedModel
@@ -259,6 +260,7 @@ def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: s
 
 def main(out: Path, *cases: str) -> None:
     join_world(60)
+    fsdp.BUCKET_ELEMENTS = 20_000  # several buckets
     rank, arguments, references = dist.get_rank(), {}, {}
     for case in cases or CASES + PLANTED:
         name, role, *how = case.split("/")
