@@ -220,6 +220,11 @@ class OptimizerConfig:
     """Shard Adam's states and the master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
+    use_megatron_fsdp: bool = False
+    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in place of Megatron's DDP and
+    distributed optimizer."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads"
+    """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients too (ZeRO-2)."""
     optimizer_cpu_offload: bool = False
     """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
     and --use-distributed-optimizer. To have them there between updates only: --offload optimizer."""

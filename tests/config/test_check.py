@@ -81,12 +81,12 @@ RULES = {
         "",
     ),
     "experts of the engine": (
-        "--moe-routing-replay engine",
+        "--moe-routing-replay engine --no-rollout-enable-prefix-caching",
         2,
         EXPERTS,
-        "--moe-routing-replay (engine): is not connected yet. vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
-        "Triton on a GPU, and megarl's engines were never run on it. Try --moe-routing-replay policy.",
-        "--moe-routing-replay policy",
+        "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. Leave --no-rollout-enable-prefix-caching "
+        "out, or try --moe-routing-replay policy.",
+        "--moe-routing-replay engine",
     ),
     "fp8 of fp32 weights": (
         "--fp8-format hybrid",
@@ -445,6 +445,38 @@ RULES = {
         "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state is small. Leave it out.",
         "--lora-rank 4",
     ),
+    "sharding without Megatron-FSDP": (
+        "--data-parallel-sharding-strategy optim", 2, {},
+        "--data-parallel-sharding-strategy (optim): has no effect without --use-megatron-fsdp.",
+        "--data-parallel-sharding-strategy optim --use-megatron-fsdp"),
+    "sharded weights": (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 2, {},
+        "--data-parallel-sharding-strategy (optim_grads_params): the weights are shards between two passes, and no weight sync, export or checkpoint "
+        "reads these. Try --data-parallel-sharding-strategy optim_grads.",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"),
+    "nothing sharded": (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 2, {},
+        "(no_shard): shards nothing, as without --use-megatron-fsdp. Try --data-parallel-sharding-strategy optim_grads.", "--use-megatron-fsdp"),
+    "Megatron-FSDP and overlap": (
+        "--use-megatron-fsdp --overlap-grad-reduce", 2, {}, "--use-megatron-fsdp: does not go with --overlap-grad-reduce.", "--overlap-grad-reduce"),
+    "Megatron-FSDP and the other optimizer": (
+        "--use-megatron-fsdp --no-use-distributed-optimizer", 2, {}, "--use-megatron-fsdp: Megatron has it with its distributed optimizer only.",
+        "--use-megatron-fsdp"),
+    "Megatron-FSDP and adapters": (
+        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4", 2, {}, "--critic-use-megatron-fsdp: nobody has proven it with --critic-lora-rank (4)",
+        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4 --critic-lora-rank 0"),
+    "Megatron-FSDP and tensor parallelism": (
+        "--use-megatron-fsdp --tensor-model-parallel-size 2", 2, {},
+        "--use-megatron-fsdp: nobody has proven it with --tensor-model-parallel-size (2). Leave it out, or try --tensor-model-parallel-size 1.",
+        "--use-megatron-fsdp --tensor-model-parallel-size 1"),
+    "Megatron-FSDP and stages": (
+        "--use-megatron-fsdp --pipeline-model-parallel-size 2", 2, {}, "nobody has proven it with --pipeline-model-parallel-size (2).",
+        "--use-megatron-fsdp --context-parallel-size 2"),
+    "Megatron-FSDP and experts": (
+        "--use-megatron-fsdp", 2, EXPERTS, "--use-megatron-fsdp: nobody has proven it with a mixture of experts, which qwen3 is. Leave it out.", ""),
+    "Megatron-FSDP and offload": (
+        "--use-megatron-fsdp --offload gradients", 2, {},
+        "--use-megatron-fsdp: its buffers stay where they are, and --offload (gradients) would move them.", "--offload gradients"),
     "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2). Try 0-1.",
                             "--algorithm ppo --critic-ranks 1"),
     "ranks named twice": ("--algorithm ppo --critic-ranks 0,0", 2, {}, "--critic-ranks (0,0): must ascend, each rank once.",

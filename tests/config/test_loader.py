@@ -433,7 +433,7 @@ def test_megatron_transformer_fields():
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]
-    assert "mcore_fsdp_adapter.py:159" in errors("--use-megatron-fsdp")[0]
+    assert "--use-megatron-fsdp" in errors("--use-torch-fsdp2")[0]
     assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
     assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
