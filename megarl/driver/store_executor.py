@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
 from megarl.driver.stop_request import StopRequest
 from megarl.driver.torchrun import world_size_from_env
+from megarl.signed_pickle import JOB_SECRET, job_secret
 from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
 from megarl.workers.process import has_died
 from megarl.workers.stopping import ALL_ASKED, LEAVE, PING, PROCESS
@@ -89,6 +90,8 @@ class StoreExecutor:
     @classmethod
     def from_env(cls, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
         """In the driver process: connect to the job that `start_driver` described."""
+        job_secret()
+        os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
         writer, reader = (connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2))
         return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
 
