@@ -292,6 +292,10 @@ def stops(executor, folder: Path) -> None:
     InOrder(executor, folder).run(("left", "generate", 60.0), ("right", "sleep", 2.0))
 
 
+def stops_with_children(executor, folder: Path) -> None:
+    InOrder(executor, folder).run(("left", "generate", 60.0), ("right", "use_child", 60.0))
+
+
 def stops_after_update(executor, folder: Path) -> None:
     """The step is finished: nothing is raised before the next one."""
     order = InOrder(executor, folder)
