@@ -153,7 +153,7 @@ class StoreExecutor:
 
     def leave_calls(self) -> None:
         """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value of them is of use any more."""
-        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S):
+        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S, str(self._next)):
             self._outbox.set(ALL_ASKED, "asked")
         while futures := list(self._futures.values()):
             self.wait_any(futures)

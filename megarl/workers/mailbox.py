@@ -161,9 +161,9 @@ class Mailbox:
         self._store.set("abort", "1")
         self._store.set(f"cmd/{index}", _WHOLE + signed_pickle.dumps(Abort(exit_code), f"cmd/{index}"))
 
-    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float) -> list[int]:
+    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
         """Set one of the keys of stopping.py. Returns the ranks that have not answered in time."""
-        self._store.set(key, "asked")
+        self._store.set(key, value)
         deadline, missing = time.monotonic() + wait_s, list(ranks)
         while (missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]) and time.monotonic() < deadline:
             time.sleep(0.02)
