@@ -34,7 +34,8 @@ _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody el
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
-def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen | None = None) -> int:
+def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen | None = None,
+          teller: threading.Thread | None = None) -> int:  # fmt: skip
     """Serve the driver until it shuts the job down.
 
     Args:
@@ -43,14 +44,14 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
         rank: of this process in the world.
         store: a connection of its own, see `mailbox.connect`.
         driver: on rank 0, the process from `start_driver`.
+        teller: from `answer_for_stacks`, if that was called before.
     Returns: exit code of this worker: the driver's on rank 0, else 0. Does not return when the job fails.
     """
     end_on_signals()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
         end_with_parent(os.getppid())
     mailbox = Mailbox(store)
-    teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
-    teller.start()
+    teller = teller or answer_for_stacks(rank)
     try:
         _serve(roles, rank, mailbox)
     except dist.DistNetworkError as error:
@@ -58,6 +59,24 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
         _exit(1)
     teller.join(_ABORT_WAIT_S)
     return driver.wait() if driver is not None else 0
+
+
+def answer_for_stacks(rank: int) -> threading.Thread:
+    """From now on tell the driver where the main thread is when it asks, once. Needs the job's store."""
+    teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
+    teller.start()
+    return teller
+
+
+def fail_to_start(error: BaseException, rank: int) -> NoReturn:
+    """Tell the driver of an error before `serve`; where its store cannot be reached, say it here. Ends the process."""
+    failure = Failure.of(error, "worker", "start-up", None)
+    try:
+        mailbox = Mailbox(connect(timeout_s=_ABORT_WAIT_S))
+    except dist.DistError:
+        sys.stderr.write(f"[worker rank {rank}] start-up failed: {failure.error}\n{failure.traceback}\n")
+        _exit(1)
+    _fail(failure, STARTUP, rank, mailbox)
 
 
 def _tell_stack_when_asked(rank: int) -> None:
