@@ -24,7 +24,7 @@ PLACES = {  # phase -> in a rank: where, which call of it is that of STEP, and h
 }
 IN_ENGINE = {
     "start": ("vllm.v1.engine.core:EngineCore.__init__", 1, "rollout setup"),
-    "rollout": ("vllm.v1.engine.core:EngineCore.step", 20, "rollout generate"),
+    "rollout": ("vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model", 20, "rollout generate"),
     "sync": ("megarl.rollout.weight_transfer:MegarlWeightTransferEngine.receive_weights", 3, "rollout sync"),
 }
 IN_DRIVER = {
