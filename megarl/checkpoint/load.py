@@ -71,12 +71,20 @@ class Checkpoint:
 
 
 def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> dict[str, object]:
-    """Fill the rectangles of every rank of a group. Collective; the ranks first check the files' digests, each its share of them.
-
-    Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+    """Fill the rectangles of every rank of a group, after `verify`. Collective.
 
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
+    checkpoint = verify(folder, rectangles, group)
+    Crew(group).all(lambda: checkpoint.fill(rectangles))
+    return checkpoint.state
+
+
+def verify(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> Checkpoint:
+    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which each rank reads its share.
+    Collective. Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+
+    Raises: CheckpointError, on every rank."""
     crew = Crew(group)
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
     for of_rank in crew.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
@@ -92,5 +100,4 @@ def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist
 
     checked: list[Checkpoint] = []
     crew.all(lambda: checked.append(check()))
-    crew.all(lambda: checked[0].fill(rectangles))
-    return checked[0].state
+    return checked[0]

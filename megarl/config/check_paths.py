@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.checkpoint_folders import goes_on
 from megarl.config.schema import TrainConfig
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -20,7 +21,7 @@ def path_findings(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
     for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
         yield from _data(flag, files)
     yield from _reward_function(config.data.reward_function)
-    if new_run:
+    if new_run and not goes_on(config):
         yield from _save(Path(config.run.save))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.config.checkpoint_flags import CheckpointConfig
 from megarl.config.errors import require
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
@@ -412,12 +413,13 @@ class RunConfig:
     """run folder, evaluation and checks"""
 
     save: str
-    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, hf/, hf_critic/, timeline.json. Refused if it already holds a run."""
+    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/, timeline.json. Refused if it already
+    holds a run, unless --load says to go on there."""
     eval_interval: int = 0
     """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
     eval_num_prompts: int | None = None
     """Rows of --eval-data to use. Default: all."""
-    save_interval: int = 0
+    export_interval: int = 0
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
     num_rollouts_to_log: int = 8
     """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
@@ -434,7 +436,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
+            at_least={"eval_interval": 0, "eval_num_prompts": 1, "export_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
             above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
             rules=[(self.save != "", "save", "must name a folder.")],
         )
@@ -505,6 +507,7 @@ class TrainConfig:
     data: DataConfig
     reward_models: RewardModelConfig = field(default_factory=RewardModelConfig)
     run: RunConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()

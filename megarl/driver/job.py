@@ -12,6 +12,7 @@ from megarl.config.mesh import role_meshes
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
+from megarl.driver.checkpoints import Checkpoints
 from megarl.driver.evaluate import held_out_accuracy
 from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.gate import GateError, gate_finding
@@ -50,6 +51,7 @@ class Job:
         self.first = self.learners[""]
         self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
         """One step, as the algorithms say; None of one that samples nothing."""
+        self.checkpoints = Checkpoints(self)
 
     def learner_of(self, role: str) -> Learner:
         """Of the actor that the role belongs to."""
@@ -73,11 +75,13 @@ class Job:
     def begin_step(self, step: int) -> None:
         """From here on calls, errors and times are this step's."""
         self.executor.step = step
+        self.checkpoints.poll()
         self.executor.take_seconds()
         self.run.begin_step(step)
 
-    def steps(self) -> Iterator[int]:
-        for step in range(1, self.config.batch.train_iters + 1):
+    def steps(self, after: int = 0) -> Iterator[int]:
+        """Those that are left of --train-iters."""
+        for step in range(after + 1, self.config.batch.train_iters + 1):
             self.begin_step(step)
             yield step
 
@@ -128,9 +132,16 @@ class Job:
         self.run.record_evaluation(step, scores)
         return scores
 
+    def checkpoint_if_due(self, step: int, last: bool = False) -> None:
+        """Begin a checkpoint every --save-interval steps and at the end, unless there is one of this step."""
+        interval = self.config.checkpoint.save_interval
+        due = interval and (last or step % interval == 0 or step == self.config.batch.train_iters)
+        if due and step != self.checkpoints.last_step:
+            self.checkpoints.save(step)
+
     def export(self, step: int, last: bool = False) -> None:
-        """Write hf/, and with a critic hf_critic/, every --save-interval steps and at the end; of the second actor hf_2/ and hf_critic_2/."""
-        interval = self.config.run.save_interval
+        """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end; of the second actor hf_2/ and hf_critic_2/."""
+        interval = self.config.run.export_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
             for role in self.meshes:
                 kind, suffix = kind_and_suffix(role)

@@ -15,11 +15,13 @@ def train_rl(job: Job) -> None:
     """PPO, GRPO and their relatives."""
     training = Training(job)
     training.set_up()
-    job.evaluate_if_due(step=0)
+    if training.step == 0:
+        job.evaluate_if_due(step=0)
     for step in training.steps():
         batch = training.rollout()
         training.update(batch)
         job.evaluate_if_due(step)
+        job.checkpoint_if_due(step)
         job.export(step)
     training.wait()
 
@@ -28,13 +30,16 @@ def train_sft(job: Job) -> None:
     """Supervised fine-tuning on the rows' responses; stops early when the loss falls below --exit-loss."""
     actor = job.role("actor")
     job.set_up()
+    start = job.checkpoints.restore()
     lengths = actor.load_dataset().first()
-    for step in job.steps():
+    for step in job.steps(after=start):
         rows = job.first.cursor.next_rows(job.config.batch.global_batch_size)
         plan = job.plan_rows(rows, lengths)
         actor.receive_rows(plan)
         metrics = job.finish_sft_step(step, rows, lengths, actor.update())
         last = metrics["policy/loss"] < (job.config.run.exit_loss or 0.0)
+        job.checkpoint_if_due(step, last=last)
         job.export(step, last=last)
         if last:
             break
+    job.checkpoints.wait()

@@ -64,6 +64,12 @@ class Trainer(Training):
             self._end(sys.exc_info())
             raise
 
+    def steps(self) -> Iterator[int]:
+        """The steps that are left of --train-iters, each followed by a checkpoint if one is due (--save-interval)."""
+        for step in super().steps():
+            yield step
+            self.job.checkpoint_if_due(step)
+
     def close(self) -> None:
         """Wait for all that is in flight, shut the ranks down. After a failure raises it once more, with the ranks gone. Does nothing the
         second time."""

@@ -35,9 +35,10 @@ class Training:
         self.flow.validate(job.meshes)
 
     def set_up(self) -> None:
-        """Build every role and bring the actors' weights into the engines."""
+        """Build every role, restore what --load names, and bring the actors' weights into the engines. `step` is then the last one done."""
         self.job.set_up()
-        for synced in [self.job.sync(0, learner) for learner in self.job.learners.values()]:
+        self.step = self.job.checkpoints.restore()
+        for synced in [self.job.sync(self.step, learner) for learner in self.job.learners.values()]:
             synced.result()
 
     def steps(self) -> Iterator[int]:
@@ -73,6 +74,7 @@ class Training:
         Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
         Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last rollout's; RemoteError."""
         self._check_current(batch)
+        self.job.checkpoints.poll()
         self.results = self._scheduler.resume()
         self._in_step = False
         return self._host.finish(self.results)
@@ -118,6 +120,7 @@ class Training:
     def wait(self) -> None:
         """For all that is in flight, in the background too: for the end of a job. Then timeline.json says when each call ran, and where."""
         self._scheduler.close()
+        self.job.checkpoints.wait()
         self._scheduler.timeline.write(self.job.run.folder / "timeline.json")
 
     def _begin_step(self) -> None:

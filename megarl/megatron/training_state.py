@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.crew import Crew
-from megarl.checkpoint.load import load
+from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
@@ -59,6 +59,11 @@ def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
     if resume:
         _set_steps(model, state)
     return state["job"]
+
+
+def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None) -> None:
+    """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
+    verify(folder, list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None)), group or model.groups.intra_dist_opt)
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:

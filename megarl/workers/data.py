@@ -17,10 +17,11 @@ from megarl.config.mesh import MeshSpec, replicas
 from megarl.batch_invariants import check_batch
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
+from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.exchange import ROLLOUT_COLUMNS, MissingRowsError, bytes_per_token, collect_samples, move_rows
 
 
-class DataRole:
+class DataRole(RandomStateOfRank):
     def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str],
                  vocab_sizes: Mapping[str, int]) -> None:  # fmt: skip
         """vocab_sizes: role -> of its model. meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""

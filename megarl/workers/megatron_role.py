@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -20,6 +22,7 @@ from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
+from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
@@ -47,6 +50,8 @@ class MegatronRole:
         lora: of its adapters, if it has some."""
 
     model: TrainedModel
+    writer: CheckpointWriter
+    """Of a role that is trained."""
 
     def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
@@ -117,6 +122,26 @@ class MegatronRole:
         from megarl.megatron.training_state import save_checkpoint
 
         save_checkpoint(folder, self.model, self.atlases[self.rank], state)
+
+    @needs("parameters", "optimizer")
+    def begin_checkpoint(self, folder: str) -> None:
+        """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says when it has. Collective."""
+        self.writer.begin(Path(folder), self.model, self.atlases[self.rank])
+
+    def checkpoint_written(self, wait: bool = False) -> str | None:
+        """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises: CheckpointError if a rank failed."""
+        return self.writer.written(wait)
+
+    @needs("parameters", "optimizer")
+    def damage_of_checkpoint(self, folder: str) -> str | None:
+        """Why `load_checkpoint` would fail, the same on every rank; None: it is whole and of this model. Collective over the mesh."""
+        from megarl.megatron.training_state import verify_checkpoint
+
+        try:
+            verify_checkpoint(folder, self.model, self.atlases[self.rank])
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     @needs("parameters", "optimizer")
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
