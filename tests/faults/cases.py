@@ -20,7 +20,8 @@ PLACES = {  # phase -> in a rank: where, which call of it is that of STEP, and h
     "log-probs": ("megarl.workers.actor:ActorRole.log_probs", 2, "actor log_probs"),
     "update": ("megarl.workers.actor:ActorRole.update", 2, "actor update"),
     "sync": ("megarl.workers.rollout:RolloutRole.sync", 3, "rollout sync"),  # the first is before step 1
-    "save": ("megarl.workers.actor:ActorRole.export_hf", 1, "actor export_hf"),
+    "save": ("megarl.workers.checkpoint_writer:CheckpointWriter._write", 2, "actor checkpoint_written"),  # a thread, while the next step runs
+    "export": ("megarl.workers.actor:ActorRole.export_hf", 1, "actor export_hf"),
 }
 IN_ENGINE = {
     "start": ("vllm.v1.engine.core:EngineCore.__init__", 1, "rollout setup"),
@@ -81,6 +82,7 @@ class Case:
     @property
     def flags(self) -> list[str]:
         flags = ["--call-timeout-s", f"{CALL_TIMEOUT_S:g}", "--reshard-timeout-s", f"{RESHARD_TIMEOUT_S:g}"] if self.hangs or self.kind == "Ctrl-Z" else []
+        flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
         return flags + (["--reward-timeout-s", "3", "--reward-max-failed-share", "0.1"] if self.victim == "reward process" else [])
 
@@ -88,7 +90,7 @@ class Case:
     def message(self) -> str:
         """A pattern of the one message: who, which method, which step."""
         role, _, method = self.place[2].partition(" ")
-        when = "" if self.phase in STARTS else f" at step {STEP}"
+        when = {"save": " at step [23]", "export": " at step 3"}.get(self.phase, "" if self.phase in STARTS else f" at step {STEP}")
         rank = {"engine": "1", "driver": ""}.get(self.victim, self.victim[-1])
         if self.goes_on or self.victim == "driver" and self.kind == "SIGKILL":
             return ""
@@ -100,7 +102,7 @@ class Case:
         if self.kind == "raise":
             return rf"\[{role} rank {rank}\] {method} failed{when}: RuntimeError: planted fault\nTraceback"
         if self.kind == "SIGKILL":
-            waiting = "" if self.phase == "join" else rf".*{when.strip() or 'before the first step'}, waiting for .*{role}.{method} on rank "
+            waiting = "" if self.phase == "join" else rf".*{when.strip() or 'before the first step'}, waiting for .*{'' if self.phase == 'save' else f'{role}.{method}'} on rank "
             return rf"\[rank {rank}: actor, rollout\] was killed by SIGKILL{waiting}"
         return rf"\[{role}\] {method} timed out{when}: no answer from rank(?s:.*)\[rank 0\] (was|does)(?s:.*)\[rank 1\] (was|does)"
 
@@ -131,8 +133,8 @@ class Case:
 CASES = [
     *(Case("raise", victim, phase) for victim, phase in (
         ("rank 1", "join"), ("rank 1", "start"), ("rank 1", "rollout"), ("rank 0", "reward"), ("rank 1", "log-probs"), ("rank 0", "update"),
-        ("rank 1", "sync"), ("rank 0", "save"), ("driver", "start"), ("driver", "rollout"), ("driver", "update"), ("engine", "start"),
-        ("engine", "rollout"), ("engine", "sync"))),
+        ("rank 1", "sync"), ("rank 0", "save"), ("rank 1", "export"), ("driver", "start"), ("driver", "rollout"), ("driver", "update"),
+        ("engine", "start"), ("engine", "rollout"), ("engine", "sync"))),
     *(Case("SIGKILL", victim, phase) for victim, phase in (
         ("rank 1", "join"), ("rank 0", "start"), ("rank 1", "rollout"), ("rank 0", "reward"), ("rank 0", "log-probs"), ("rank 1", "update"),
         ("rank 1", "sync"), ("rank 0", "save"), ("driver", "start"), ("driver", "rollout"), ("driver", "update"), ("engine", "start"),
