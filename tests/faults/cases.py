@@ -10,6 +10,7 @@ from tests.faults.harness import Fault, Outcome
 END_WITHIN_S = 10.0
 CALL_TIMEOUT_S, RESHARD_TIMEOUT_S = 45.0, 10.0  # of the jobs in which something hangs: also the set-up must be over by then
 PAUSE_S = CALL_TIMEOUT_S + 5.0
+DRIVER_START_S = 15.0  # a call's time begins when the driver makes it, and the first ranks may be there before the driver is
 STEP = 2  # in which it happens, where it is not the start
 
 PLACES = {  # phase -> in a rank: where, which call of it is that of STEP, and how the message calls it
@@ -20,18 +21,14 @@ PLACES = {  # phase -> in a rank: where, which call of it is that of STEP, and h
     "log-probs": ("megarl.workers.actor:ActorRole.log_probs", 2, "actor log_probs"),
     "update": ("megarl.workers.actor:ActorRole.update", 2, "actor update"),
     "sync": ("megarl.workers.rollout:RolloutRole.sync", 3, "rollout sync"),  # the first is before step 1
-    "save": ("megarl.workers.checkpoint_writer:CheckpointWriter._write", 2, "actor checkpoint_written"),  # a thread, while the next step runs
-    "export": ("megarl.workers.actor:ActorRole.export_hf", 1, "actor export_hf"),
+    "save": ("megarl.workers.checkpoint_writer:CheckpointWriter._write", 2, "actor checkpoint_written"),  # beside step 3
 }
 IN_ENGINE = {
-    "start": ("vllm.v1.engine.core:EngineCore.__init__", 1, "rollout setup"),
     "rollout": ("vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model", 20, "rollout generate"),
     "sync": ("megarl.rollout.weight_transfer:MegarlWeightTransferEngine.receive_weights", 3, "rollout sync"),
 }
 IN_DRIVER = {
-    "start": ("megarl.driver.job:Job.set_up", 1, ""),
     "rollout": ("megarl.driver.step:StepHost._plan", 2, ""),
-    "update": ("megarl.driver.step:StepHost.finish", 2, ""),
 }
 IN_REWARD_PROCESS = {"reward": ("megarl.rewards.base:judge", 6, "")}
 STARTS = ("join", "start")
@@ -77,11 +74,13 @@ class Case:
         """From the fault to the end of everything."""
         if self.victim == "reward process":
             return 2 * END_WITHIN_S  # the rest of the job
-        return END_WITHIN_S + (PAUSE_S if self.kind == "Ctrl-Z" else CALL_TIMEOUT_S if self.hangs else 0.0)
+        starting = DRIVER_START_S if self.phase == "join" and self.hangs else 0.0
+        return END_WITHIN_S + (PAUSE_S if self.kind == "Ctrl-Z" else CALL_TIMEOUT_S + starting if self.hangs else 0.0)
 
     @property
     def flags(self) -> list[str]:
-        flags = ["--call-timeout-s", f"{CALL_TIMEOUT_S:g}", "--reshard-timeout-s", f"{RESHARD_TIMEOUT_S:g}"] if self.hangs or self.kind == "Ctrl-Z" else []
+        timeouts = ["--call-timeout-s", f"{CALL_TIMEOUT_S:g}", "--reshard-timeout-s", f"{RESHARD_TIMEOUT_S:g}"]
+        flags = timeouts if self.hangs or self.kind == "Ctrl-Z" else []
         flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
         return flags + (["--reward-timeout-s", "3", "--reward-max-failed-share", "0.1"] if self.victim == "reward process" else [])
@@ -89,8 +88,8 @@ class Case:
     @property
     def message(self) -> str:
         """A pattern of the one message: who, which method, which step."""
-        role, _, method = self.place[2].partition(" ")
-        when = {"save": " at step [23]", "export": " at step 3"}.get(self.phase, "" if self.phase in STARTS else f" at step {STEP}")
+        role, _, method = ("actor setup" if self.phase == "join" and self.hangs else self.place[2]).partition(" ")
+        when = " at step [23]" if self.phase == "save" else "" if self.phase in STARTS else f" at step {STEP}"
         rank = {"engine": "1", "driver": ""}.get(self.victim, self.victim[-1])
         if self.goes_on or self.victim == "driver" and self.kind == "SIGKILL":
             return ""
@@ -102,7 +101,8 @@ class Case:
         if self.kind == "raise":
             return rf"\[{role} rank {rank}\] {method} failed{when}: RuntimeError: planted fault\nTraceback"
         if self.kind == "SIGKILL":
-            waiting = "" if self.phase == "join" else rf".*{when.strip() or 'before the first step'}, waiting for .*{'' if self.phase == 'save' else f'{role}.{method}'} on rank "
+            call = "" if self.phase == "save" else f"{role}.{method}"
+            waiting = "" if self.phase == "join" else rf".*{when.strip() or 'before the first step'}, waiting for .*{call} on rank "
             return rf"\[rank {rank}: actor, rollout\] was killed by SIGKILL{waiting}"
         return rf"\[{role}\] {method} timed out{when}: no answer from rank(?s:.*)\[rank 0\] (was|does)(?s:.*)\[rank 1\] (was|does)"
 
@@ -133,16 +133,15 @@ class Case:
 CASES = [
     *(Case("raise", victim, phase) for victim, phase in (
         ("rank 1", "join"), ("rank 1", "start"), ("rank 1", "rollout"), ("rank 0", "reward"), ("rank 1", "log-probs"), ("rank 0", "update"),
-        ("rank 1", "sync"), ("rank 0", "save"), ("rank 1", "export"), ("driver", "start"), ("driver", "rollout"), ("driver", "update"),
-        ("engine", "start"), ("engine", "rollout"), ("engine", "sync"))),
+        ("rank 1", "sync"), ("rank 0", "save"), ("driver", "rollout"), ("engine", "rollout"))),
     *(Case("SIGKILL", victim, phase) for victim, phase in (
         ("rank 1", "join"), ("rank 0", "start"), ("rank 1", "rollout"), ("rank 0", "reward"), ("rank 0", "log-probs"), ("rank 1", "update"),
-        ("rank 1", "sync"), ("rank 0", "save"), ("driver", "start"), ("driver", "rollout"), ("driver", "update"), ("engine", "start"),
-        ("engine", "rollout"), ("engine", "sync"), ("reward process", "reward"))),
+        ("rank 1", "sync"), ("rank 0", "save"), ("driver", "rollout"), ("driver", "update"), ("engine", "rollout"), ("engine", "sync"),
+        ("reward process", "reward"))),
     *(Case("sleep", victim, phase) for victim, phase in (
-        ("rank 1", "join"), ("rank 1", "rollout"), ("rank 0", "update"), ("rank 1", "save"), ("engine", "rollout"))),
+        ("rank 1", "join"), ("rank 1", "rollout"), ("rank 0", "update"), ("rank 1", "save"))),
     *(Case("SIGSTOP", victim, phase) for victim, phase in (
-        ("rank 0", "start"), ("rank 0", "rollout"), ("rank 1", "update"), ("rank 1", "sync"), ("engine", "rollout"), ("engine", "sync"),
+        ("rank 0", "rollout"), ("rank 1", "update"), ("rank 1", "sync"), ("engine", "rollout"), ("engine", "sync"),
         ("reward process", "reward"))),
     Case("Ctrl-Z", "driver", "update"),
 ]  # fmt: skip

@@ -110,7 +110,8 @@ class Job:
         """Until the planted place is reached; then, if the victim is another process, strike it. Returns the time of the fault."""
         deadline = time.time() + START_WITHIN_S
         while not self.hit.exists():
-            assert self.launcher.poll() is None and time.time() < deadline, f"the fault was not reached (exit code {self.launcher.poll()}):\n{self.stderr()}"
+            ended = self.launcher.poll()
+            assert ended is None and time.time() < deadline, f"the fault was not reached (exit code {ended}):\n{self.stderr()}"
             time.sleep(0.02)
         hit = json.loads(self.hit.read_text())["time"]
         if self.fault.victim is not None:
@@ -196,7 +197,8 @@ def _used_shared_memory() -> set[str]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                used |= {line.split("/dev/shm/", 1)[1].split(" ")[0] for line in Path(f"/proc/{entry}/maps").read_text().splitlines() if "/dev/shm/" in line}
+                maps = Path(f"/proc/{entry}/maps").read_text().splitlines()
+                used |= {line.split("/dev/shm/", 1)[1].split(" ")[0] for line in maps if "/dev/shm/" in line}
                 for fd in os.listdir(f"/proc/{entry}/fd"):
                     with contextlib.suppress(OSError):
                         if (target := os.readlink(f"/proc/{entry}/fd/{fd}")).startswith("/dev/shm/"):

@@ -13,9 +13,11 @@ from tests.faults.cases import CASES, QUICK, Case
 from tests.faults.harness import Job, megarl
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES])  # fmt: skip
 def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(case: Case, sums_data, tmp_path, request):
-    arguments = [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl"), "--save", str(tmp_path / "run")]
+    data = ["--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")]
+    arguments = [*COMMON, *data, "--save", str(tmp_path / "run")]
     job = Job(tmp_path, megarl("train", replace_flags(arguments, case.flags)), case.fault)
     try:
         outcome = job.watch_end(job.wait_for_hit(), case.limit_s)

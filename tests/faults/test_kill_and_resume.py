@@ -15,11 +15,11 @@ from tests.faults.cases import IN_ENGINE, PLACES
 from tests.faults.harness import Fault, Job, megarl
 
 STEPS = 10
-SECOND = {phase: (target, 3 if phase == "sync" else 2) for phase, (target, _, _) in PLACES.items()}  # step of a process that has just started
+SECOND_STEP = {phase: (target, 3 if phase == "sync" else 2) for phase, (target, _, _) in PLACES.items()}  # of those that a process runs
 PHASES = ("rollout", "reward", "log-probs", "update", "sync", "save")
 VICTIMS = ("rank 0", "rank 1", "driver")
 CHAINS = {f"chain_{i}": [(VICTIMS[(i + n) % 3], phase) for n, phase in enumerate(PHASES)] for i in range(3)}  # every victim in every phase
-ENGINE = [("engine", "start"), ("engine", "rollout"), ("driver", "rollout"), ("engine", "sync"), ("rank 1", "sync")]
+ENGINE = [("engine", "rollout"), ("driver", "rollout"), ("engine", "sync"), ("rank 0", "update"), ("rank 1", "sync")]
 OUT_OF_PROCESS = ("--actor-ranks", "0", "--rollout-ranks", "1")
 MEASURED = ("time/", "throughput/", "memory/")
 
@@ -28,13 +28,13 @@ def fault(victim: str, phase: str) -> Fault:
     if victim == "engine":
         return Fault("SIGKILL", "engine", *IN_ENGINE[phase][:2])
     if victim == "driver":
-        return Fault("SIGKILL", "rank 1" if phase in ("rollout", "sync") else "rank 0", *SECOND[phase], victim="driver")
-    return Fault("SIGKILL", victim, *SECOND[phase])
+        return Fault("SIGKILL", "rank 1" if phase in ("rollout", "sync") else "rank 0", *SECOND_STEP[phase], victim="driver")
+    return Fault("SIGKILL", victim, *SECOND_STEP[phase])
 
 
 def command(data: Path, save: Path, flags: tuple[str, ...]) -> list[str]:
-    arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save), "--load", str(save),
-                 "--save-interval", "1"]  # fmt: skip
+    arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save), "--load",
+                 str(save), "--save-interval", "1"]  # fmt: skip
     return megarl("train", replace_flags(arguments, ["--train-iters", str(STEPS), *flags]))
 
 

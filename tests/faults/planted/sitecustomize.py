@@ -1,8 +1,8 @@
 """On the PYTHONPATH of a job under test: every process of it imports this at its start, and one of them fails where FAULT says.
 
-FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target` ("module:Class.method"), writes
-the file `hit`, and then does `action`: raise, SIGKILL and SIGSTOP (of itself), sleep, or wait until the file `struck` is there, while the
-test does something to another process."""
+FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target` ("module:Class.method"),
+writes the file `hit`, and then does `action`: raise, SIGKILL and SIGSTOP (of itself), sleep, or wait until the file `struck` is there,
+while the test does something to another process."""
 
 import importlib.abc
 import importlib.util
