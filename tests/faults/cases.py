@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
 from tests.faults.harness import Fault, Outcome
 
 END_WITHIN_S = 10.0
-CALL_TIMEOUT_S, RESHARD_TIMEOUT_S = 45.0, 10.0  # of the jobs in which something hangs: also the set-up must be over by then
+CALL_TIMEOUT_S = float(os.environ.get("FAULTS_CALL_TIMEOUT_S", "30"))  # of the jobs in which something hangs; their set-up takes less
+RESHARD_TIMEOUT_S, REWARD_TIMEOUT_S = 10.0, 3.0
 PAUSE_S = CALL_TIMEOUT_S + 5.0
 DRIVER_START_S = 15.0  # a call's time begins when the driver makes it, and the first ranks may be there before the driver is
 STEP = 2  # in which it happens, where it is not the start
@@ -65,17 +67,30 @@ class Case:
         return self.kind in ("SIGSTOP", "sleep")
 
     @property
+    def is_raised(self) -> bool:
+        """By another rank, that noticed."""
+        return self.victim == "engine" or self.phase == "sync" and self.hangs
+
+    @property
     def goes_on(self) -> bool:
         """The job: a reward process costs one reward, and a driver that is stopped is waited for."""
         return self.victim == "reward process" or self.kind == "Ctrl-Z"
 
     @property
-    def limit_s(self) -> float:
-        """From the fault to the end of everything."""
+    def noticed_after(self) -> tuple[str, float]:
+        """The time that must pass first, by name and in seconds."""
+        if self.kind == "Ctrl-Z":
+            return "the pause", PAUSE_S
         if self.victim == "reward process":
-            return 2 * END_WITHIN_S  # the rest of the job
-        starting = DRIVER_START_S if self.phase == "join" and self.hangs else 0.0
-        return END_WITHIN_S + (PAUSE_S if self.kind == "Ctrl-Z" else CALL_TIMEOUT_S + starting if self.hangs else 0.0)
+            return ("`--reward-timeout-s`", REWARD_TIMEOUT_S) if self.hangs else ("", 0.0)
+        if not self.hangs:
+            return "", 0.0
+        return ("`--reshard-timeout-s`", RESHARD_TIMEOUT_S) if self.phase == "sync" else ("`--call-timeout-s`", CALL_TIMEOUT_S)
+
+    @property
+    def limit_s(self) -> float:
+        """After `noticed_after`, to the end of everything; of a job that goes on too."""
+        return END_WITHIN_S + (DRIVER_START_S if self.phase == "join" and self.hangs else 0.0)
 
     @property
     def flags(self) -> list[str]:
@@ -83,7 +98,7 @@ class Case:
         flags = timeouts if self.hangs or self.kind == "Ctrl-Z" else []
         flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
-        return flags + (["--reward-timeout-s", "3", "--reward-max-failed-share", "0.1"] if self.victim == "reward process" else [])
+        return flags + (["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.1"] if self.victim == "reward process" else [])
 
     @property
     def message(self) -> str:
@@ -98,6 +113,8 @@ class Case:
         if self.victim == "engine" and not self.hangs:
             how = "killed by SIGKILL" if self.kind == "SIGKILL" else "planted fault"
             return rf"\[{role} rank 1\] {method} failed{when}: .*{how}"
+        if self.phase == "sync" and self.hangs:
+            return rf"\[(rollout|actor) rank 0\] \w+ failed{when}: .*rank 1\] did not take part within --reshard-timeout-s"
         if self.kind == "raise":
             return rf"\[{role} rank {rank}\] {method} failed{when}: RuntimeError: planted fault\nTraceback"
         if self.kind == "SIGKILL":
@@ -109,8 +126,8 @@ class Case:
     def problems(self, outcome: Outcome) -> list[str]:
         """What is not as it must be."""
         found = []
-        if outcome.seconds > self.limit_s:
-            found.append(f"over after {outcome.seconds:.1f} s, the limit is {self.limit_s:g}")
+        if (seconds := outcome.seconds - self.noticed_after[1]) > self.limit_s:
+            found.append(f"over after {outcome.seconds:.1f} s, {seconds:.1f} after it could be noticed; the limit is {self.limit_s:g}")
         exit_code = 0 if self.goes_on else -9 if (self.kind, self.victim) == ("SIGKILL", "driver") else 1
         if outcome.exit_code != exit_code:
             found.append(f"exit code {outcome.exit_code}, not {exit_code}")
@@ -123,7 +140,7 @@ class Case:
         begins = re.findall(r"^\[(?!rank \d+\] (?:was here|does not say)).*", outcome.stderr, re.MULTILINE)
         if len(begins) != (self.message != ""):
             found.append(f"{len(begins)} messages: {begins}")
-        if (tracebacks := outcome.stderr.count("Traceback (most")) > (self.kind == "raise"):
+        if (tracebacks := outcome.stderr.count("Traceback (most")) > (self.kind == "raise" or self.is_raised):
             found.append(f"{tracebacks} tracebacks")
         if self.goes_on and "step=3/3" not in outcome.stdout:
             found.append("the job did not go on to its end")

@@ -9,7 +9,7 @@ from tests.faults.cases import CASES, Case
 from tests.faults.harness import Outcome
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
-HEAD = ("| fault | in | during | all is over after | limit | exit code | the message begins |", "|---|---|---|---|---|---|---|")
+HEAD = ("| fault | in | during | all is over after | within | exit code | the message begins |", "|---|---|---|---|---|---|---|")
 _WIDTH = 120
 
 
@@ -32,7 +32,9 @@ def rows(document: str) -> dict[str, str]:
 def row(case: Case, outcome: Outcome) -> str:
     said = next(iter(outcome.stderr.splitlines()), "").replace("|", "\\|")
     said = f"`{said[:_WIDTH]}{'...' if len(said) > _WIDTH else ''}`" if said else "-"
-    return f"{key(case)} {outcome.seconds:.1f} s | {case.limit_s:g} s | {outcome.exit_code} | {said} |"
+    name, wait_s = case.noticed_after
+    seconds = f"{name + ' + ' if name else ''}{max(outcome.seconds - wait_s, 0.0):.1f} s"
+    return f"{key(case)} {seconds} | {case.limit_s:g} s | {outcome.exit_code} | {said} |"
 
 
 def write(case: Case, outcome: Outcome) -> None:
