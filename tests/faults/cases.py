@@ -85,7 +85,8 @@ class Case:
             return ("`--reward-timeout-s`", REWARD_TIMEOUT_S) if self.hangs else ("", 0.0)
         if not self.hangs:
             return "", 0.0
-        return ("`--reshard-timeout-s`", RESHARD_TIMEOUT_S) if self.phase == "sync" else ("`--call-timeout-s`", CALL_TIMEOUT_S)
+        in_sync, in_call = ("`--reshard-timeout-s`", RESHARD_TIMEOUT_S), ("`--call-timeout-s`", CALL_TIMEOUT_S)
+        return in_sync if self.phase == "sync" else in_call
 
     @property
     def limit_s(self) -> float:
@@ -112,7 +113,7 @@ class Case:
             return rf"\[driver\] failed{when}: RuntimeError: planted fault\nTraceback"
         if self.victim == "engine" and not self.hangs:
             how = "killed by SIGKILL" if self.kind == "SIGKILL" else "planted fault"
-            return rf"\[{role} rank 1\] {method} failed{when}: .*{how}"
+            return rf"\[(rollout rank 1|actor rank 0)\] ({method}|send_weights) failed{when}: .*{how}"
         if self.phase == "sync" and self.hangs:
             return rf"\[(rollout|actor) rank 0\] \w+ failed{when}: .*rank 1\] did not take part within --reshard-timeout-s"
         if self.kind == "raise":
