@@ -99,7 +99,9 @@ class Case:
         flags = timeouts if self.hangs or self.kind == "Ctrl-Z" else []
         flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
-        return flags + (["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.1"] if self.victim == "reward process" else [])
+        if self.victim == "reward process":
+            flags += ["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.1"]
+        return flags
 
     @property
     def message(self) -> str:
