@@ -65,15 +65,10 @@ def train(argv: list[str]) -> int:
         from megarl.train import run_inline
 
         return run_inline(config)
-    return _launch(config, argv, "megarl.train")
-
-
-def _launch(config: TrainConfig, argv: list[str], module: str) -> int:
-    from megarl.config.mesh import role_meshes
+    from megarl.driver.__main__ import train_job
     from megarl.driver.launch import launch
 
-    world_size = config.placement.nproc_per_node
-    return launch(world_size, argv, module, {role: mesh.ranks for role, mesh in role_meshes(config, world_size).items() if role != "reward"})
+    return launch(config, argv, train_job)
 
 
 def evaluate(argv: list[str]) -> int:
@@ -87,7 +82,10 @@ def evaluate(argv: list[str]) -> int:
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)
-    return _launch(config, argv, "megarl.evaluate")
+    from megarl.driver.evaluate import evaluate_job
+    from megarl.driver.launch import launch
+
+    return launch(config, argv, evaluate_job, "megarl.evaluate", new_run=False)
 
 
 def convert(argv: list[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.check_actors import actors_findings, idle_findings, of_all_actors
+from megarl.config.check_checkpoints import checkpoint_findings
 from megarl.config.check_experts import expert_findings
 from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
@@ -105,14 +106,15 @@ def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Raises: ConfigError with all findings of `check` for every actor, together with what is wrong in the models' config.json. Returns the
-    first actor's shape."""
+    """Raises: ConfigError with all findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is,
+    with what is wrong with --load. Returns the first actor's shape."""
 
     def findings_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, findings = _load_shapes(of_actor)
         return findings + check(of_actor, shape, world_size, new_run, critic_shape)
 
     raise_findings(of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run))
+    raise_findings(checkpoint_findings(config) if new_run else [])
     return ModelShape.load(config.model.model)
 
 

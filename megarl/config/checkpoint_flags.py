@@ -25,7 +25,4 @@ class CheckpointConfig:
     """Which value of --best-metric is the best."""
 
     def __post_init__(self) -> None:
-        require(self, at_least={"save_interval": 0, "keep": 1}, rules=[
-            (self.load != "", "load", "must name a folder."),
-            (self.best_metric != "", "best_metric", "must name a metric."),
-        ])  # fmt: skip
+        require(self, at_least={"save_interval": 0, "keep": 1})

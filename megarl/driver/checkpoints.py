@@ -8,6 +8,7 @@ What ranks hold is in the folders of the roles (megarl/checkpoint), what the dri
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -16,7 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.checkpoint_folders import CHECKPOINTS, JobFileError, checkpoints_in, folder_of_step, found_by, goes_on, read_job, step_of, write_job
+from megarl.config.check_checkpoints import described_models
+from megarl.config.checkpoint_folders import (
+    CHECKPOINTS,
+    JobFileError,
+    checkpoints_in,
+    folder_of_step,
+    found_by,
+    goes_on,
+    is_one_checkpoint,
+    read_job,
+    step_of,
+    write_job,
+)
 from megarl.config.loader import write_args
 from megarl.driver.executor import Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
@@ -53,6 +66,8 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         """Step of each checkpoint in the run folder -> the metrics of that step."""
+        self._has_noted = False
+        """That a step has no --best-metric."""
 
     def save(self, step: int) -> None:
         """Begin one, of the state between this step and the next: returns when every rank has copied its own. Waits for the one before.
@@ -61,30 +76,34 @@ class Checkpoints:
         self.wait()
         folder = folder_of_step(self.run_folder, step)
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        copied = [self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles]
-        states = self.executor.call(self._everywhere, "random_state")
-        for future in copied:
-            future.result()
-        self._saving, self.last_step = _Saving(step, partial, self._body(step, states.result())), step
+        with _removed_if_failed(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            copied = [self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles]
+            states = self.executor.call(self._everywhere, "random_state")
+            for future in copied:
+                future.result()
+            self._saving, self.last_step = _Saving(step, partial, self._body(step, states.result())), step
 
     def poll(self) -> None:
         """Make the checkpoint visible if it is complete, without waiting. Raises: RemoteError if a rank could not write its part."""
         saving = self._saving
         if saving is None:
             return
-        if saving.asked is None:
-            saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
-        if all(future.done() for future in saving.asked.values()):
-            answers = {role: future.result() for role, future in saving.asked.items()}
-            saving.asked = None
-            if all(None not in of_role for of_role in answers.values()):
-                self._publish({role: digests[0] for role, digests in answers.items()})
+        with _removed_if_failed(saving.partial):
+            if saving.asked is None:
+                saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
+            if all(future.done() for future in saving.asked.values()):
+                answers = {role: future.result() for role, future in saving.asked.items()}
+                saving.asked = None
+                if all(None not in of_role for of_role in answers.values()):
+                    self._publish({role: digests[0] for role, digests in answers.items()})
 
     def wait(self) -> None:
         """Until what was begun is visible. Raises as `poll`."""
-        if self._saving is not None:
+        if self._saving is None:
+            return
+        with _removed_if_failed(self._saving.partial):
             asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
             self._publish({role: future.result()[0] for role, future in asked.items()})
 
@@ -104,7 +123,9 @@ class Checkpoints:
             problems.append(problem)
             note(f"checkpoint {folder} is passed over: {problem}")
         if problems or not goes_on(self.job.config):
-            raise NoWholeCheckpoint("\n".join([f"--load ({self.config.load}): no whole checkpoint is there.", *problems]))
+            load = Path(self.config.load)
+            others = f" Try --load {load.resolve().parent.parent} for another one of the run." if is_one_checkpoint(load) else ""
+            raise NoWholeCheckpoint("\n".join([f"--load ({load}): no whole checkpoint is there.{others}", *problems]))
         self._go_on(0, None)
         return 0
 
@@ -117,8 +138,12 @@ class Checkpoints:
 
     def _body(self, step: int, random_states: list[dict[str, str]]) -> dict[str, object]:
         job, row = self.job, self.job.run.row_of(step)
+        best = self.config.best_metric
+        if best is not None and best not in row and not self._has_noted:
+            self._has_noted = True
+            job.run.progress.note(f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has {', '.join(row)}.")
         return {
-            "step": step, "weight_version": step, "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
+            "step": step, "weight_version": step, "models": described_models(job.config), "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
             "random_states": random_states, "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
             "arguments": write_args(job.config),
         }  # fmt: skip
@@ -134,14 +159,14 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove what --keep and --best-metric do not keep."""
+        """Remove what --keep and --best-metric do not keep, and what jobs before this one have left."""
         folders = checkpoints_in(self.run_folder)
         kept = {step_of(folder) for folder in folders[: self.config.keep]} | {self._best_step()}
         for folder in folders:
             if step_of(folder) not in kept:
-                gone = folder.with_name(f".{folder.name}.removed")  # a job that ends meanwhile leaves no half of one
-                folder.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                folder.rename(folder.with_name(f".{folder.name}.removed"))  # a job that ends meanwhile leaves no half of one
+        for hidden in (self.run_folder / CHECKPOINTS).glob(".step_*"):
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def _best_step(self) -> int | None:
         """Of the checkpoints that are there; of equal ones the latest."""
@@ -165,7 +190,7 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> int:
         body = read_job(folder)
-        for future in [self.executor.call(role, "load_checkpoint", str(folder / role)) for role in self.roles]:
+        for future in [self.executor.call(role, "load_checkpoint", str(folder / role), digests=False) for role in self.roles]:
             future.result()
         for suffix, learner in self.job.learners.items():
             learner.restore(body["actors"][suffix])
@@ -184,7 +209,9 @@ class Checkpoints:
             note(f"continues after step {step}: {folder}")
             return
         for later in list(self._later_than(step)):
-            later.rename(later.with_name(f".{later.name}.replaced"))  # removed when the next one is complete
+            replaced = later.with_name(f".{later.name}.replaced")  # removed when the next one is complete
+            shutil.rmtree(replaced, ignore_errors=True)
+            later.rename(replaced)
         self.job.run.go_on_after(step)
         self._metrics = {step_of(path): body["metrics"] for path in checkpoints_in(self.run_folder) if (body := _readable(path)) is not None}
         if folder is None:
@@ -194,6 +221,16 @@ class Checkpoints:
 
     def _later_than(self, step: int) -> Iterator[Path]:
         return (path for path in checkpoints_in(self.run_folder) if step_of(path) > step)
+
+
+@contextlib.contextmanager
+def _removed_if_failed(partial: Path) -> Iterator[None]:
+    """Of a full disk it would take the rest."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _readable(folder: Path) -> dict[str, object] | None:

@@ -17,6 +17,8 @@ def train_rl(job: Job) -> None:
     training.set_up()
     if training.step == 0:
         job.evaluate_if_due(step=0)
+    elif training.step == job.config.batch.train_iters:
+        job.export(training.step)  # the job before may have ended just then
     for step in training.steps():
         batch = training.rollout()
         training.update(batch)
@@ -31,6 +33,8 @@ def train_sft(job: Job) -> None:
     actor = job.role("actor")
     job.set_up()
     start = job.checkpoints.restore()
+    if start == job.config.batch.train_iters:
+        job.export(start)
     lengths = actor.load_dataset().first()
     for step in job.steps(after=start):
         rows = job.first.cursor.next_rows(job.config.batch.global_batch_size)

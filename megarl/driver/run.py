@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -40,6 +41,19 @@ def check_folder_is_free(save: str) -> None:
         raise ValueError(f"--save ({save}) already holds a run, and no run overwrites another. Try --save {free_name(folder)}.")
 
 
+def lock_folder(folder: Path) -> int:
+    """Descriptor that keeps other jobs from this run until it is closed, or the process ends. Raises: ValueError if another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"--save ({folder}): another job is running there. Wait for its end, or try --save {free_name(folder)}.") from None
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
 class Run:
     """Records one run. Metrics are written at once, the rest by one background thread, whose errors surface at the next call.
 
@@ -62,9 +76,12 @@ class Run:
         self._row: dict[str, float | int] | None = None  # of the step whose evaluation may still come
         self._written_row: dict[str, float | int] = {}
         self._step, self._step_start = 0, time.perf_counter()
+        self._lock: int | None = None
         if not goes_on(config):
             check_folder_is_free(config.run.save)
             self._open("x", None)  # "x": of two jobs that start at once, one gets the folder
+        elif self.folder.exists():
+            self._lock = lock_folder(self.folder)
         self.progress = Progress(config.batch.train_iters) if progress is None else progress
 
     def go_on_after(self, step: int) -> None:
@@ -74,6 +91,7 @@ class Run:
 
     def _open(self, mode: str, first_step: int | None) -> None:
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self.folder) if self._lock is None else self._lock
         with open(self.folder / "resolved.args", "x" if mode == "x" else "w") as file:
             file.write(self._resolved_args)
         self._metrics_file = open(self.folder / "metrics.jsonl", mode, buffering=1)
@@ -119,6 +137,8 @@ class Run:
             self._background.shutdown(wait=True)
             if self._metrics_file is not None:
                 self._metrics_file.close()
+            if self._lock is not None:
+                os.close(self._lock)
             self.progress.close()
         self._raise_errors()
 

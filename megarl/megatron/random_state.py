@@ -19,38 +19,34 @@ _TRACKED = "megatron/"
 
 
 def random_state() -> dict[str, str]:
-    """Generator -> its state in base64, of JSON for Python's and NumPy's."""
+    """Generator -> its state; words and bytes in base64, for JSON."""
+    version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
-    state = {"python": json.dumps(random.getstate()).encode(), "numpy": json.dumps([kind, keys.tolist(), *rest]).encode(),
-             "torch": _to_bytes(torch.get_rng_state())}  # fmt: skip
+    arrays = {"python": np.array(words, dtype=np.uint32), "numpy": keys, "torch": torch.get_rng_state().numpy()}
     if torch.cuda.is_available():
-        state["cuda"] = _to_bytes(torch.cuda.get_rng_state())
+        arrays["cuda"] = torch.cuda.get_rng_state().numpy()
     with cpu_megatron():
         tracked = tensor_parallel.random.get_cuda_rng_tracker().get_states()
-    state |= {f"{_TRACKED}{name}": _to_bytes(of_name) for name, of_name in tracked.items()}
-    return {name: base64.b64encode(data).decode() for name, data in state.items()}
+    arrays |= {f"{_TRACKED}{name}": state.cpu().numpy() for name, state in tracked.items()}
+    rest_of = {"python rest": json.dumps([version, gauss]), "numpy rest": json.dumps([kind, *rest])}
+    return rest_of | {name: base64.b64encode(values.tobytes()).decode() for name, values in arrays.items()}
 
 
 def set_random_state(state: Mapping[str, str]) -> None:
     """What `random_state` returned; of generators that are not here (a GPU's on a CPU) nothing is set."""
-    data = {name: base64.b64decode(text) for name, text in state.items()}
-    version, keys, gauss = json.loads(data["python"])
-    random.setstate((version, tuple(keys), gauss))
-    kind, keys, *rest = json.loads(data["numpy"])
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_to_tensor(data["torch"]))
-    if "cuda" in data and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_to_tensor(data["cuda"]))
+
+    def array(name: str, dtype: type = np.uint8) -> np.ndarray:
+        return np.frombuffer(bytearray(base64.b64decode(state[name])), dtype=dtype)
+
+    version, gauss = json.loads(state["python rest"])
+    random.setstate((version, tuple(array("python", np.uint32).tolist()), gauss))
+    kind, *rest = json.loads(state["numpy rest"])
+    np.random.set_state((kind, array("numpy", np.uint32), *rest))
+    torch.set_rng_state(torch.from_numpy(array("torch")))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(array("cuda")))
     with cpu_megatron():
         tracker = tensor_parallel.random.get_cuda_rng_tracker()
         here = tracker.get_states()
-        found = {name: _to_tensor(data[f"{_TRACKED}{name}"]) for name in here if f"{_TRACKED}{name}" in data}
-        tracker.set_states(here | {name: value for name, value in found.items() if value.numel() == here[name].numel()})
-
-
-def _to_bytes(state: torch.Tensor) -> bytes:
-    return state.cpu().numpy().tobytes()
-
-
-def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        saved = {name: torch.from_numpy(array(f"{_TRACKED}{name}")) for name in here if f"{_TRACKED}{name}" in state}
+        tracker.set_states(here | {name: values for name, values in saved.items() if len(values) == len(here[name])})

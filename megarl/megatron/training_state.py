@@ -43,16 +43,17 @@ def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
 
 
 def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
-                    group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
+                    group: dist.ProcessGroup | None = None, digests: bool = True) -> dict[str, object]:  # fmt: skip
     """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
             reads no others.
+        digests: False: `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
     resume = model.optimizer is not None and not weights_only
-    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt)
+    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt, digests)
     for name, param in atlas.items():
         if param.padding_rows:
             model.parameters[name][param.rows - param.padding_rows :].zero_()

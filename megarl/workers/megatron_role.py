@@ -144,14 +144,15 @@ class MegatronRole:
         return None
 
     @needs("parameters", "optimizer")
-    def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
-        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`.
+    def load_checkpoint(self, folder: str, weights_only: bool = False, digests: bool = True) -> dict[str, object]:
+        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`. digests: False if
+        `damage_of_checkpoint` has just found none.
 
         Returns: the state that was saved with it.
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
         from megarl.megatron.training_state import load_checkpoint
 
-        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
 
 
 def peak_memory_bytes() -> int:

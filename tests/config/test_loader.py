@@ -197,7 +197,7 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
         shared = {name: getattr(first.placement, name) for name in ("nproc_per_node", "executor", "pools", "offload_ahead_bytes", "call_timeout_s")}
         gates = {name: rng.random() for name in ("gate_max_abs", "gate_mean_abs")}
         others = [replace(other, placement=replace(other.placement, **shared), batch=replace(other.batch, train_iters=first.batch.train_iters),
-                          run=replace(first.run, **gates)) for other in others]  # fmt: skip
+                          run=replace(first.run, **gates), checkpoint=first.checkpoint) for other in others]  # fmt: skip
         config = replace(first, others=tuple(others))
         text = write_args(config)
         assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, f"trial {trial}:\n{text}"

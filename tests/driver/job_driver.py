@@ -1,4 +1,6 @@
-"""The driver of the jobs in test_torchrun.py: one function per scenario. What it saw goes to FOLDER/seen.json."""
+"""The driver of the jobs in test_torchrun.py and test_launch.py: one function per scenario. What it saw goes to FOLDER/seen.json.
+
+`python -m job_driver SCENARIO FOLDER` starts its ranks itself; beside a rank 0 that torchrun started, it finds them."""
 
 import hashlib
 import json
@@ -12,7 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from megarl.driver.ending import run_to_the_end
 from megarl.driver.executor import Executor, RemoteError
+from megarl.driver.local_ranks import LocalRanks
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.torchrun import run_driver
 from megarl.flow import Flow, Node
@@ -248,6 +252,15 @@ def waits(executor, folder: Path) -> None:
     future.result()
 
 
+def main(scenario: str, folder: str) -> int:
+    def job(executor: Executor) -> None:
+        globals()[scenario](executor, Path(folder))
+
+    if "MEGARL_STORE" in os.environ:
+        return run_driver(job, RANKS, CALL_TIMEOUT_S)
+    processes = LocalRanks([scenario, folder], 2, "job_worker", RANKS)
+    return run_to_the_end(job, lambda: processes.start(CALL_TIMEOUT_S), processes)
+
+
 if __name__ == "__main__":
-    scenario, folder = globals()[sys.argv[1]], Path(sys.argv[2])
-    sys.exit(run_driver(lambda executor: scenario(executor, folder), RANKS, CALL_TIMEOUT_S))
+    sys.exit(main(*sys.argv[1:]))
