@@ -76,6 +76,11 @@ class RankDied(RuntimeError):
         else:
             super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
 
+    def at(self, where: str) -> RankDied:
+        """Say also where the job was."""
+        self.args = (f"{self} The job was {where}.",)
+        return self
+
 
 class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
@@ -107,7 +112,7 @@ class LocalRanks:
 
         self.start_ranks()
         executor = StoreExecutor(dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect())
-        self.tell_deaths(executor.fail)
+        self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
 
     def start_ranks(self) -> None:
@@ -149,6 +154,9 @@ class LocalRanks:
         deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
         while any(map(_is_group, self._processes)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        for pid in filter(_is_group, self._processes):  # one that is stopped does not notice
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         from megarl.rollout.environment import sweep_shared_memory
 
         sweep_shared_memory()  # of engines that could not tidy up

@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
-from megarl.workers.process import end_on_signals, end_with_parent
+from megarl.workers.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
 
 logger = logging.getLogger(__name__)
 _ABORT_WAIT_S = 5.0
@@ -81,14 +81,19 @@ def fail_to_start(error: BaseException, rank: int) -> NoReturn:
 
 def _tell_stack_when_asked(rank: int) -> None:
     with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
-        Mailbox(connect()).tell_stack_when_asked(rank, _main_stack)
+        Mailbox(connect()).tell_stack_when_asked(rank, _stacks)
 
 
-def _main_stack() -> str:
-    """Of the main thread, below the worker loop. Needs the GIL, which every wait in torch or gloo gives up."""
+def _stacks() -> str:
+    """Of the main thread, below the worker loop, and of the one that writes a checkpoint. Needs the GIL, which every wait in torch or gloo
+    gives up."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     inside = next((i for i, frame in enumerate(frames) if frame.name == "_run" and frame.filename == __file__), -1)
-    return "".join(traceback.format_list(frames[inside + 1 :])).rstrip()
+    told = "".join(traceback.format_list(frames[inside + 1 :])).rstrip()
+    for thread in threading.enumerate():
+        if thread.name == WRITES_CHECKPOINT and (frame := sys._current_frames().get(thread.ident)) is not None:
+            told += f"\nin its thread {thread.name}:\n" + "".join(traceback.format_stack(frame)).rstrip()
+    return told
 
 
 def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:

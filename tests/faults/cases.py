@@ -122,7 +122,8 @@ class Case:
             return rf"\[{role} rank {rank}\] {method} failed{when}: RuntimeError: planted fault\nTraceback"
         if self.kind == "SIGKILL":
             call = "" if self.phase == "save" else f"{role}.{method}"
-            waiting = "" if self.phase == "join" else rf".*{when.strip() or 'before the first step'}, waiting for .*{call} on rank "
+            where = f"{when.strip() or 'before the first step'}, waiting for .*{call} on rank "
+            waiting = "" if self.phase == "join" else rf".*The job was {where}"
             return rf"\[rank {rank}: actor, rollout\] was killed by SIGKILL{waiting}"
         return rf"\[{role}\] {method} timed out{when}: no answer from rank(?s:.*)\[rank 0\] (was|does)(?s:.*)\[rank 1\] (was|does)"
 

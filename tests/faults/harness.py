@@ -184,7 +184,7 @@ def _who(pid: int) -> str:
     command = _cmdline(pid)
     if b"pool_worker" in command:
         return "reward process"
-    if b"resource_tracker" in command:
+    if b"multiprocessing.resource_tracker" in command:
         return "tracker"
     if b"MEGARL_ENGINE_OF" in env:
         return "engine"

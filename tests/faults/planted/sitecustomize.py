@@ -18,7 +18,7 @@ def this_process() -> str:
     command = Path("/proc/self/cmdline").read_bytes()
     if b"pool_worker" in command:
         return "reward process"
-    if b"resource_tracker" in command:
+    if b"multiprocessing.resource_tracker" in command:
         return "tracker"
     if "MEGARL_ENGINE_OF" in os.environ:
         return "engine"
