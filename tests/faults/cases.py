@@ -144,7 +144,7 @@ class Case:
         begins = re.findall(r"^\[(?!rank \d+\] (?:was here|does not say)).*", outcome.stderr, re.MULTILINE)
         if len(begins) != (self.message != ""):
             found.append(f"{len(begins)} messages: {begins}")
-        if (tracebacks := outcome.stderr.count("Traceback (most")) > (self.kind == "raise" or self.is_raised):
+        if (tracebacks := outcome.stderr.count("Traceback (most")) > (self.victim == "engine") + (self.kind == "raise" or self.is_raised):
             found.append(f"{tracebacks} tracebacks")
         if self.goes_on and "step=3/3" not in outcome.stdout:
             found.append("the job did not go on to its end")
