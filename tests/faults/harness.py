@@ -77,7 +77,7 @@ class Job:
     def _watch(self) -> None:
         while self._watching:
             self.alive()
-            time.sleep(0.2)
+            time.sleep(1.0)
 
     def alive(self) -> list[int]:
         """Processes of the job that run or are stopped; not those that have ended and wait to be asked for their exit code."""
@@ -130,7 +130,7 @@ class Job:
         while (alive := self.alive()) and time.time() < since + limit_s + AFTER_LIMIT_S:
             last = time.time()
             self.launcher.poll()
-            time.sleep(0.05)
+            time.sleep(0.1)
         seconds = time.time() - since if alive else last - since
         orphans = [self.describe(pid) for pid in alive]
         exit_code = self.launcher.poll()
