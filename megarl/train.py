@@ -14,6 +14,7 @@ from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
+from megarl.driver.restarts import attempt_under_torchrun, continued
 from megarl.driver.torchrun import DRIVER_PID
 from megarl.workers.process import keep_checkout_off_path, quiet_libraries
 
@@ -40,7 +41,8 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
                              "megarl train ..., which does it for you\n")
             return 2
         if rank == 0 and DRIVER_PID not in os.environ:  # torchrun's own count may not suit the job; others may come when the run has begun
-            check_job(config, int(os.environ["WORLD_SIZE"]), new_run)
+            restarts = new_run and attempt_under_torchrun()
+            check_job(continued(config) if restarts else config, int(os.environ["WORLD_SIZE"]), new_run)
     except ConfigError as error:
         if rank == 0:
             sys.stderr.write(f"{error}\n")

@@ -1,7 +1,7 @@
 """Imports go down only, imports inside functions included.
 
     train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
-    -> algorithms, reshard -> batch_invariants -> invariants -> config, flow, batch, packing, metrics -> kernels, _C, role_names
+    -> algorithms, reshard -> batch_invariants -> invariants -> config, flow, batch, packing, metrics -> kernels, _C, role_names, leaving
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names"),
+    ("kernels", "_C", "role_names", "leaving"),
     ("config", "flow", "batch", "packing", "metrics"),
     ("invariants",),
     ("batch_invariants",),
@@ -33,7 +33,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
-NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names"}
+NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "leaving"}
 """What the console script and the driver read before any device is touched."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""

@@ -28,13 +28,23 @@ def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
 
 def checkpoint_findings(config: TrainConfig) -> list[str]:
     """Of a job whose models can be read."""
-    if config.checkpoint.load is None:
-        return []
+    findings = [*_unsavable(config)]
+    if config.checkpoint.load is None or findings:
+        return findings
     try:
         found = newest_job(config)
     except JobFileError as error:
         return [str(error)]
     return list(_disagreements(config, *found)) if found is not None else []
+
+
+def _unsavable(config: TrainConfig) -> Iterator[str]:
+    load, interval = config.checkpoint.load, config.checkpoint.save_interval
+    offloaded = any(of_role is not None and of_role.optimizer_cpu_offload for of_actor in configs_of_actors(config).values()
+                    for of_role in (of_actor.optimizer, of_actor.critic_optimizer))  # fmt: skip
+    if offloaded and (interval or load is not None):
+        flag = f"--save-interval ({interval})" if interval else f"--load ({load})"
+        yield f"{flag}: the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
 
 
 def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:

@@ -76,7 +76,7 @@ class Checkpoints:
         self.wait()
         folder = folder_of_step(self.run_folder, step)
         partial = folder.with_name(f".{folder.name}.partial")
-        with _removed_if_failed(partial):
+        with self.executor.stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copied = [self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles]
@@ -90,7 +90,7 @@ class Checkpoints:
         saving = self._saving
         if saving is None:
             return
-        with _removed_if_failed(saving.partial):
+        with self.executor.stop.held(), _removed_if_failed(saving.partial):
             if saving.asked is None:
                 saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
             if all(future.done() for future in saving.asked.values()):
@@ -103,7 +103,7 @@ class Checkpoints:
         """Until what was begun is visible. Raises as `poll`."""
         if self._saving is None:
             return
-        with _removed_if_failed(self._saving.partial):
+        with self.executor.stop.held(), _removed_if_failed(self._saving.partial):
             asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
             self._publish({role: future.result()[0] for role, future in asked.items()})
 

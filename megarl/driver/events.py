@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -22,7 +23,8 @@ class EventFile:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        self._file = open(folder / f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}", "xb")
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"  # TensorBoard reads files in the order of their names
+        self._file = open(next(path for n in itertools.count() if not (path := folder / f"{name}.{n}").exists()), "xb")
         self._records = RecordWriter(self._file)
         self._add(self._event(wall_time=now, file_version="brain.Event:2"))
         if first_step is not None:

@@ -52,6 +52,12 @@ class Job:
         self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
         """One step, as the algorithms say; None of one that samples nothing."""
         self.checkpoints = Checkpoints(self)
+        self.last_step = 0
+        """The last whole one before that of `executor.step`."""
+        self._states: dict[str, dict[str, object]] = {}  # of the learners, then
+
+    stops_in_order = False
+    """A SIGTERM ends the job with a checkpoint of the last whole step, see `stopping.py`."""
 
     def learner_of(self, role: str) -> Learner:
         """Of the actor that the role belongs to."""
@@ -74,10 +80,25 @@ class Job:
 
     def begin_step(self, step: int) -> None:
         """From here on calls, errors and times are this step's."""
+        self.last_step = step - 1
+        self._states = {suffix: learner.state() for suffix, learner in self.learners.items()}
         self.executor.step = step
+        self.executor.stop.is_armed = self.stops_in_order
+        self.executor.stop.check()
         self.checkpoints.poll()
         self.executor.take_seconds()
         self.run.begin_step(step)
+
+    def step_is_whole(self) -> None:
+        """Updated, synced and recorded."""
+        self.last_step = self.executor.step
+        self.executor.stop.step_is_whole()
+
+    def drop_step(self) -> None:
+        """What the driver keeps is again as it was before the step that runs, if that is not whole."""
+        if self.last_step != self.executor.step:
+            for suffix, learner in self.learners.items():
+                learner.restore(self._states[suffix])
 
     def steps(self, after: int = 0) -> Iterator[int]:
         """Those that are left of --train-iters."""
@@ -108,6 +129,7 @@ class Job:
         """Record the step. Returns its metrics."""
         metrics = combine(updated.result()) | phase_times(self.executor.take_seconds())
         self.run.finish_step(step, metrics, sum(lengths[row][0] for row in rows))
+        self.step_is_whole()
         return metrics
 
     def evaluate_if_due(self, step: int) -> None:

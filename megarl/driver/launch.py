@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.driver.ending import run_to_the_end
+from megarl.driver.ending import last_failure, run_to_the_end, signal_since
+from megarl.driver.restarts import continued, where_it_goes_on
 from megarl.workers.process import keep_checkout_off_path, quiet_libraries
 
 if TYPE_CHECKING:
@@ -28,16 +30,31 @@ Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
 
 
 def launch(config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True) -> int:
-    """Run `job` on ranks that are started here, `python -m module argv` each. Returns the exit code, as `run_to_the_end`.
+    """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again, --max-restarts times. Returns the exit
+    code of the last attempt, as `run_to_the_end`.
 
     new_run: --save must be free."""
     _exit_on_signals()
     _prepare_process()
+    code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
+    while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
+        if (signum := signal_since()) is not None:
+            return 128 + signum
+        attempt, config = attempt + 1, continued(config)
+        failure = *last_failure(), where_it_goes_on(config)
+        again = " It was the same failure as before, at the same step, and nothing was saved since." if failure == before else ""
+        sys.stderr.write(f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[-1]}.{again}\n")
+        before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
+    return code
+
+
+def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
+    """The ranks of later attempts have the same arguments: what differs, --load, is the driver's alone."""
     from megarl.driver.local_ranks import LocalRanks  # torch: what a signal interrupts there cannot be unwound
     from megarl.driver.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
-    processes = LocalRanks(argv, world_size, module, hosting_ranks(config, world_size))
+    processes = LocalRanks(argv, world_size, module, hosting_ranks(config, world_size), attempt)
     return run_to_the_end(lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
                           lambda: processes.start(config.placement.call_timeout_s), processes)  # fmt: skip
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megarl.driver.store_executor import StoreExecutor
 
-_EXIT_S, _TERM_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 3.0, 10.0, 2.0, 0.5
+_EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
 
 
 @contextlib.contextmanager
@@ -86,15 +86,15 @@ class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
-    may be short-lived. `ranks_of`: role -> its ranks."""
+    may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often the job was started before."""
 
-    def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]]):
+    def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]], attempt: int = 0):
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._env = without_rank(os.environ) | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "GROUP_RANK": "0", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
         }  # fmt: skip
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
@@ -146,20 +146,28 @@ class LocalRanks:
     def end(self, wait_s: float) -> None:
         """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns when all are gone."""
         self.expect_end()
-        for signum, seconds in ((None, wait_s), (signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
-            deadline = time.monotonic() + seconds
-            self._signal(signum)
-            for thread in self._threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._join(wait_s)
+        self._end_ranks()
+        self._join(_KILL_S)
         deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
         while any(map(_is_group, self._processes)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for pid in filter(_is_group, self._processes):  # one that is stopped does not notice
+        self.kill()
+
+    def kill(self) -> None:
+        """The ranks and whatever they have started, without waiting."""
+        self.expect_end()
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
         from megarl.rollout.environment import sweep_shared_memory
 
         sweep_shared_memory()  # of engines that could not tidy up
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, rank: int, started: threading.Barrier) -> None:
         try:
@@ -172,14 +180,15 @@ class LocalRanks:
         if code != 0 and not self._ending:
             with self._lock:
                 self._tell(RankDied(rank, code, self._ranks_of))
-            self._signal(signal.SIGTERM)  # the others would wait for it
+            self._end_ranks()  # the others would wait for it
 
-    def _signal(self, signum: signal.Signals | None) -> None:
-        """To every rank that has not ended, and the processes that it started."""
+    def _end_ranks(self) -> None:
+        """Those that have not ended, at once; what they have started may tidy up."""
         for process in self._processes.values():
-            if signum is not None and process.poll() is None:
+            if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.kill()
 
 
 def _is_group(pid: int) -> bool:

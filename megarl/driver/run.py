@@ -29,7 +29,8 @@ from megarl.driver.metrics import to_json_line
 from megarl.driver.progress import Progress
 from megarl.driver.run_history import cut_after
 
-_MARKS = ("resolved.args", "metrics.jsonl")
+MARKS = ("resolved.args", "metrics.jsonl")
+"""Files that make a folder a run's."""
 
 
 def check_folder_is_free(save: str) -> None:
@@ -37,7 +38,7 @@ def check_folder_is_free(save: str) -> None:
     folder = Path(save)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--save ({save}) is a file; it must be a folder that can be created. Try --save {free_name(folder)}.")
-    if any((folder / mark).exists() for mark in _MARKS):
+    if any((folder / mark).exists() for mark in MARKS):
         raise ValueError(f"--save ({save}) already holds a run, and no run overwrites another. Try --save {free_name(folder)}.")
 
 
@@ -87,7 +88,7 @@ class Run:
     def go_on_after(self, step: int) -> None:
         """Of a run that goes on in its own folder: remove what was recorded of later steps, and record from there on. 0: begin anew."""
         cut_after(self.folder, step)
-        self._open("a", step + 1)
+        self._open("a", step + 1 if step else 0)
 
     def _open(self, mode: str, first_step: int | None) -> None:
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.leaving import LeavableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.copier import View
@@ -105,7 +106,8 @@ class Engine:
         Args:
             prompts: token ids, each at least 1. seeds: one per prompt.
             temperature: 0 is greedy. max_tokens: default --max-response-length.
-        Raises: RuntimeError before the first sync; ValueError for prompts that are too long or seeds that do not pair up."""
+        Raises: RuntimeError before the first sync; ValueError for prompts that are too long or seeds that do not pair up; Left if the job is
+            to end, and then nothing can be generated any more."""
         if self.version is None:
             raise RuntimeError("generate was called before a sync was committed: the engine's weights are noise. Call sync(version) first.")
         if len(prompts) != len(seeds):
@@ -168,6 +170,7 @@ class RolloutEngine(Engine):
             offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
             with offering(offered, parameters) as offer:
                 self.llm = LLM(**arguments)
+        LeavableEngine(self.llm.llm_engine, f"{actor}/{dist.get_rank() // self._tp}", dist.get_rank() % self._tp, self._tp)
         self._aliases = offer.taken
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self.tensors: dict[int, dict[str, View]] = {}

@@ -5,6 +5,7 @@
     inbox  inbox               one queue of results and errors of all ranks; the driver takes them as they come.
     stacks stacks/wanted       set when a call hangs: every rank writes where its Python is to stacks/<rank>.
     abort  abort               set once the driver has reported a failure: nobody needs to wait for anything any more.
+    stop   stop/...            what driver and ranks say to each other when the job is to end in order, see stopping.py.
 
 All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the attempt before.
 The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are cut into parts.
@@ -28,6 +29,7 @@ PART_BYTES = 4 << 20
 FOREVER = timedelta(days=20)  # the store's poll counts milliseconds in an int32: 24 days at most
 SHUTDOWN = "shutdown"  # method of the command that ends the log; its role is ""
 STARTUP = -1  # index of a result that answers no command: an error before the first one
+TERMINATED = -2  # likewise: the rank has got SIGTERM
 _WHOLE, _IN_PARTS = b"=", b"+"
 
 
@@ -155,6 +157,17 @@ class Mailbox:
         """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop waiting."""
         self._store.set("abort", "1")
         self._store.set(f"cmd/{index}", _WHOLE + pickle.dumps(Abort(exit_code)))
+
+    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float) -> list[int]:
+        """Set one of the keys of stopping.py. Returns the ranks that have not answered in time."""
+        self._store.set(key, "asked")
+        deadline, missing = time.monotonic() + wait_s, list(ranks)
+        while (missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return missing
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
 
     # Worker side.
 

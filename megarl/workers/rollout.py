@@ -93,6 +93,7 @@ class RolloutRole:
         a seed of its own (run seed, step, purpose, sample id): neither layout nor batch composition changes what it draws.
 
         Returns: the samples of this engine, from its first rank only."""
+        self.plane.rollouts.pop(purpose + self.suffix, None)  # a call that is left leaves none
         if self.engine is None:
             self.plane.rollouts[purpose + self.suffix] = Rollouts([], [], [], [], [])
             return []

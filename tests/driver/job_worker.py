@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.driver.torchrun import DRIVER_PID, start_driver
+from megarl.leaving import LEAVING
 from megarl.workers.mailbox import connect, world_store
 from megarl.workers.process import end_on_signals, end_with_parent
 from megarl.workers.serve import serve
@@ -37,6 +38,12 @@ class Role:
         start = time.monotonic()
         time.sleep(seconds)
         return [start, time.monotonic()]
+
+    def generate(self, seconds: float):
+        """What can be left."""
+        for _ in range(int(seconds / 0.02)):
+            LEAVING.check()
+            time.sleep(0.02)
 
     def double(self, data: bytes):
         return data + data
