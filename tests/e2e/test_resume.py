@@ -52,10 +52,10 @@ def exported(job: Job) -> dict[str, bytes]:
 def halves(data: Path, folder: Path, *flags: str, resumed: tuple[str, ...] | None = None, steps: int = 4) -> tuple[Job, Job]:
     """A job of so many steps with a checkpoint at the half, and one that begins there, in another folder and maybe layout."""
     common = ("--train-iters", str(steps))
-    whole = train(data, folder / "whole", *common, "--save-interval", str(steps // 2), *flags, timeout=280)
+    whole = train(data, folder / "whole", *common, "--save-interval", str(steps // 2), *flags, timeout=800)
     assert whole.returncode == 0, whole.output
     half = train(data, folder / "half", *common, "--load", str(folder / "whole" / "checkpoints" / f"step_{steps // 2:06d}"),
-                 *(flags if resumed is None else resumed), timeout=280)  # fmt: skip
+                 *(flags if resumed is None else resumed), timeout=800)  # fmt: skip
     assert half.returncode == 0, half.output
     assert f"continues after step {steps // 2}: " in half.output
     return whole, half
