@@ -28,9 +28,11 @@ def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(case: 
         table.write(case, outcome)
 
 
-def test_the_documented_table_has_a_row_for_every_case_that_kept_its_limit():
-    measured = table.rows(table.DOCUMENT.read_text())
-    assert list(measured) == [table.key(case) for case in CASES]
+def test_the_documented_table_has_a_row_for_every_case_and_those_that_were_measured_kept_their_limits():
+    documented = table.rows(table.DOCUMENT.read_text())
+    assert list(documented) == [table.key(case) for case in CASES]
     for case in CASES:
-        seconds, limit = (float(cell.removesuffix(" s ").split()[-1]) for cell in measured[table.key(case)].split("|")[4:6])
+        if documented[table.key(case)] == table.row(case, None):
+            continue
+        seconds, limit = (float(cell.removesuffix(" s ").split()[-1]) for cell in documented[table.key(case)].split("|")[4:6])
         assert seconds <= limit == case.limit_s
