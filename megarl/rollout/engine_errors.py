@@ -3,6 +3,7 @@ something did, and its processes log the cause as they go."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -62,5 +63,5 @@ class _ToOwner(logging.Handler):
         kind, error, trace = record.exc_info
         line = json.dumps({"error": "".join(traceback.format_exception_only(error)).strip(),
                            "traceback": "".join(traceback.format_exception(kind, error, trace)).rstrip()})  # fmt: skip
-        with open(self._path, "a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:  # the rank may be gone
             file.write(line + "\n")
