@@ -193,7 +193,7 @@ class _Loader:
             return found
         if name.startswith("rollout-no-"):
             return f"no such flag.{did_you_mean('no-rollout-' + name.removeprefix('rollout-no-'), self._names())}"
-        return f"no such flag.{did_you_mean(occurrence.name, self._names()) or f' Leave it out; --help lists all.'}"
+        return f"no such flag.{did_you_mean(occurrence.name, self._names()) or ' Leave it out; --help lists all.'}"
 
     def _elsewhere(self, name: str, occurrence: Occurrence) -> str | None:
         """What a flag of another framework is called here."""
