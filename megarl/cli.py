@@ -27,6 +27,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   check      Report everything that is wrong with a job, and what memory and disk it needs, without touching a device. With --gpu-memory GB
              as on GPUs of that size, wherever it is run.
   graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
+  doctor     Show what this installation and machine have, and try the parts (about 10 s): `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag
@@ -154,6 +155,12 @@ def graph(argv: list[str]) -> int:
     return 0
 
 
+def doctor(argv: list[str]) -> int:
+    from megarl.doctor.report import main as examine
+
+    return examine(argv)
+
+
 def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> tuple[TrainConfig, dict[str, MeshSpec]]:
     """The configuration and the meshes of the roles, without what only a run needs: run folder, data, steps."""
     from megarl.config.check import check_layout
@@ -181,6 +188,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": convert,
     "check": check,
     "graph": graph,
+    "doctor": doctor,
     "reshard-plan": reshard_plan,
 }
 

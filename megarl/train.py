@@ -16,6 +16,7 @@ from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
 from megarl.driver.restarts import attempt_under_torchrun, continued
 from megarl.driver.torchrun import DRIVER_PID
+from megarl.signed_pickle import check_secret
 from megarl.workers.process import keep_checkout_off_path, quiet_libraries
 
 InlineJob = Callable[..., None]
@@ -45,6 +46,12 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
             check_everything(continued(config) if restarts else config, ranks, new_run, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     except ConfigError as error:
         if rank == 0:
+            sys.stderr.write(f"{error}\n")
+        return 2
+    try:
+        check_secret()
+    except ConfigError as error:  # of one node, so that each tells its own
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"{error}\n")
         return 2
     return work(config, argv, rank, driver)

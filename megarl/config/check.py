@@ -14,6 +14,7 @@ from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
 from megarl.config.check_rewards import reward_findings
+from megarl.config.check_sharding import sharding_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
@@ -75,7 +76,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _sharding, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
@@ -222,6 +223,10 @@ def _lora(job: _Job) -> Iterator[str]:
 def _offload(job: _Job) -> Iterator[str]:
     engine = engine_mode(job.config, job.world_size) if job.uses_rollout and all(job.ranks.values()) else None
     yield from dict.fromkeys(offload_findings(job.config, list(job.megatron_roles()), engine))
+
+
+def _sharding(job: _Job) -> Iterator[str]:
+    yield from dict.fromkeys(sharding_findings(job.config, list(job.megatron_roles())))
 
 
 def _held_out(job: _Job) -> Iterator[str]:

@@ -81,9 +81,8 @@ TRANSFORMER_REFUSED = {
     "float16 training is not supported. Use --bf16, or fp32.": "fp16",
     "weights stay in bf16, which the sync reads, and attention too; fp4 training is not supported yet. Set --fp8 alone.": """
         fp8_param* fp8_quantizer_factory fp8_dot_product_attention fp8_multi_head_attention fp4* use_kitchen* kitchen_*""",
-    "Megatron-FSDP takes its groups from the process's global parallel_state (mcore_fsdp_adapter.py:159 of 0.16.1), and a role has a mesh of "
-    "its own; and no weight sync reads its shards. Leave it out: --use-distributed-optimizer shards Adam's state.": """
-        use_megatron_fsdp use_torch_fsdp2 data_parallel_sharding_strategy""",
+    "PyTorch's FSDP takes its groups from the process's global parallel_state, and a role has a mesh of its own. Megatron's shards the same: "
+    "--use-megatron-fsdp.": "use_torch_fsdp2",
     "activation offload is not supported yet.": """
         cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
     "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",

@@ -17,7 +17,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """
     ranks: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
         if match is None:
             raise ValueError(f"ranks ({text}): must be ranks and ranges of ranks, like 0-3 or 0,2. Try {_all(world_size)}.")
         first, last = int(match[1]), int(match[2] or match[1])

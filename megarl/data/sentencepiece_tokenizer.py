@@ -88,12 +88,11 @@ class SentencePieceTokenizer:
         return [self.decode(ids) for ids in sequences]
 
     def _render(self, messages: Messages) -> str:
-        import jinja2
-
         try:
             return self._template.render(messages=list(messages), **self._template_variables)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template beside {self.name} refuses the prompt {list(messages)!r}: {error}") from error
+        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+            shown = f"{list(messages)!r:.500}"
+            raise ValueError(f"the chat template beside {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error
 
 
 def _load_template(path: str) -> Any:

@@ -433,7 +433,7 @@ def test_megatron_transformer_fields():
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]
-    assert "mcore_fsdp_adapter.py:159" in errors("--use-megatron-fsdp")[0]
+    assert "--use-megatron-fsdp" in errors("--use-torch-fsdp2")[0]
     assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
     assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
@@ -483,3 +483,8 @@ def test_configurations_are_frozen():
     for node in (config, config.model, config.actor, config.algorithm):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(node, dataclasses.fields(node)[0].name, None)
+
+
+def test_a_number_that_no_actor_can_have_is_no_number():
+    with pytest.raises(ConfigError, match="no such flag"):
+        load(f"--actor-{'9' * 5000}-lr", "1")
