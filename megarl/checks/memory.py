@@ -110,7 +110,7 @@ def _megatron_parts(config: TrainConfig, role: str, shape: ModelShape, mesh: Mes
 
 def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
     """What data-parallel ranks hold a share of."""
-    if getattr(optimizer, "use_megatron_fsdp", False):
+    if optimizer.use_megatron_fsdp:
         return _FSDP_SHARDS[optimizer.data_parallel_sharding_strategy]
     return ("optimizer",) if optimizer.use_distributed_optimizer else ()
 
