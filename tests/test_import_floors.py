@@ -1,6 +1,6 @@
 """Imports go down only, imports inside functions included.
 
-    train, evaluate, convert, doctor, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
+    train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards -> checkpoint
     -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle -> config, flow, batch, packing, metrics
     -> kernels, _C, role_names, leaving
 
@@ -25,7 +25,7 @@ FLOORS = (
     ("algorithms", "reshard"),
     ("checkpoint",),
     ("megatron", "rollout", "data", "rewards"),
-    ("workers",),
+    ("workers", "checks"),
     ("driver",),
     ("train", "convert", "doctor"),
     ("evaluate",),  # is train with another driver
@@ -34,7 +34,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
-NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "leaving", "signed_pickle"}
+NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "leaving", "signed_pickle", "checks"}
 """What the console script and the driver read before any device is touched."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""

@@ -89,7 +89,7 @@ class LocalRanks:
         self._env = without_rank(os.environ) | store_environment(self._store) | {
             "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "GROUP_RANK": "0", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
+            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
         }  # fmt: skip
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         self._command = [sys.executable, "-u", "-P", "-m", module, *argv]

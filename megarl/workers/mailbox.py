@@ -172,6 +172,10 @@ class Mailbox:
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
+    def of_ranks(self, key: str, ranks: Sequence[int]) -> dict[int, str]:
+        """What these ranks have set, of those that have."""
+        return {rank: self._store.get(f"{key}/{rank}").decode() for rank in ranks if self._store.check([f"{key}/{rank}"])}
+
     # Worker side.
 
     def next_command(self, index: int) -> Command | Abort:

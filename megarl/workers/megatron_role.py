@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
+from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -59,7 +60,7 @@ class MegatronRole:
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
         self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
-        self.rank = dist.get_rank()
+        self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
 
     def build(self) -> TrainedModel:
         """The model, weights undefined."""
@@ -100,6 +101,11 @@ class MegatronRole:
             batch = self.share.batch
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
             check_column(batch, name)
+
+    def update_over_epochs(self, update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:
+        """All optimizer updates of the step. Returns and raises as `Updates.over_epochs`."""
+        self.model.advance_schedule()
+        return self.updates.over_epochs(self.model, self.share.mini_batches, self.config.batch.num_epochs, update)
 
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""

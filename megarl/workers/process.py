@@ -39,6 +39,26 @@ def _watch_parent(parent: int, grace_s: float) -> None:
     os._exit(1)
 
 
+def process_name(pid: int | None = None) -> str:
+    """Of a process, this one by default, among all of all machines and times: "who sees it/pid/start". A process that has ended has no start."""
+    pid = os.getpid() if pid is None else pid
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            state, *fields = stat.read().rpartition(")")[2].split()
+        return name if state in "ZX" else name + fields[18]
+    except FileNotFoundError:
+        return name
+
+
+def has_died(name: str) -> bool:
+    """Whether this process has ended, as far as that can be seen from here."""
+    seen_by, pid, _ = name.split("/")
+    now = process_name(int(pid))
+    return now.startswith(f"{seen_by}/") and now != name
+
+
 def end_on_signals() -> None:
     """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python handler would run.
 

@@ -46,6 +46,7 @@ CASES = [
     ("```python\nno end, and no program", ASSERTS, 0),
     ("\x00\ud800", ASSERTS, 0),
     ("", STDIN, 0),
+    ("import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b):\n    for _ in range(5000): a = [a]\n    return a", CALL, 0),
 ]  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def test_a_program_does_not_pass_by_printing_what_it_saw(reward):
 
 
 @pytest.mark.parametrize("truth", [None, "", "17", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [1], "outputs": ["1"]}',
-                                   '{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}', '{"asserts": []}', '{"asserts": "assert 1"}'])  # fmt: skip
+                                   '{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}', '{"asserts": []}', '{"asserts": "assert 1"}', "[" * 100_000])  # fmt: skip
 def test_ground_truth_of_another_form_is_refused(truth):
     with pytest.raises(ValueError, match=r'ground_truth is .*"asserts".*at least one test'):
         read_tests(truth)
