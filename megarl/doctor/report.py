@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from megarl.doctor.facts import machine, version_findings, versions
 
-_DEADLINE_S = 240.0  # of a machine that is busy; it takes about 10 s
+_DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
 
 
 def main(argv: list[str]) -> int:
