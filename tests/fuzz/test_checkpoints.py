@@ -186,7 +186,7 @@ def model(folder: Path) -> Path:
     return shutil.copytree(folder / "model", folder / "changed", ignore=shutil.ignore_patterns("tokenizer*"))
 
 
-@fuzz(st.sampled_from(["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]), edits, damages, st.booleans())
+@fuzz(st.sampled_from(["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]), edits, damages, st.booleans(), quick=30)
 def test_model_folders(folder: Path, name: str, drawn: list, damage: list, is_text: bool) -> None:
     changed = model(folder)
     path, index = changed / name, {"metadata": {}, "weight_map": dict.fromkeys(TensorFile(changed / "model.safetensors").keys(), "model.safetensors")}
