@@ -46,9 +46,9 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("\n".join(problems) + "\n")
         return 2
     if through_megatron:
-        from megarl.driver.launch import launch
+        from megarl.driver.launch import launch_ranks
 
-        return launch(len(mesh_of(arguments).ranks), argv, "megarl.convert")
+        return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
     return convert(arguments)
 
 
@@ -161,8 +161,11 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
 
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
     """One rank's part of the way through Megatron. Rank 0 compares what was written with what was read."""
-    from megarl.workers.process import quiet_libraries
+    from megarl.driver.torchrun import DRIVER_PID
+    from megarl.workers.process import end_with_parent, quiet_libraries
 
+    if launcher := os.environ.get(DRIVER_PID):
+        end_with_parent(int(launcher))
     quiet_libraries()
     import torch
     import torch.distributed as dist

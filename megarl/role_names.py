@@ -7,6 +7,9 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
+TRAINED_KINDS = ("actor", "critic")
+"""Roles with an optimizer: checkpoints hold these."""
+
 
 def kind_and_suffix(role: str) -> tuple[str, str]:
     """("reward_model", "_2") of reward_model_2; the first of a kind has no suffix."""

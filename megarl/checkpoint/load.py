@@ -70,13 +70,25 @@ class Checkpoint:
         check_tensors(f"{kind} in {self.folder}", {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()}, sizes)
 
 
-def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> dict[str, object]:
-    """Fill the rectangles of every rank of a group. Collective; the ranks first check the files' digests, each its share of them.
-
-    Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None,
+         digests: bool = True) -> dict[str, object]:  # fmt: skip
+    """Fill the rectangles of every rank of a group, after `verify`. Collective.
 
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
+    checkpoint = verify(folder, rectangles, group, digests)
+    Crew(group).all(lambda: checkpoint.fill(rectangles))
+    return checkpoint.state
+
+
+def verify(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None,
+           digests: bool = True) -> Checkpoint:  # fmt: skip
+    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which each rank reads its share.
+    Collective. Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+
+    Args:
+        digests: False: they have just been checked.
+    Raises: CheckpointError, on every rank."""
     crew = Crew(group)
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
     for of_rank in crew.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
@@ -87,10 +99,10 @@ def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist
         checkpoint = Checkpoint(folder)
         for kind, of_kind in sizes.items():
             checkpoint.check(kind, of_kind)
-        checkpoint.manifest.check_digests(checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size])
+        if digests:
+            checkpoint.manifest.check_digests(checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size])
         return checkpoint
 
     checked: list[Checkpoint] = []
     crew.all(lambda: checked.append(check()))
-    crew.all(lambda: checked[0].fill(rectangles))
-    return checked[0].state
+    return checked[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,12 +32,11 @@ def save(folder: str | os.PathLike, rectangles: Sequence[Rectangle], state: dict
     Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is missing."""
     crew, folder = Crew(group), Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
-    offers = crew.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
-    writer_of = _choose_writers(offers)  # the same on every rank
+    plan = SavePlan.of(rectangles, group)
     crew.first(lambda: start_folder(partial, folder))
     try:
-        written = crew.all(lambda: _write_files(partial, crew.rank, rectangles, writer_of))
-        crew.first(lambda: _finish(partial, folder, offers, writer_of, {name: of for files in written for name, of in files.items()}, state))
+        manifest = plan.write(partial, plan.chosen(rectangles), state, group)
+        crew.first(lambda: publish(partial, folder, manifest))
     except CheckpointError:
         if crew.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -45,6 +45,44 @@ def save(folder: str | os.PathLike, rectangles: Sequence[Rectangle], state: dict
 
 Writers = dict[tuple[str, str, Box], int]
 """(kind, name, box) -> rank."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every rank, but for `rank`."""
+
+    rank: int
+    offers: list[list[Offer]]
+    writer_of: Writers
+
+    @classmethod
+    def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
+        """Collective. Raises: CheckpointError, on every rank, if they do not cover every tensor."""
+        crew = Crew(group)
+        offers = crew.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
+        return cls(crew.rank, offers, _choose_writers(offers))
+
+    def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+        """Those that this rank writes."""
+        return [r for r in rectangles if self.writer_of[r.kind, r.name, r.box] == self.rank]
+
+    def write(self, folder: Path, chosen: Sequence[Rectangle], state: dict[str, object], group: dist.ProcessGroup | None = None) -> Manifest:
+        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on every rank."""
+        written = Crew(group).all(lambda: _write_files(folder, self.rank, chosen))
+        return self._manifest({name: of for files in written for name, of in files.items()}, state)
+
+    def _manifest(self, files: Mapping[str, tuple[int, str]], state: dict[str, object]) -> Manifest:
+        tensors: dict[str, dict[str, StoredTensor]] = {}
+        parts: dict[tuple[str, str], dict[Box, Part]] = {}
+        for rank, of_rank in enumerate(self.offers):
+            for kind, name, box, shape, dtype in of_rank:
+                if self.writer_of[kind, name, box] == rank:
+                    tensors.setdefault(kind, {})[name] = StoredTensor(dtype, shape, ())
+                    parts.setdefault((kind, name), {})[box] = Part(file_name(kind, rank), box)
+        for kind, of_kind in tensors.items():
+            for name, tensor in of_kind.items():
+                of_kind[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(part for _, part in sorted(parts[kind, name].items())))
+        return Manifest(dict(files), tensors, state)
 
 
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
@@ -74,31 +112,21 @@ def file_name(kind: str, number: int) -> str:
     return f"{kind}-{number:05d}.safetensors"
 
 
-def _write_files(folder: Path, rank: int, rectangles: Sequence[Rectangle], writer_of: Writers) -> dict[str, tuple[int, str]]:
-    """One file of each kind. Returns: name -> (bytes, SHA-256)."""
+def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[str, tuple[int, str]]:
+    """One file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the file."""
     mine: dict[str, dict[str, Entry]] = {}
-    for r in rectangles:
-        if writer_of[r.kind, r.name, r.box] == rank:
-            key = part_key(r.name, r.shape, r.box)
-            shape = r.shape if key == r.name else (r.values.shape[0],) if len(r.shape) == 1 else tuple(r.values.shape)
-            mine.setdefault(r.kind, {})[key] = Entry(key, r.values.dtype, shape, lambda values=r.values: [values])
-    return {name: write_tensors(folder / name, list(entries.values()))
-            for kind, entries in mine.items() for name in [file_name(kind, rank)]}  # fmt: skip
-
-
-def _finish(partial: Path, folder: Path, offers: list[list[Offer]], writer_of: Writers, files: dict[str, tuple[int, str]],
-            state: dict[str, object]) -> None:
-    tensors: dict[str, dict[str, StoredTensor]] = {}
-    parts: dict[tuple[str, str], dict[Box, Part]] = {}
-    for rank, of_rank in enumerate(offers):
-        for kind, name, box, shape, dtype in of_rank:
-            if writer_of[kind, name, box] == rank:
-                tensors.setdefault(kind, {})[name] = StoredTensor(dtype, shape, ())
-                parts.setdefault((kind, name), {})[box] = Part(file_name(kind, rank), box)
-    for kind, of_kind in tensors.items():
-        for name, tensor in of_kind.items():
-            of_kind[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(part for _, part in sorted(parts[kind, name].items())))
-    publish(partial, folder, Manifest(files, tensors, state))
+    for r in chosen:
+        key = part_key(r.name, r.shape, r.box)
+        shape = r.shape if key == r.name else (r.values.shape[0],) if len(r.shape) == 1 else tuple(r.values.shape)
+        mine.setdefault(r.kind, {})[key] = Entry(key, r.values.dtype, shape, lambda values=r.values: [values])
+    written = {}
+    for kind, entries in mine.items():
+        name = file_name(kind, rank)
+        try:
+            written[name] = write_tensors(folder / name, list(entries.values()))
+        except OSError as error:  # of a full disk it does not say which file
+            raise CheckpointError(f"{folder / name} cannot be written: {error.strerror or error}.") from error
+    return written
 
 
 def start_folder(partial: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
+from megarl.config.checkpoint_flags import CheckpointConfig
 from megarl.config.roles import KINDS
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from megarl.config.values import Kind, kind_of_hint
@@ -41,6 +42,7 @@ FOLLOWERS = {"actor": ("reference",)}
 """Roles that a role's own flags set too: the reference is the actor as it was."""
 _PLACEMENT_OF_JOB = ("nproc_per_node", "executor", "num_actors", "pools", "offload_ahead_bytes", "call_timeout_s")
 OF_JOB = frozenset({("batch", "train_iters"), *(("placement", name) for name in _PLACEMENT_OF_JOB),
+                    *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
                     *(("run", field.name) for field in dataclasses.fields(RunConfig) if not field.name.startswith("gate_"))})  # fmt: skip
 """(section, field) of what all actors share."""
 _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")

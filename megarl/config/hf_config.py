@@ -15,6 +15,7 @@ from megarl.config.hf_experts import expert_fields, unsupported_experts
 from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
 from megarl.config.hf_kinds import kind_findings
 from megarl.config.hf_latent import latent_fields, unsupported_latents
+from megarl.config.near import try_path
 from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
@@ -264,7 +265,8 @@ def _read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}."
+        advice = try_path(path.parent, lambda one: (one / path.name).is_file(), "Give a folder with config.json and *.safetensors.")
+        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}.{advice}"
         raise ConfigError([f"--model ({path.parent}): {reason}"]) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
         raise ConfigError([f"--model ({path.parent}): {path.name} is not JSON: {error}."]) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.config.checkpoint_flags import CheckpointConfig
 from megarl.config.errors import require
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
@@ -90,7 +91,7 @@ class ParallelConfig:
                 (
                     self.recompute_modules is None or 0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
                     "recompute_modules",
-                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}.",
+                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
                 )
             ],
         )
@@ -219,6 +220,11 @@ class OptimizerConfig:
     """Shard Adam's states and the master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
+    use_megatron_fsdp: bool = False
+    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in place of Megatron's DDP and
+    distributed optimizer."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads"
+    """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients too (ZeRO-2)."""
     optimizer_cpu_offload: bool = False
     """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
     and --use-distributed-optimizer. To have them there between updates only: --offload optimizer."""
@@ -262,7 +268,7 @@ class LoRAConfig:
             self,
             at_least={"lora_rank": 0},
             above={"lora_alpha": 0},
-            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once.")],
+            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.")],
         )
 
 
@@ -412,15 +418,19 @@ class RunConfig:
     """run folder, evaluation and checks"""
 
     save: str
-    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, hf/, hf_critic/, timeline.json. Refused if it already holds a run."""
+    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/, timeline.json. Refused if it already
+    holds a run, unless --load says to go on there."""
     eval_interval: int = 0
     """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
     eval_num_prompts: int | None = None
     """Rows of --eval-data to use. Default: all."""
-    save_interval: int = 0
+    export_interval: int = 0
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
     num_rollouts_to_log: int = 8
     """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What becomes of an update whose loss or gradient is not finite: the job ends, or the update is left out, on all ranks alike, and counted
+    (policy/updates_skipped, critic/updates_skipped); more than 10 in a row end the job. Weights and optimizer stay unchanged either way."""
     exit_loss: float | None = None
     """SFT: stop as soon as the loss of a step falls below this."""
     gate_max_abs: float = 1e-4
@@ -434,7 +444,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"eval_interval": 0, "eval_num_prompts": 1, "save_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
+            at_least={"eval_interval": 0, "eval_num_prompts": 1, "export_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
             above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
             rules=[(self.save != "", "save", "must name a folder.")],
         )
@@ -505,6 +515,7 @@ class TrainConfig:
     data: DataConfig
     reward_models: RewardModelConfig = field(default_factory=RewardModelConfig)
     run: RunConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()

@@ -18,7 +18,7 @@ class HFTokenizer:
 
         self.name = path
         try:
-            self.hugging_face = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self.hugging_face = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)  # None: transformers asks on the terminal
         except Exception as error:  # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
             raise ValueError(f"{flag} ({path}): transformers cannot load this tokenizer: {type(error).__name__}: {error}") from error
         if not self._ids(["1+1"])[0]:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.data.chat_template import compile_template
 from megarl.data.tokenizer import Messages
 
 DEFAULT_CHAT_TEMPLATE = (
@@ -95,20 +96,9 @@ class SentencePieceTokenizer:
 
 
 def _load_template(path: str) -> Any:
-    """The jinja2.Template of the file, or the default one; set up as in transformers, so that the same template gives the same text."""
-    import jinja2
-    import jinja2.sandbox
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.globals["raise_exception"] = raise_exception
+    """The jinja2.Template of the file, or the default one."""
     source = DEFAULT_CHAT_TEMPLATE
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
             source = file.read()
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{path} is not a jinja template: {error}") from error
+    return compile_template(source, path)

@@ -13,11 +13,13 @@ from megarl.driver.executor import Executor
 from megarl.driver.job import open_job
 from megarl.driver.loop import train_rl, train_sft
 from megarl.driver.preflight import Inputs, read_inputs
+from megarl.driver.restarts import attempt_under_torchrun, continued
+from megarl.driver.stopping import stops_in_order
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
     """Create the run folder and train."""
-    with open_job(executor, config, inputs, world_size) as job:
+    with open_job(executor, config, inputs, world_size) as job, stops_in_order(job):
         (train_rl if config.algorithm.needs_rollout else train_sft)(job)
 
 
@@ -26,6 +28,8 @@ def main(argv: list[str]) -> int:
     from megarl.driver.torchrun import run_driver, world_size_from_env
 
     config = load_config(argv, REGISTRY)
+    if attempt_under_torchrun():
+        config = continued(config)
     world_size = world_size_from_env()
     ranks = hosting_ranks(config, world_size)
     return run_driver(lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size), ranks, config.placement.call_timeout_s)

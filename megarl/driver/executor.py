@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from megarl.driver.stop_request import StopRequest
+
 
 class RemoteError(RuntimeError):
     """A method of a role raised on one rank. The message is complete: role, rank, method, step, error and remote traceback."""
@@ -61,6 +63,8 @@ class Executor(Protocol):
     ranks: dict[str, list[int]]
     step: int | None
     """Set by the loop: calls carry it, errors name it."""
+    stop: StopRequest
+    """Calls and waits raise StopRequested when it says so."""
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future: ...
 

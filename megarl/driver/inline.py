@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import RemoteError, RoleHandle, check_role, check_some, check_subset
+from megarl.driver.stop_request import StopRequest
 from megarl.workers.mailbox import Failure
 from megarl.workers.process import keep_checkout_off_path
 
@@ -56,6 +57,7 @@ class InlineExecutor:
         self._seconds: dict[tuple[str, str], float] = {}
         self.ranks = {role: [0] for role in roles}
         self.step: int | None = None
+        self.stop = StopRequest()  # never made: a signal ends this process
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
         check_role(self.ranks, role)

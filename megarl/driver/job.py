@@ -12,6 +12,7 @@ from megarl.config.mesh import role_meshes
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
+from megarl.driver.checkpoints import Checkpoints
 from megarl.driver.evaluate import held_out_accuracy
 from megarl.driver.executor import Executor, Future, RoleHandle
 from megarl.driver.gate import GateError, gate_finding
@@ -34,7 +35,11 @@ def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Input
     """Create the run folder; close it and stop the engines after the last call. `progress`: as of `Run`."""
     with Run(config, write_args(config), progress) as run:
         job = Job(config, executor, run, inputs, world_size)
-        yield job
+        try:
+            yield job
+        except BaseException:
+            job.checkpoints.abandon()
+            raise
         for role in job.meshes:
             if kind_and_suffix(role)[0] in ("rollout", "reward", "reward_model"):
                 job.role(role).shut_down().result()
@@ -50,6 +55,13 @@ class Job:
         self.first = self.learners[""]
         self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
         """One step, as the algorithms say; None of one that samples nothing."""
+        self.checkpoints = Checkpoints(self)
+        self.last_step = 0
+        """The last whole one before that of `executor.step`."""
+        self._states: dict[str, dict[str, object]] = {}  # of the learners, then
+
+    stops_in_order = False
+    """A SIGTERM ends the job with a checkpoint of the last whole step, see `stopping.py`."""
 
     def learner_of(self, role: str) -> Learner:
         """Of the actor that the role belongs to."""
@@ -72,12 +84,29 @@ class Job:
 
     def begin_step(self, step: int) -> None:
         """From here on calls, errors and times are this step's."""
+        self.last_step = step - 1
+        self._states = {suffix: learner.state() for suffix, learner in self.learners.items()}
         self.executor.step = step
+        self.executor.stop.is_armed = self.stops_in_order
+        self.executor.stop.check()
+        self.checkpoints.poll()
         self.executor.take_seconds()
         self.run.begin_step(step)
 
-    def steps(self) -> Iterator[int]:
-        for step in range(1, self.config.batch.train_iters + 1):
+    def step_is_whole(self) -> None:
+        """Updated, synced and recorded."""
+        self.last_step = self.executor.step
+        self.executor.stop.step_is_whole()
+
+    def drop_step(self) -> None:
+        """What the driver keeps is again as it was before the step that runs, if that is not whole."""
+        if self.last_step != self.executor.step:
+            for suffix, learner in self.learners.items():
+                learner.restore(self._states[suffix])
+
+    def steps(self, after: int = 0) -> Iterator[int]:
+        """Those that are left of --train-iters."""
+        for step in range(after + 1, self.config.batch.train_iters + 1):
             self.begin_step(step)
             yield step
 
@@ -104,6 +133,7 @@ class Job:
         """Record the step. Returns its metrics."""
         metrics = combine(updated.result()) | phase_times(self.executor.take_seconds())
         self.run.finish_step(step, metrics, sum(lengths[row][0] for row in rows))
+        self.step_is_whole()
         return metrics
 
     def evaluate_if_due(self, step: int) -> None:
@@ -128,9 +158,16 @@ class Job:
         self.run.record_evaluation(step, scores)
         return scores
 
+    def checkpoint_if_due(self, step: int, last: bool = False) -> None:
+        """Begin a checkpoint every --save-interval steps and at the end, unless there is one of this step."""
+        interval = self.config.checkpoint.save_interval
+        due = interval and (last or step % interval == 0 or step == self.config.batch.train_iters)
+        if due and step != self.checkpoints.last_step:
+            self.checkpoints.save(step)
+
     def export(self, step: int, last: bool = False) -> None:
-        """Write hf/, and with a critic hf_critic/, every --save-interval steps and at the end; of the second actor hf_2/ and hf_critic_2/."""
-        interval = self.config.run.save_interval
+        """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end; of the second actor hf_2/ and hf_critic_2/."""
+        interval = self.config.run.export_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
             for role in self.meshes:
                 kind, suffix = kind_and_suffix(role)

@@ -1,4 +1,8 @@
-"""`megarl train` starts its own ranks: torchrun's agent in this process, without torchrun's pages of text about a failed child."""
+"""`megarl train`: this process is the driver, and the ranks are its children.
+
+    launch            the job: ranks, executor, loop, end
+    launch_ranks      ranks that need no driver (`megarl convert`)
+"""
 
 from __future__ import annotations
 
@@ -6,59 +10,83 @@ import logging
 import os
 import signal
 import sys
-import uuid
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from megarl.config.mesh import hosting_ranks
+from megarl.config.schema import TrainConfig
+from megarl.driver.ending import last_failure, run_to_the_end, signal_since
+from megarl.driver.restarts import continued, where_it_goes_on
+from megarl.workers.process import keep_checkout_off_path, quiet_libraries
+
+if TYPE_CHECKING:
+    from megarl.driver.executor import Executor
+    from megarl.driver.preflight import Inputs
 
 logger = logging.getLogger(__name__)
+Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
+"""(executor, config, inputs, world_size)."""
 
 
-def launch(nproc_per_node: int, argv: list[str], module: str = "megarl.train", ranks_of: Mapping[str, Sequence[int]] = {}) -> int:
-    """Run `python -m module argv` as the `nproc_per_node` ranks of one job on this machine and wait for its end.
+def launch(config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True) -> int:
+    """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again, --max-restarts times. Returns the exit
+    code of the last attempt, as `run_to_the_end`.
 
-    Args:
-        ranks_of: role -> its ranks, to say who was on a rank that was killed.
-    Returns: 0; 1 if a rank failed (the job has said why); 2 if the job could not start as it is; 128 + n after signal n (130: Ctrl-C).
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    new_run: --save must be free."""
+    _exit_on_signals()
+    _prepare_process()
+    code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
+    while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
+        if (signum := signal_since()) is not None:
+            return 128 + signum
+        attempt, config = attempt + 1, continued(config)
+        failure = *last_failure(), where_it_goes_on(config)
+        again = " It was the same failure as before, at the same step, and nothing was saved since." if failure == before else ""
+        sys.stderr.write(f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[-1]}.{again}\n")
+        before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
+    return code
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
-    os.environ["PYTHONSAFEPATH"] = "1"  # or `triton_kernels/` of a checkout passes for OpenAI's package of that name
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc_per_node, max_restarts=0, monitor_interval=0.1,
-        run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-    )  # fmt: skip
-    logging.disable(logging.ERROR)  # of the agent: it would repeat that a child failed, and with which exit code
+
+def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
+    """The ranks of later attempts have the same arguments: what differs, --load, is the driver's alone."""
+    from megarl.driver.local_ranks import LocalRanks  # torch: what a signal interrupts there cannot be unwound
+    from megarl.driver.preflight import read_inputs
+
+    world_size = config.placement.nproc_per_node
+    processes = LocalRanks(argv, world_size, module, hosting_ranks(config, world_size), attempt)
+    return run_to_the_end(lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
+                          lambda: processes.start(config.placement.call_timeout_s), processes)  # fmt: skip
+
+
+def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
+    """Run `python -m module argv` as ranks and wait for them. They say themselves what is wrong, but for those that are killed.
+
+    Returns: 0; 1 if one failed, after which the others are ended; 130 after Ctrl-C."""
+    _prepare_process()
+    from megarl.driver.local_ranks import LocalRanks
+
+    processes, deaths = LocalRanks(argv, world_size, module, {}), []
+    processes.tell_deaths(deaths.append)
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *argv)
-    except ChildFailedError as error:
-        logging.disable(logging.NOTSET)
-        return _report_kills({rank: failure.exitcode for rank, failure in error.failures.items()}, ranks_of)
-    except SignalException as error:
-        return 128 + error.sigval
+        processes.start_ranks()
+        while processes.are_running() and not deaths:
+            time.sleep(0.05)
     finally:
-        logging.disable(logging.NOTSET)
-    return 0
+        processes.end(0.0)
+    for death in deaths[:1]:
+        if death.is_kill:
+            logger.error(death)
+    return 1 if deaths else 0
 
 
-def _report_kills(exit_codes: dict[int, int], ranks_of: Mapping[str, Sequence[int]]) -> int:
-    """A rank that failed has been heard through the driver; one that was killed could not say anything. Returns the exit code.
-
-    A rank that found its own job impossible to start exits with 2, as the driver does; that is kept.
-    """
-    for rank, code in sorted(exit_codes.items()):
-        if cause := cause_of_death(rank, code, ranks_of):
-            logger.error(cause)
-    return 2 if 2 in exit_codes.values() else 1
+def _exit_on_signals() -> None:
+    """While there is nothing to unwind."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
 
 
-def cause_of_death(rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]) -> str | None:
-    """What is to say of a rank's exit code: nothing if it ended by itself, or by the signal that ends the others after the first."""
-    roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks and role != "data")
-    who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
-    if code == -signal.SIGKILL:
-        return f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
-    if code < 0 and code != -signal.SIGTERM:
-        return f"{who} died of {signal.Signals(-code).name}."
-    return None
+def _prepare_process() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
+    keep_checkout_off_path()
+    quiet_libraries()

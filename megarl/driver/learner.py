@@ -39,6 +39,16 @@ class Learner:
         return (f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the reward see what you think? "
                 "Look at the texts in rollouts/.")  # fmt: skip
 
+    def state(self) -> dict[str, object]:
+        """What a checkpoint holds of it, for JSON."""
+        return {"cursor": self.cursor.state(), "kl": self.kl.state_dict(), "zero_reward_steps": self.zero_reward_steps}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """What `state` returned. Raises: ValueError if the training data has changed its size. The gate is passed anew."""
+        self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
+        self.kl.load_state_dict(state["kl"])
+        self.zero_reward_steps = state["zero_reward_steps"]
+
     def hidden_size(self, role: str) -> int:
         """Of the model of one of its roles; it says what a long sequence costs beside a short one."""
         if role == f"critic{self.suffix}" and self.config.model.critic_model:

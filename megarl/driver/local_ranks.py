@@ -1,4 +1,5 @@
-"""Ranks that this process starts and ends itself, for a loop of one's own: the process that runs it is the driver.
+"""Ranks that this process starts and ends itself: the process that runs the loop is the driver. So it is under `megarl train`, and for a
+loop of one's own.
 
     this process     holds the store, runs the loop; no torchrun, no driver beside rank 0
       |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process alone, which ends them
@@ -20,8 +21,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.driver.launch import cause_of_death
+from megarl.driver.job_store import LOOPBACK, loopback_store, store_environment
 from megarl.driver.torchrun import DRIVER_PID, without_rank
+from megarl.role_names import kind_and_suffix
 from megarl.workers.process import store_prefix
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from megarl.driver.store_executor import StoreExecutor
 
-_EXIT_S, _TERM_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 3.0, 10.0, 2.0, 0.5
+_EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
 
 
 @contextlib.contextmanager
@@ -45,13 +47,10 @@ def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, c
         ranks: role -> its ranks.
         call_timeout_s: as of StoreExecutor.
     """
-    from megarl.driver.store_executor import StoreExecutor
-
     processes, executor = LocalRanks(argv, world_size, module, ranks), None
     try:
-        executor = StoreExecutor(ranks, world_size, call_timeout_s, processes.connect(), processes.connect())
+        executor = processes.start(call_timeout_s)
         executor.death_first_s = _DEATH_FIRST_S
-        processes.tell_deaths(executor.fail)
         yield executor
         executor.shutdown()
         processes.end(_EXIT_S)
@@ -63,51 +62,76 @@ def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, c
         raise
 
 
+class RankDied(RuntimeError):
+    """A rank that has ended before its time. is_kill: it was ended from outside, so it has not said why."""
+
+    def __init__(self, rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]):
+        """code: as of Popen. ranks_of: role -> its ranks, to say who was there."""
+        roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks and kind_and_suffix(role)[0] not in ("data", "reward"))
+        who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
+        self.is_kill = code < 0
+        if code == -signal.SIGKILL:
+            super().__init__(f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).")
+        elif self.is_kill:
+            super().__init__(f"{who} died of {signal.Signals(-code).name}.")
+        else:
+            super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
+
+
 class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
-    may be short-lived. `ranks_of`: role -> its ranks, to say who was on a rank that died."""
+    may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often the job was started before."""
 
-    def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]]):
-        import torch.distributed as dist
-
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._env = without_rank(os.environ) | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": "0",
-            "GROUP_RANK": "0", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
+    def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]], attempt: int = 0):
+        self._store = loopback_store()
+        self._env = without_rank(os.environ) | store_environment(self._store) | {
+            "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
         }  # fmt: skip
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        self._ranks_of = ranks_of
+        self._command = [sys.executable, "-u", "-P", "-m", module, *argv]
+        self._world_size, self._ranks_of = world_size, ranks_of
         self._ending, self._lock = False, threading.Lock()
-        self._deaths: list[RuntimeError] = []
-        self._tell: Callable[[RuntimeError], None] = self._deaths.append
+        self._deaths: list[RankDied] = []
+        self._tell: Callable[[RankDied], None] = self._deaths.append
         self._processes: dict[int, subprocess.Popen] = {}
-        started = threading.Barrier(world_size + 1)
-        command = [sys.executable, "-u", "-P", "-m", module, *argv]
-        self._threads = {rank: threading.Thread(target=self._run, args=(rank, command, started), name=f"rank_{rank}", daemon=True)
-                         for rank in range(world_size)}  # fmt: skip
-        for thread in self._threads.values():
-            thread.start()
-        try:
-            started.wait()
-        except BaseException:
-            self.end(0.0)
-            raise
+        self._threads: list[threading.Thread] = []
 
-    def connect(self) -> dist.Store:
-        """A connection to the store, for the driver's half of the mailbox."""
+    def start(self, call_timeout_s: float) -> StoreExecutor:
+        """Start the ranks. A rank that dies without a word is this executor's failure."""
+        from megarl.driver.store_executor import StoreExecutor
+
+        self.start_ranks()
+        executor = StoreExecutor(dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect())
+        self.tell_deaths(executor.fail)
+        return executor
+
+    def start_ranks(self) -> None:
+        started = threading.Barrier(self._world_size + 1)
+        self._threads = [threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
+                         for rank in range(self._world_size)]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+        started.wait()
+
+    def _connect(self) -> dist.Store:
         from megarl.workers.mailbox import connect
 
-        return connect(f"127.0.0.1:{self._store.port}", store_prefix(self._env))
+        return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
-    def tell_deaths(self, tell: Callable[[RuntimeError], None]) -> None:
+    def tell_deaths(self, tell: Callable[[RankDied], None]) -> None:
         """Call this, on another thread, for every rank that dies before `end`, and now for those that have."""
         with self._lock:
             self._tell = tell
             for death in self._deaths:
                 tell(death)
+
+    def are_running(self) -> bool:
+        """Some rank."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def expect_end(self) -> None:
         """From now on a rank that ends is nothing to tell."""
@@ -116,21 +140,32 @@ class LocalRanks:
     def end(self, wait_s: float) -> None:
         """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns when all are gone."""
         self.expect_end()
-        for signum, seconds in ((None, wait_s), (signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
-            deadline = time.monotonic() + seconds
-            self._signal(signum)
-            for thread in self._threads.values():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._join(wait_s)
+        self._end_ranks()
+        self._join(_KILL_S)
         deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
         while any(map(_is_group, self._processes)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        self.kill()
+
+    def kill(self) -> None:
+        """The ranks and whatever they have started, without waiting."""
+        self.expect_end()
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         from megarl.rollout.environment import sweep_shared_memory
 
         sweep_shared_memory()  # of engines that could not tidy up
 
-    def _run(self, rank: int, command: list[str], started: threading.Barrier) -> None:
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, rank: int, started: threading.Barrier) -> None:
         try:
-            process = subprocess.Popen(command, env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.DEVNULL,
+            process = subprocess.Popen(self._command, env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.DEVNULL,
                                        start_new_session=True)  # fmt: skip
             self._processes[process.pid] = process
         finally:
@@ -138,16 +173,16 @@ class LocalRanks:
         code = process.wait()
         if code != 0 and not self._ending:
             with self._lock:
-                cause = cause_of_death(rank, code, self._ranks_of) or f"[rank {rank}] ended with exit code {code}; stderr may say why."
-                self._tell(RuntimeError(cause))
-            self._signal(signal.SIGTERM)  # the others would wait for it
+                self._tell(RankDied(rank, code, self._ranks_of))
+            self._end_ranks()  # the others would wait for it
 
-    def _signal(self, signum: signal.Signals | None) -> None:
-        """To every rank that has not ended, and the processes that it started."""
+    def _end_ranks(self) -> None:
+        """Those that have not ended, at once; what they have started may tidy up."""
         for process in self._processes.values():
-            if signum is not None and process.poll() is None:
+            if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.kill()
 
 
 def _is_group(pid: int) -> bool:

@@ -7,6 +7,8 @@ looks like train_rl: see docs/python_api.md."""
 
 from __future__ import annotations
 
+import math
+
 from megarl.driver.job import Job
 from megarl.driver.training import Training
 
@@ -15,11 +17,15 @@ def train_rl(job: Job) -> None:
     """PPO, GRPO and their relatives."""
     training = Training(job)
     training.set_up()
-    job.evaluate_if_due(step=0)
+    if training.step == 0:
+        job.evaluate_if_due(step=0)
+    elif training.step == job.config.batch.train_iters:
+        job.export(training.step)  # the job before may have ended just then
     for step in training.steps():
         batch = training.rollout()
         training.update(batch)
         job.evaluate_if_due(step)
+        job.checkpoint_if_due(step)
         job.export(step)
     training.wait()
 
@@ -28,13 +34,19 @@ def train_sft(job: Job) -> None:
     """Supervised fine-tuning on the rows' responses; stops early when the loss falls below --exit-loss."""
     actor = job.role("actor")
     job.set_up()
+    start, exit_loss = job.checkpoints.restore(), job.config.run.exit_loss or 0.0
+    if start == job.config.batch.train_iters or job.checkpoints.restored_metrics.get("policy/loss", exit_loss) < exit_loss:
+        job.export(start, last=True)  # the job before may have ended just then
+        return
     lengths = actor.load_dataset().first()
-    for step in job.steps():
+    for step in job.steps(after=start):
         rows = job.first.cursor.next_rows(job.config.batch.global_batch_size)
         plan = job.plan_rows(rows, lengths)
         actor.receive_rows(plan)
         metrics = job.finish_sft_step(step, rows, lengths, actor.update())
-        last = metrics["policy/loss"] < (job.config.run.exit_loss or 0.0)
+        last = metrics.get("policy/loss", math.inf) < exit_loss  # without one: no update was made
+        job.checkpoint_if_due(step, last=last)
         job.export(step, last=last)
         if last:
             break
+    job.checkpoints.wait()

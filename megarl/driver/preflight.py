@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config.check import check_job
+from megarl.config.check_checkpoints import newest_job, rows_finding
+from megarl.config.errors import raise_findings
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.roles import configs_of_actors
@@ -33,7 +35,12 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     Returns: suffix of each actor -> what it reads."""
     check_job(config, world_size, new_run)
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
-    return {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
+    inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
+    if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
+        findings = [rows_finding(of_actor, number, len(inputs[suffix].train), found[1])
+                    for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)]  # fmt: skip
+        raise_findings([finding for finding in findings if finding is not None])
+    return inputs
 
 
 def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:

@@ -12,11 +12,16 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
+from megarl.driver.stop_request import StopRequest
 from megarl.driver.torchrun import world_size_from_env
-from megarl.workers.mailbox import SHUTDOWN, Command, Mailbox, Result, connect
+from megarl.signed_pickle import JOB_SECRET, job_secret
+from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
+from megarl.workers.process import has_died
+from megarl.workers.stopping import ALL_ASKED, LEAVE, PING, PROCESS
 
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
 _STACKS_S = 3.0  # that ranks may take to say where they hang
+_SOON_S, _PING_S = 0.5, 5.0  # ... or that they live
 
 
 class _Future:
@@ -61,11 +66,14 @@ class StoreExecutor:
         _check_ranks(ranks, world_size)
         self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
         self.step: int | None = None
+        self.stop = StopRequest()
         self.failure: RuntimeError | None = None
         self.death_first_s = 0.0
         """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is why another raised."""
         self.is_ending: Callable[[], bool] = lambda: False
         """Asked then: whether the job is being ended, for a reason that is not what the rank raised."""
+        self.on_terminated: Callable[[], None] = lambda: None
+        """Called, on another thread, when a rank has got SIGTERM."""
         self._timeout_s = call_timeout_s
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
         self._changed = threading.Condition()
@@ -82,6 +90,8 @@ class StoreExecutor:
     @classmethod
     def from_env(cls, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
         """In the driver process: connect to the job that `start_driver` described."""
+        job_secret()
+        os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
         writer, reader = (connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2))
         return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
 
@@ -97,6 +107,7 @@ class StoreExecutor:
         check_some(futures)
         with self._changed:
             while self.failure is None and all(future.index in self._futures for future in futures):
+                self.stop.check()
                 self._changed.wait(self._seconds_left())
             if self.failure is not None:
                 raise self.failure
@@ -114,6 +125,8 @@ class StoreExecutor:
     def shutdown(self) -> None:
         if not self._ended:
             self._outbox.ask_for_stacks()  # whoever waits to be asked is in the store's code, see `_end`
+            for key in (PING, LEAVE, ALL_ASKED):
+                self._outbox.set(key, "end")
             self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
             self._end()
 
@@ -126,6 +139,24 @@ class StoreExecutor:
         """Tell the workers that the job is over; they need not wait for the driver's exit."""
         self._outbox.abort(self._next, exit_code)
         self._end()
+
+    def wake(self) -> None:
+        """Let whoever waits look at `stop` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def ask_who_lives(self) -> list[int]:
+        """Ranks that have died, or do not answer. From another thread than the loop's."""
+        missing = self._outbox.ask_all(PING, list(self._queues), _SOON_S)
+        dead = [rank for rank, name in self._outbox.of_ranks(PROCESS, missing).items() if has_died(name)]
+        return dead or self._outbox.ask_all(PING, missing, _PING_S)
+
+    def leave_calls(self) -> None:
+        """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value of them is of use any more."""
+        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S):
+            self._outbox.set(ALL_ASKED, "asked")
+        while futures := list(self._futures.values()):
+            self.wait_any(futures)
 
     def where(self) -> str:
         """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
@@ -144,6 +175,7 @@ class StoreExecutor:
         with self._changed:
             if self.failure is not None:
                 raise self.failure
+            self.stop.before_call(command.method)
             future = _Future(self, self._next, command)
             self._futures[future.index] = future
             for rank in command.ranks:
@@ -179,7 +211,9 @@ class StoreExecutor:
     def _read(self) -> None:
         try:
             while (result := self._inbox.receive()) is not None:
-                if result.failure is not None:
+                if result.index == TERMINATED:
+                    self.on_terminated()
+                elif result.failure is not None:
                     f = result.failure
                     time.sleep(self.death_first_s)
                     if self.is_ending():

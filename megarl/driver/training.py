@@ -35,9 +35,10 @@ class Training:
         self.flow.validate(job.meshes)
 
     def set_up(self) -> None:
-        """Build every role and bring the actors' weights into the engines."""
+        """Build every role, restore what --load names, and bring the actors' weights into the engines. `step` is then the last one done."""
         self.job.set_up()
-        for synced in [self.job.sync(0, learner) for learner in self.job.learners.values()]:
+        self.step = self.job.checkpoints.restore()
+        for synced in [self.job.sync(self.step, learner) for learner in self.job.learners.values()]:
             synced.result()
 
     def steps(self) -> Iterator[int]:
@@ -73,9 +74,12 @@ class Training:
         Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
         Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last rollout's; RemoteError."""
         self._check_current(batch)
+        self.job.checkpoints.poll()
         self.results = self._scheduler.resume()
         self._in_step = False
-        return self._host.finish(self.results)
+        metrics = self._host.finish(self.results)
+        self.job.step_is_whole()
+        return metrics
 
     def run(self, flow: Flow) -> dict[str, float]:
         """A whole step by a flow of one's own. Returns and raises like `update`."""
@@ -87,7 +91,9 @@ class Training:
         Raises: GateError if log-probs are among them and disagree with the engine's; ValueError as `update`."""
         self._check_current(batch)
         self._in_step = False
-        return self._host.record(reports)
+        metrics = self._host.record(reports)
+        self.job.step_is_whole()
+        return metrics
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
         """Bring token columns from the ranks of one role to those of another. None: they are there, as both work on the same share."""
@@ -115,9 +121,16 @@ class Training:
         """What the first actor's KL controller says. Of others: `batch.actors["actor_2"].kl_coef`."""
         return self.job.first.kl.coef
 
+    def save_checkpoint(self) -> None:
+        """Begin a checkpoint of the state after this step, in --save; `wait`, or the next one, ends it. Raises: ValueError within a step."""
+        if self._in_step:
+            raise ValueError(f"a checkpoint is made between steps, and step {self.step} has no update yet. Call update() first.")
+        self.job.checkpoints.save(self.step)
+
     def wait(self) -> None:
         """For all that is in flight, in the background too: for the end of a job. Then timeline.json says when each call ran, and where."""
         self._scheduler.close()
+        self.job.checkpoints.wait()
         self._scheduler.timeline.write(self.job.run.folder / "timeline.json")
 
     def _begin_step(self) -> None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.crew import Crew
-from megarl.checkpoint.load import load
+from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.offload import local
 from megarl.megatron.trained_model import TrainedModel
 from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, Sizes, hf_sizes
 from megarl.reshard.lora_atlas import adapter_sizes
@@ -43,22 +44,28 @@ def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
 
 
 def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
-                    group: dist.ProcessGroup | None = None) -> dict[str, object]:  # fmt: skip
+                    group: dist.ProcessGroup | None = None, digests: bool = True) -> dict[str, object]:  # fmt: skip
     """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
             reads no others.
+        digests: False: `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
     resume = model.optimizer is not None and not weights_only
-    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt)
+    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt, digests)
     for name, param in atlas.items():
         if param.padding_rows:
             model.parameters[name][param.rows - param.padding_rows :].zero_()
     if resume:
         _set_steps(model, state)
     return state["job"]
+
+
+def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None) -> None:
+    """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
+    verify(folder, list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None)), group or model.groups.intra_dist_opt)
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
@@ -152,15 +159,18 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
         if inner.config.use_precision_aware_optimizer:
             raise ValueError("--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out.")
         _make_state(inner)
-        for parameter, start, main, is_master in _updated(inner):
+        for parameter, start, main, is_master in _updated(inner, model):
             state = inner.optimizer.state[main]
-            out[name_of[parameter]] = _Stretch(start, main.data.view(-1) if is_master else None, {kind: state[kind].view(-1) for kind in MOMENTS})
+            out[name_of[parameter]] = _Stretch(start, local(main.data).view(-1) if is_master else None,
+                                               {kind: local(state[kind]).view(-1) for kind in MOMENTS})  # fmt: skip
     return out
 
 
-def _updated(inner) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
+def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
     """(parameter of the model, first element, what Adam updates in its place, is that a master) of an optimizer of Megatron 0.16.1."""
-    if hasattr(inner, "gbuf_ranges"):  # distributed: each rank has a range of each bucket of the gradient buffers
+    if model.sharded:
+        yield from ((parameter, start, shard, model.bf16) for ddp in model.sharded for parameter, start, shard in ddp.optimized() if local(shard).numel())
+    elif hasattr(inner, "gbuf_ranges"):  # distributed: each rank has a range of each bucket of the gradient buffers
         for parameters, mains, is_master in ((inner.model_fp32_groups, inner.shard_fp32_groups, False),
                                              (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True)):  # fmt: skip
             for parameter, main in _pairs(parameters, mains):

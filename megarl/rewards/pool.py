@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.schema import DataConfig
+from megarl.leaving import LEAVING
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
 
+_LOOK_S = 0.2  # between two looks at whether the job is to end
 _START_S = 120.0  # the user's file may import what is slow to import
 
 
@@ -84,7 +86,8 @@ class RewardPool:
                     running[worker] = index, time.monotonic() + self.data.reward_timeout_s
                     selector.register(worker.replies, selectors.EVENT_READ, worker)
                 first = min(deadline for _, deadline in running.values())
-                ready = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}
+                ready = {key.data for key, _ in selector.select(min(_LOOK_S, max(0.0, first - time.monotonic())))}
+                LEAVING.check()
                 now = time.monotonic()
                 for worker, (index, deadline) in list(running.items()):
                     if worker not in ready and now < deadline:

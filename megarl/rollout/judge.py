@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.config.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.config.schema import TrainConfig
-from megarl.rollout.engine import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
+from megarl.leaving import LeavableEngine
 from megarl.rollout.environment import (
     engine_environment,
     prepare_environment,
@@ -55,6 +56,7 @@ class Judge:
                 self.llm = LLM(**arguments)
             except Exception as error:  # out of another library, and possibly out of another process
                 raise EngineDied(f"[{name}] judge {path} did not start: {type(error).__name__}: {error}") from error
+        LeavableEngine(self.llm.llm_engine)
         self._processes = EngineProcesses(self.llm, lambda pid, how: f"[{name}] judge process ({pid}) died: {how}")
         self._tokenizer = self.llm.get_tokenizer()
         self.max_question_length = self.llm.llm_engine.model_config.max_model_len - self.options.judge_max_tokens

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.leaving import LeavableEngine
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
@@ -69,6 +70,7 @@ class OutOfProcessEngine(Engine):
 
             register()
             self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+        LeavableEngine(self.llm.llm_engine)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self._plan: ReshardPlan | None = None
         self._is_updating = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -20,9 +22,11 @@ from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
+from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
+from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -47,6 +51,8 @@ class MegatronRole:
         lora: of its adapters, if it has some."""
 
     model: TrainedModel
+    writer: CheckpointWriter
+    """Of a role that is trained."""
 
     def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
                  optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
@@ -54,7 +60,7 @@ class MegatronRole:
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
         self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
-        self.rank = dist.get_rank()
+        self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
 
     def build(self) -> TrainedModel:
         """The model, weights undefined."""
@@ -96,6 +102,11 @@ class MegatronRole:
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
             check_column(batch, name)
 
+    def update_over_epochs(self, update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:
+        """All optimizer updates of the step. Returns and raises as `Updates.over_epochs`."""
+        self.model.advance_schedule()
+        return self.updates.over_epochs(self.model, self.share.mini_batches, self.config.batch.num_epochs, update)
+
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
         return self.plane.residence.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
@@ -119,14 +130,35 @@ class MegatronRole:
         save_checkpoint(folder, self.model, self.atlases[self.rank], state)
 
     @needs("parameters", "optimizer")
-    def load_checkpoint(self, folder: str, weights_only: bool = False) -> dict[str, object]:
-        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`.
+    def begin_checkpoint(self, folder: str) -> None:
+        """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says when it has. Collective."""
+        self.writer.begin(Path(folder), self.model, self.atlases[self.rank])
+
+    def checkpoint_written(self, wait: bool = False) -> str | None:
+        """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises: CheckpointError if a rank failed."""
+        return self.writer.written(wait)
+
+    @needs("parameters", "optimizer")
+    def damage_of_checkpoint(self, folder: str) -> str | None:
+        """Why `load_checkpoint` would fail, the same on every rank; None: it is whole and of this model. Collective over the mesh."""
+        from megarl.megatron.training_state import verify_checkpoint
+
+        try:
+            verify_checkpoint(folder, self.model, self.atlases[self.rank])
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    @needs("parameters", "optimizer")
+    def load_checkpoint(self, folder: str, weights_only: bool = False, digests: bool = True) -> dict[str, object]:
+        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`. digests: False if
+        `damage_of_checkpoint` has just found none.
 
         Returns: the state that was saved with it.
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
         from megarl.megatron.training_state import load_checkpoint
 
-        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only)
+        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
 
 
 def peak_memory_bytes() -> int:

@@ -1,6 +1,7 @@
 """The worker loop: take the next command of the log, run it if it is for a role of this rank, report, again.
 
     command          -> run, report the value
+    command, left    -> report no value (the job is being stopped, see stopping.py)
     command, raises  -> report the failure; wait until the driver has shown it (5 s at most, 60 s at start-up); exit 1
     shutdown         -> report, return
     abort            -> exit with the driver's code
@@ -15,6 +16,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -25,12 +27,15 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from megarl.leaving import LEAVING, Left
 from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
 from megarl.workers.process import end_on_signals, end_with_parent
+from megarl.workers.stopping import StopListener
 
 logger = logging.getLogger(__name__)
 _ABORT_WAIT_S = 5.0
 _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the reason
+_has_left: list[int] = []  # calls that this rank has left
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
@@ -47,7 +52,8 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
     """
     end_on_signals()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
-        end_with_parent(os.getppid())
+        end_with_parent(os.getppid(), signal.SIGKILL)  # a SIGTERM asks for more
+    listener = StopListener(rank)
     mailbox = Mailbox(store)
     teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
     teller.start()
@@ -57,6 +63,7 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
         logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
         _exit(1)
     teller.join(_ABORT_WAIT_S)
+    listener.join(_ABORT_WAIT_S)
     return driver.wait() if driver is not None else 0
 
 
@@ -101,6 +108,9 @@ def _run(command: Command, index: int, rank: int, roles: dict[str, object], mail
         value = pickle.dumps(getattr(roles[command.role], command.method)(*args, **kwargs))
         return Result(index, rank, value, time.perf_counter() - start, time.time())
     except BaseException as error:  # process boundary
+        if LEAVING.is_asked and (isinstance(error, Left) or _has_left):
+            _has_left.append(index)  # nobody reads the values of this step any more; what follows in it may miss them
+            return Result(index, rank, pickle.dumps(None), time.perf_counter() - start, time.time())
         _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
 
 

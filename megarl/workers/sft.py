@@ -9,9 +9,10 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import Share
+from megarl.workers.random_state import RandomStateOfRank
 
 
-class SFTActorRole(ActorRole):
+class SFTActorRole(ActorRole, RandomStateOfRank):
     def load_dataset(self) -> list[tuple[int, int]] | None:
         """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first rank only."""
         config = self.config

@@ -9,20 +9,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.batch import expert_dtype
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import configs_of_actors, tells_experts
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
-from megarl.role_names import actor_suffix
+from megarl.role_names import TRAINED_KINDS, actor_suffix, kind_and_suffix
 from megarl.workers.actor import ActorRole, AdapterlessReferenceRole, ReferenceRole
+from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.mailbox import world_store
 from megarl.workers.residence import Residence
 from megarl.workers.reward_model import RewardModelRole
+
+_WRITE_TIMEOUT = timedelta(days=1)
+"""A rank may write for long while others wait in their threads; one that ends is noticed at once."""
 
 
 def join_world(timeout_s: float) -> None:
@@ -45,18 +50,34 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     meshes, plane = role_meshes(config, world_size), DataPlane(Residence(config.placement.offload_ahead_bytes))
     for role in training_data_roles(meshes):
         create_groups(meshes[role])
+    writers = _checkpoint_writers(meshes)
     if not config.algorithm.needs_rollout:
         from megarl.workers.sft import SFTActorRole
 
         if dist.get_rank() not in meshes["actor"].ranks:
             return {}
-        return {"actor": SFTActorRole("actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer)}
+        return _with_writers({"actor": SFTActorRole("actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer)}, writers)
     configs = configs_of_actors(config)
-    vocab_sizes = {suffix: ModelShape.load(of_actor.model.model).vocab_size for suffix, of_actor in configs.items()}
-    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes), {
-        role: vocab_sizes[actor_suffix(role, meshes)] for role in meshes})}  # fmt: skip
+    shapes, keys = {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()}, share_keys(meshes)
+    formats = {keys[f"actor{suffix}"]: {"routed_experts": (expert_dtype(shape.num_moe_experts), (shape.num_layers, shape.moe_router_topk))}
+               for suffix, shape in shapes.items() if tells_experts(configs[suffix], shape)}  # fmt: skip
+    roles: dict[str, object] = {"data": DataRole(plane, meshes, keys, {
+        role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes}, formats)}  # fmt: skip
     for suffix, of_actor in configs.items():
         roles |= _roles_of_actor(suffix, of_actor, meshes, plane, engine_mode(of_actor, world_size))
+    return _with_writers(roles, writers)
+
+
+def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
+    """Of the trained roles, each with a group of its own. Collective over the world."""
+    groups = {role: dist.new_group(list(mesh.ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
+              for role, mesh in meshes.items() if kind_and_suffix(role)[0] in TRAINED_KINDS}  # fmt: skip
+    return {role: CheckpointWriter(group) for role, group in groups.items() if dist.get_rank() in meshes[role].ranks}
+
+
+def _with_writers(roles: dict[str, object], writers: Mapping[str, CheckpointWriter]) -> dict[str, object]:
+    for name, writer in writers.items():
+        roles[name].writer = writer
     return roles
 
 

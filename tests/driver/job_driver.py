@@ -1,4 +1,6 @@
-"""The driver of the jobs in test_torchrun.py: one function per scenario. What it saw goes to FOLDER/seen.json."""
+"""The driver of the jobs in test_torchrun.py and test_launch.py: one function per scenario. What it saw goes to FOLDER/seen.json.
+
+`python -m job_driver SCENARIO FOLDER` starts its ranks itself; beside a rank 0 that torchrun started, it finds them."""
 
 import hashlib
 import json
@@ -12,8 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from megarl.driver.ending import Stopped, limited_stop, run_to_the_end
 from megarl.driver.executor import Executor, RemoteError
+from megarl.driver.local_ranks import LocalRanks
 from megarl.driver.scheduler import Scheduler
+from megarl.driver.stop_request import StopRequested
 from megarl.driver.torchrun import run_driver
 from megarl.flow import Flow, Node
 
@@ -248,6 +253,61 @@ def waits(executor, folder: Path) -> None:
     future.result()
 
 
+def main(scenario: str, folder: str) -> int:
+    def job(executor: Executor) -> None:
+        globals()[scenario](executor, Path(folder))
+
+    if "MEGARL_STORE" in os.environ:
+        return run_driver(job, RANKS, CALL_TIMEOUT_S)
+    processes = LocalRanks([scenario, folder], 2, "job_worker", RANKS)
+    return run_to_the_end(job, lambda: processes.start(CALL_TIMEOUT_S), processes)
+
+
+class InOrder:
+    """A loop that stops in order, and saves by an echo."""
+
+    def __init__(self, executor, folder: Path, grace_s: float = 20.0):
+        self.executor, self.folder, self.grace_s = executor, folder, grace_s
+
+    def run(self, *calls: tuple) -> None:
+        executor = self.executor
+        pids = executor.call("actor", "setup").result()
+        (self.folder / "pids").write_text(" ".join(map(str, pids)))
+        executor.step, executor.stop.is_armed = 3, True
+        with limited_stop(self.grace_s, lambda: "nothing is saved"):
+            try:
+                futures = [executor.call(*call) for call in calls]
+                (self.folder / "ready").touch()
+                for future in futures:
+                    future.result()
+            except StopRequested:
+                with executor.stop.held():
+                    executor.leave_calls()
+                    (self.folder / "saved").write_text(str(executor.call("actor", "echo").result()))
+                raise Stopped(signal.SIGTERM, "[driver] stopped in order") from None
+
+
+def stops(executor, folder: Path) -> None:
+    InOrder(executor, folder).run(("left", "generate", 60.0), ("right", "sleep", 2.0))
+
+
+def stops_after_update(executor, folder: Path) -> None:
+    """The step is finished: nothing is raised before the next one."""
+    order = InOrder(executor, folder)
+    order.run(("actor", "update", -1), ("right", "sleep", 3.0), ("left", "note", 1))
+    (folder / "finished").touch()
+    executor.stop.step_is_whole()
+    order.run()
+
+
+def stops_too_slowly(executor, folder: Path) -> None:
+    InOrder(executor, folder, grace_s=2.0).run(("right", "sleep", 60.0))
+
+
+def dies_in_order(executor, folder: Path) -> None:
+    """Nothing that rank 0 does has to do with the death of rank 1: torchrun tells it."""
+    InOrder(executor, folder).run(("left", "sleep", 60.0))
+
+
 if __name__ == "__main__":
-    scenario, folder = globals()[sys.argv[1]], Path(sys.argv[2])
-    sys.exit(run_driver(lambda executor: scenario(executor, folder), RANKS, CALL_TIMEOUT_S))
+    sys.exit(main(*sys.argv[1:]))

@@ -11,9 +11,10 @@ START = time.time()
 import torch
 import torch.distributed as dist
 
-from megarl.driver.torchrun import start_driver
+from megarl.driver.torchrun import DRIVER_PID, start_driver
+from megarl.leaving import LEAVING
 from megarl.workers.mailbox import connect, world_store
-from megarl.workers.process import end_on_signals
+from megarl.workers.process import end_on_signals, end_with_parent
 from megarl.workers.serve import serve
 
 
@@ -37,6 +38,12 @@ class Role:
         start = time.monotonic()
         time.sleep(seconds)
         return [start, time.monotonic()]
+
+    def generate(self, seconds: float):
+        """What can be left."""
+        for _ in range(int(seconds / 0.02)):
+            LEAVING.check()
+            time.sleep(0.02)
 
     def double(self, data: bytes):
         return data + data
@@ -70,7 +77,9 @@ def main(scenario: str, folder: str) -> int:
     end_on_signals()
     rank = int(os.environ["RANK"])
     (Path(folder) / f"start_{rank}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}").write_text(str(START))
-    driver = start_driver([scenario, folder], module="job_driver") if rank == 0 else None
+    if driver_pid := os.environ.get(DRIVER_PID):
+        end_with_parent(int(driver_pid))
+    driver = start_driver([scenario, folder], module="job_driver") if rank == 0 and not driver_pid else None
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     code = serve(lambda: build_roles(scenario, Path(folder)), rank, connect(timeout_s=30), driver)

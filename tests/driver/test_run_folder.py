@@ -3,10 +3,12 @@
 import json
 import math
 import time
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 
+from megarl.config.checkpoint_flags import CheckpointConfig
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megarl.driver.metrics import phase_times, to_json_line
 from megarl.driver.progress import Progress
@@ -120,3 +122,56 @@ def test_phase_times_sum_to_what_the_calls_took():
              ("actor", "receive"): 0.125, ("actor", "advantages"): 0.5}  # fmt: skip
     times = phase_times(calls)
     assert times == {"time/rollout_s": 1.0, "time/update_s": 2.0, "time/reshard_s": 0.25, "time/other_s": 0.625}
+
+
+# ------------------------------------------------------------------ a run that goes on in its own folder
+
+
+def going_on(folder) -> TrainConfig:
+    return replace(config(folder), checkpoint=CheckpointConfig(load=str(folder)))
+
+
+def make_run(folder) -> None:
+    with open_run(folder) as run:
+        run.record_evaluation(0, {"eval/accuracy": 0.0})
+        for step in (1, 2, 3):
+            run.begin_step(step)
+            run.write_rollouts([{"sample_id": step}])
+            run.finish_step(step, {"reward/mean": float(step)}, num_tokens=1)
+            run.keep_answer(step, "eval/accuracy", {"response": str(step)})
+            run.record_evaluation(step, {"eval/accuracy": 0.1 * step})
+
+
+def test_later_steps_are_forgotten_and_recorded_again(tmp_path):
+    folder = tmp_path / "run"
+    make_run(folder)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "reward/mean": 9')  # a job was killed while it wrote
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with Run(going_on(folder), "--train-iters 4\n", Progress(3, StringIO())) as run:
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before  # what goes on is not known yet
+        run.go_on_after(2)
+        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["eval.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
+        run.begin_step(3)
+        run.finish_step(3, {"reward/mean": 33.0}, num_tokens=1)
+        assert run.row_of(3)["reward/mean"] == 33.0 and run.row_of(2) == {}
+    rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("reward/mean")) for row in rows] == [(0, None), (1, 1.0), (2, 2.0), (3, 33.0)]
+    assert [strict(line)["step"] for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()] == [1, 2]
+    assert (folder / "resolved.args").read_text() == "--train-iters 4\n"
+
+
+def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
+    make_run(tmp_path / "run")
+    with Run(going_on(tmp_path / "run"), "", Progress(3, StringIO())) as run:
+        run.go_on_after(0)
+        run.record_evaluation(0, {"eval/accuracy": 0.5})
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0, "eval/accuracy": 0.5}\n'
+    assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["eval.jsonl"]
+
+
+def test_a_folder_that_a_job_is_writing_to_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    with open_run(folder), pytest.raises(ValueError, match=f"--save \\({folder}\\): another job is running there. Wait for its end, or try --save"):
+        Run(going_on(folder), "", Progress(3, StringIO()))
+    Run(going_on(folder), "", Progress(3, StringIO())).close()

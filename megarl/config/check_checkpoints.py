@@ -1,0 +1,111 @@
+"""Rules about --load: is there a checkpoint, and is it one of this job. Reads job.json only; the ranks find what is damaged in the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megarl.config.checkpoint_folders import CHECKPOINTS, JOB, MANIFEST, JobFileError, checkpoints_in, found_by, goes_on, read_job
+from megarl.config.flags import numbered
+from megarl.config.hf_config import ModelShape
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import TrainConfig
+from megarl.role_names import suffix_of
+
+_OF_THE_TENSORS = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
+                   "num_moe_experts", "moe_ffn_hidden_size", "tie_word_embeddings")  # fmt: skip
+
+
+def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
+    """Trained role -> what of its model's shape the tensors in a checkpoint depend on. Raises: ConfigError for a config.json that is wrong."""
+    models = {}
+    for suffix, of_actor in configs_of_actors(config).items():
+        models[f"actor{suffix}"] = ModelShape.load(of_actor.model.model)
+        if of_actor.critic is not None:
+            models[f"critic{suffix}"] = ModelShape.load(of_actor.model.critic_model or of_actor.model.model, value_head=True)
+    return {role: {name: getattr(shape, name) for name in _OF_THE_TENSORS} for role, shape in models.items()}
+
+
+def checkpoint_findings(config: TrainConfig) -> list[str]:
+    """Of a job whose models can be read."""
+    findings = [*_unsavable(config)]
+    if config.checkpoint.load is None or findings:
+        return findings
+    try:
+        found = newest_job(config)
+    except JobFileError as error:
+        return [str(error)]
+    return list(_disagreements(config, *found)) if found is not None else []
+
+
+def _unsavable(config: TrainConfig) -> Iterator[str]:
+    load, interval = config.checkpoint.load, config.checkpoint.save_interval
+    offloaded = any(of_role is not None and of_role.optimizer_cpu_offload for of_actor in configs_of_actors(config).values()
+                    for of_role in (of_actor.optimizer, of_actor.critic_optimizer))  # fmt: skip
+    if offloaded and (interval or load is not None):
+        flag = f"--save-interval ({interval})" if interval else f"--load ({load})"
+        yield f"{flag}: the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
+
+
+def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
+    """The checkpoint that is tried first, and its job.json; None: the run begins in an empty folder.
+
+    Raises: JobFileError if --load names none."""
+    problems = []
+    for folder in found_by(config.checkpoint.load):
+        try:
+            return folder, read_job(folder)
+        except JobFileError as error:
+            problems.append(str(error))
+    if problems:
+        raise JobFileError(f"--load ({config.checkpoint.load}): holds no whole checkpoint. {' '.join(problems)} Name another run, or leave it out.")
+    if goes_on(config) and Path(config.checkpoint.load).resolve() == Path(config.run.save).resolve():
+        return None
+    raise JobFileError(f"--load ({config.checkpoint.load}): {_why_none(Path(config.checkpoint.load))}")
+
+
+def _why_none(load: Path) -> str:
+    if not load.is_dir():
+        return "there is no such folder. Name a run folder, or leave it out for a new run."
+    if (load.parent / JOB).is_file():
+        return f"is the part of one role. Try --load {load.parent}."
+    if load.name == CHECKPOINTS and checkpoints_in(load.parent):
+        return f"is the folder of a run's checkpoints. Try --load {load.parent}."
+    if (load / MANIFEST).is_file():
+        return "is a checkpoint of one model, not of a job. Make a Hugging Face folder of it by `megarl convert` and give that as --model."
+    return "holds no checkpoints/step_*. Name a run folder, or leave it out for a new run."
+
+
+def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object]) -> Iterator[str]:
+    head, step = f"--load ({config.checkpoint.load}): {folder.name}", saved["step"]
+    if config.batch.train_iters < step:
+        yield f"--train-iters ({config.batch.train_iters}): {folder} is of step {step} already. Try --train-iters {2 * step}."
+    for role, model in described_models(config).items():
+        if role not in saved["models"]:
+            yield f"{head} has no {role}, but {', '.join(saved['models'])}. Leave --load out, or name a run that has one."
+            continue
+        theirs = saved["models"][role]
+        different = [f"{name} {theirs.get(name)}, not {value}" for name, value in model.items() if theirs.get(name) != value]
+        if different:
+            yield f"{head} is of another model: its {role} has {', '.join(different)}. Give the --model that the run had, or leave --load out."
+    for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
+        if suffix in saved["actors"]:
+            yield from _order_findings(of_actor, number, saved["actors"][suffix]["cursor"])
+
+
+def _order_findings(config: TrainConfig, number: int, cursor: Mapping[str, object]) -> Iterator[str]:
+    seed, shuffle = numbered("seed", number), numbered("shuffle", number)
+    if config.batch.seed != cursor["seed"]:
+        yield f"--{seed} ({config.batch.seed}): the run that --load continues has another. Try --{seed} {cursor['seed']}."
+    if config.data.shuffle != cursor["shuffle"]:
+        given, wanted = (f"--{'' if value else 'no-'}{shuffle}" for value in (config.data.shuffle, cursor["shuffle"]))
+        yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
+
+
+def rows_finding(config: TrainConfig, number: int, num_rows: int, saved: Mapping[str, object]) -> str | None:
+    """What is wrong with the number of training rows of an actor; `saved`: job.json."""
+    cursor = saved["actors"].get(suffix_of(number - 1), {}).get("cursor", {"num_rows": num_rows})
+    if cursor["num_rows"] == num_rows:
+        return None
+    return (f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} rows, and the run that --load continues has "
+            f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder.")  # fmt: skip

@@ -1,0 +1,75 @@
+"""Writing checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.manifest import MANIFEST
+from megarl.checkpoint.rectangles import Rectangle
+from megarl.checkpoint.save import SavePlan, publish
+from megarl.checkpoint.tensor_file import file_digest
+
+if TYPE_CHECKING:
+    from megarl.megatron.trained_model import TrainedModel
+    from megarl.reshard.atlas import Atlas
+
+
+class CheckpointWriter:
+    """This rank's part of a role's checkpoints, of which one at a time is being written.
+
+    Args:
+        group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while training goes on."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._plan: SavePlan | None = None
+        self._thread: threading.Thread | None = None
+        self._digest: str | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, folder: Path, model: TrainedModel, atlas: Atlas) -> None:
+        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective, after
+        `written` has said that the one before is. When this returns the model may change."""
+        from megarl.megatron.training_state import model_state, saved_rectangles
+
+        rectangles = saved_rectangles(model, atlas)
+        if self._plan is None:  # layouts last as long as the job
+            self._plan = SavePlan.of(rectangles, self._group)
+        state = model_state(model, self._group) | {"job": {}}
+        copies = [replace(r, values=_host_copy(r.values)) for r in self._plan.chosen(rectangles)]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._digest = self._error = None
+        self._thread = threading.Thread(target=self._write, args=(folder, copies, state), name="write_checkpoint", daemon=True)
+        self._thread.start()
+
+    def written(self, wait: bool) -> str | None:
+        """SHA-256 of the manifest, on every rank; None: not yet. Raises: CheckpointError if any rank could not write."""
+        if wait:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+    def _write(self, folder: Path, copies: list[Rectangle], state: dict[str, object]) -> None:
+        crew, partial = Crew(self._group), folder.with_name(f".{folder.name}.partial")
+        try:
+            crew.first(lambda: partial.mkdir(parents=True))
+            manifest = self._plan.write(partial, copies, state, self._group)
+            crew.first(lambda: publish(partial, folder, manifest))
+            self._digest = crew.first(lambda: file_digest(folder / MANIFEST))
+        except BaseException as error:  # thread boundary: `written` tells it
+            self._error = error
+
+
+def _host_copy(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu":
+        return values.clone()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,0 +1,92 @@
+"""A rank when the job is told to end: it lives on until the driver has decided what that means.
+
+    SIGTERM          told to the driver. It may be the end of the whole job (then the driver ends it in order), or torchrun's answer to the
+                     death of another rank: then that one does not answer, and the driver gives up
+    stop/process     of each rank, to see on one machine at once whether it lives
+    stop/ping        answered by every rank that lives
+    stop/leave       generation and rewards are to be left, see `megarl.leaving`
+    stop/all_asked   every rank knows that
+
+The driver sets the last three in this order, or all of them to "end" when nobody will ask any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megarl.leaving import LEAVING
+from megarl.workers.mailbox import TERMINATED, Mailbox, Result, connect
+from megarl.workers.process import process_name
+
+PROCESS, PING, LEAVE, ALL_ASKED = "stop/process", "stop/ping", "stop/leave", "stop/all_asked"
+ASKED, END = b"asked", b"end"
+_HEARD_S = 4.0  # that the driver may take to ask who lives
+
+
+class StopListener:
+    """Answers the driver on a thread of its own; `close` after the driver has set END."""
+
+    def __init__(self, rank: int):
+        self._rank, self._pinged = rank, threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="listen_for_stop", daemon=True)
+        self._thread.start()
+        _on_sigterm(self._terminated)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
+            store = connect()
+            store.set(f"{PROCESS}/{self._rank}", process_name())
+            if store.get(PING) == END:
+                return
+            self._pinged.set()
+            store.set(f"{PING}/{self._rank}", "1")
+            if store.get(LEAVE) == END:
+                return
+            LEAVING.board, LEAVING.is_asked = connect(), True
+            store.set(f"{LEAVE}/{self._rank}", "1")
+            LEAVING.are_all_asked = store.get(ALL_ASKED) == ASKED
+
+    def _terminated(self) -> None:
+        """On a thread. Ends this process when the driver has, or does not know of it."""
+        try:
+            mailbox = Mailbox(connect(timeout_s=_HEARD_S))
+            mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
+            deadline = time.monotonic() + _HEARD_S
+            while not mailbox.aborted() and (self._pinged.is_set() or time.monotonic() < deadline):
+                time.sleep(0.1)
+        except dist.DistError:
+            pass  # the store is gone, and with it the job
+        os._exit(1)
+
+
+def _on_sigterm(call: Callable[[], None]) -> None:
+    """Call this once, on a thread, after SIGTERM; at once also while the main thread is inside a collective, where no Python handler
+    runs. On the main thread."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget_sigterm)
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(reading, 64):
+            pass
+        call()
+
+    threading.Thread(target=wait, name="wait_for_sigterm", daemon=True).start()
+
+
+def _forget_sigterm() -> None:
+    """In a child, whose signals are not this rank's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

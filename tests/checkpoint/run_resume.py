@@ -1,0 +1,184 @@
+"""Jobs of supervised fine-tuning in one process, interrupted, damaged and held up in every way. test_resume.py judges what they leave.
+
+    python tests/checkpoint/run_resume.py OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import json
+import os
+import shutil
+import sys
+import threading
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.algorithms import REGISTRY
+from megarl.checkpoint import save as save_module
+from megarl.config.loader import load_config
+from megarl.convert import main as convert
+from megarl.data.sums_files import make_sums
+from megarl.driver.checkpoints import NoWholeCheckpoint
+from megarl.driver.executor import RemoteError
+from megarl.driver.inline import inline_ranks
+from megarl.driver.job import Job, open_job
+from megarl.driver.loop import train_sft
+from megarl.driver.preflight import read_inputs
+from megarl.driver.progress import Progress
+
+NUM_ROWS = 40  # five steps are a pass, so a cursor that began anew would show
+
+
+@contextlib.contextmanager
+def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO]]:
+    """A job that was not trained yet, and what it tells."""
+    config = load_config(["--algorithm", "sft", "--executor", "inline", "--model", str(out / "data" / "model"), "--train-data", str(out / "rows.jsonl"),
+                          "--global-batch-size", "8", "--lr", "1e-2", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--lr-decay-iters", "12",
+                          "--max-prompt-length", "64", "--max-response-length", "64", "--save", str(out / save), *flags], REGISTRY)  # fmt: skip
+    inputs, told = read_inputs(config, 1), io.StringIO()
+    shown = Progress(config.batch.train_iters, told, terminal=False)
+    with inline_ranks(config) as executor, open_job(executor, config, inputs, 1, shown) as job:
+        yield job, told
+
+
+def train(out: Path, save: str, steps: int, *flags: str) -> str:
+    with opened(out, save, "--train-iters", str(steps), *flags) as (job, told):
+        train_sft(job)
+    return told.getvalue()
+
+
+def interrupted(out: Path) -> dict[str, str]:
+    train(out, "whole", 8)
+    train(out, "parts", 5, "--save-interval", "3")
+    shutil.copytree(out / "parts", out / "parts_after_5")
+    told = train(out, "parts", 8, "--save-interval", "3", "--load", str(out / "parts" / "checkpoints" / "step_000003"))
+    shutil.copytree(out / "parts_after_5", out / "lost")  # a job that ended between its last checkpoint and its export
+    shutil.rmtree(out / "lost" / "hf")
+    train(out, "lost", 5, "--load", str(out / "lost"))
+    for _ in range(2):  # the loss falls below 2.5 at step 6
+        train(out, "early", 8, "--exit-loss", "2.5", "--save-interval", "5", "--load", str(out / "early"))
+    return {
+        "own folder": told, "another folder": train(out, "elsewhere", 8, "--load", str(out / "parts_after_5")),
+        "nothing there": train(out, "requeued", 2, "--save-interval", "2", "--load", str(out / "requeued")),
+        "there now": train(out, "requeued", 4, "--save-interval", "2", "--load", str(out / "requeued")),
+    }  # fmt: skip
+
+
+def flip_last_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+DAMAGES = {
+    "truncated": lambda folder: os.truncate(folder / "actor" / "weights-00000.safetensors", 5000),
+    "flipped": lambda folder: flip_last_byte(folder / "actor" / "exp_avg-00000.safetensors"),
+    "missing": lambda folder: (folder / "actor" / "exp_avg_sq-00000.safetensors").unlink(),
+    "no manifest": lambda folder: (folder / "actor" / "checkpoint.json").unlink(),
+    "no job": lambda folder: (folder / "job.json").unlink(),
+    "job changed": lambda folder: (folder / "job.json").write_text((folder / "job.json").read_text().replace('"step": 5', '"step": 4')),
+    "another manifest": lambda folder: shutil.copy(folder.with_name("step_000003") / "actor" / "checkpoint.json", folder / "actor"),
+}
+
+
+def damaged(out: Path) -> dict[str, dict[str, object]]:
+    """How a job goes on from a run whose newest checkpoint, or all of them, are damaged."""
+    report: dict[str, dict[str, object]] = {}
+    for name, damage in DAMAGES.items():
+        run = out / "damaged" / name
+        shutil.copytree(out / "parts_after_5", run)
+        damage(run / "checkpoints" / "step_000005")
+        with opened(out, f"damaged/{name}", "--train-iters", "8", "--load", str(run)) as (job, told):
+            job.set_up()
+            report[name] = {"step": job.checkpoints.restore(), "told": told.getvalue(), "rows": job.first.cursor.next_rows(3)}
+    run = out / "damaged" / "flipped"  # its step 5 is set aside now
+    DAMAGES["flipped"](run / "checkpoints" / "step_000003")
+    before = sorted(str(path) for path in run.rglob("*"))
+    try:
+        with opened(out, "damaged/flipped", "--train-iters", "8", "--load", str(run)) as (job, _):
+            job.set_up()
+            job.checkpoints.restore()
+    except NoWholeCheckpoint as error:
+        report["all"] = {"told": str(error), "untouched": before == sorted(str(path) for path in run.rglob("*"))}
+    return report
+
+
+def held_up(out: Path) -> list[str]:
+    """What happens in which order while the disk does not take the first checkpoint's file."""
+    events, released, real = [], threading.Event(), save_module.write_tensors
+
+    def slow(path: Path, entries: object) -> object:
+        events.append("write begins")
+        assert released.wait(60)
+        events.append("write ends")
+        return real(path, entries)
+
+    with opened(out, "held", "--train-iters", "4") as (job, _), unittest.mock.patch.object(save_module, "write_tensors", slow):
+        actor = job.role("actor")
+        job.set_up()
+        lengths = actor.load_dataset().first()
+        for step in job.steps():
+            rows = job.first.cursor.next_rows(8)
+            actor.receive_rows(job.plan_rows(rows, lengths))
+            job.finish_sft_step(step, rows, lengths, actor.update())
+            events.append(f"step {step}")
+            events += [f"visible {path.name}" for path in sorted((out / "held" / "checkpoints").glob("step_*"))]
+            if step == 1:
+                job.checkpoints.save(step)
+                while not events.count("write begins"):
+                    pass
+            if step == 3:
+                released.set()
+                job.checkpoints.wait()
+    return [event for event, _ in itertools.groupby(events)]
+
+
+def failed_after_writing(out: Path) -> list[str]:
+    """All files are written, but the driver has not asked yet when something else ends the job."""
+    with contextlib.suppress(KeyError), opened(out, "failed", "--train-iters", "4") as (job, _):
+        job.set_up()
+        job.checkpoints.save(1)
+        while not (out / "failed" / "checkpoints" / ".step_000001.partial" / "actor").is_dir():
+            pass
+        raise KeyError("of the user's loop")
+    return sorted(path.name for path in (out / "failed" / "checkpoints").iterdir())
+
+
+def disk_full(out: Path) -> dict[str, object]:
+    real = save_module.write_tensors
+
+    def write(path: Path, entries: object) -> object:
+        if "step_000004" in str(path) and path.name.startswith("exp_avg-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, entries)
+
+    with unittest.mock.patch.object(save_module, "write_tensors", write):
+        try:
+            train(out, "full", 6, "--save-interval", "2")
+        except RemoteError as error:
+            return {"told": str(error), "left": sorted(path.name for path in (out / "full" / "checkpoints").iterdir())}
+    return {}
+
+
+def main(out: Path) -> None:
+    make_sums(out / "data", seed=0)
+    with open(out / "data" / "sft_worked.jsonl") as rows:
+        (out / "rows.jsonl").write_text("".join(itertools.islice(rows, NUM_ROWS)))
+    report = {"told": interrupted(out), "damaged": damaged(out), "held up": held_up(out), "disk full": disk_full(out),
+              "failed": failed_after_writing(out)}  # fmt: skip
+    report["best"] = train(out, "best", 6, "--save-interval", "1", "--keep", "1", "--best-metric", "policy/loss", "--best-metric-mode", "max")
+    report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/accuracy")
+    report["converted"] = convert(["--model", str(out / "data" / "model"), "--load", str(out / "parts" / "checkpoints" / "step_000008" / "actor"),
+                                   "--save", str(out / "converted")])  # fmt: skip
+    (out / "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,41 @@
+"""`megarl train` with an engine that takes its time: `python -P -m slow_rollout SECONDS_PER_STEP FOLDER train-flags...`, the driver and, of
+the same file, its ranks. FOLDER/rank_0, FOLDER/rank_1: a byte per step of the engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def rank_main(seconds: str, folder: str, *argv: str) -> int:
+    from megarl.rollout.environment import prepare_environment
+    from megarl.train import main
+
+    prepare_environment()
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    original, steps = LLMEngine.step, open(Path(folder) / f"rank_{os.environ['RANK']}", "ab", buffering=0)
+
+    def step(self):
+        steps.write(b".")
+        time.sleep(float(seconds))
+        return original(self)
+
+    LLMEngine.step = step
+    return main(list(argv))
+
+
+def driver_main(seconds: str, folder: str, *argv: str) -> int:
+    from megarl.algorithms import REGISTRY
+    from megarl.config.loader import load_config
+    from megarl.driver.__main__ import train_job
+    from megarl.driver.launch import launch
+
+    config = load_config(list(argv), REGISTRY)
+    return launch(config, [seconds, folder, *argv], train_job, "slow_rollout")
+
+
+if __name__ == "__main__":
+    sys.exit((rank_main if "RANK" in os.environ else driver_main)(*sys.argv[1:]))

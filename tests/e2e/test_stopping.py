@@ -1,0 +1,183 @@
+"""SIGTERM at a job that trains: the last whole step is a checkpoint, and a run that goes on from it is the one that was never stopped.
+
+    pytest tests/e2e/test_stopping.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import COMMON, replace_flags, train
+from tests.e2e.test_cli_jobs import MEASURED, processes, wait_until
+
+HERE = Path(__file__).parent
+STEP_S = 0.4  # of the slow engine: 6.4 s for the 16 tokens of a rollout
+
+
+class SlowJob:
+    """In the rollout of step 3 when this is made, with an engine whose ranks take each step together."""
+
+    def __init__(self, data: Path, folder: Path, *flags: str):
+        self.folder, self.mark = folder, f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
+        arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(folder / "run")]
+        arguments = replace_flags(arguments, ["--train-iters", "5", *flags])
+        env = dict([*os.environ.items(), self.mark.split("=")], PYTHONSAFEPATH="1", PYTHONPATH=str(HERE))
+        with open(folder / "out", "w") as out:
+            self.process = subprocess.Popen([sys.executable, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments], stdout=out,
+                                            stderr=out, stdin=subprocess.DEVNULL, cwd=folder, env=env, start_new_session=True)
+        try:
+            wait_until(lambda: "step=2/" in self.output() or self.process.poll() is not None, 200)
+            before = self.steps()
+            wait_until(lambda: min(map(int.__sub__, self.steps(), before)) >= 3, 60)
+        except BaseException:
+            self.end()
+            raise
+
+    def output(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def steps(self) -> list[int]:
+        """Of the engine, that each rank has begun."""
+        return [(self.folder / f"rank_{rank}").stat().st_size for rank in (0, 1)]
+
+    def told(self) -> list[str]:
+        return [line for line in self.output().splitlines() if not line.startswith(("roles are set up", "step="))]
+
+    def end(self) -> None:
+        for pid in processes(self.mark):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def rows(run: Path) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def stop(job: SlowJob, together: bool = True) -> None:
+    """By a SIGTERM to its process group; in the middle of a rollout. together: the ranks take the engine's steps so."""
+    begun = job.steps()
+    os.killpg(job.process.pid, signal.SIGTERM)
+    assert job.process.wait(40) == 143, job.output()
+    wait_until(lambda: not processes(job.mark), 10)
+    run = job.folder / "run"
+    folder = run / "checkpoints" / "step_000002"
+    assert job.told() == [f"[driver] stopped by SIGTERM after step 2: its checkpoint is {folder} (go on with --load {run})"]
+    ended = job.steps()
+    assert ended[0] == ended[1] or not together, ended  # the ranks left before the same one
+    assert max(ended) - max(begun) <= 6, (begun, ended)  # of 16
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+
+
+TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")
+
+
+@pytest.mark.timeout(300)
+def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp_path):
+    job = SlowJob(sums_data, tmp_path, *TP2)
+    try:
+        stop(job)
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", [TP2, ()], ids=["tp2", "dp2"])
+def test_a_stopped_run_goes_on_bit_for_bit(sums_data, tmp_path, layout):
+    """All metrics but times and memory, and the exported weights."""
+    job = SlowJob(sums_data, tmp_path, *layout)
+    try:
+        stop(job, together=layout == TP2)
+    finally:
+        job.end()
+    again = train(sums_data, tmp_path / "run", "--train-iters", "5", "--load", str(tmp_path / "run"), *layout)
+    assert again.returncode == 0, again.output
+    whole = train(sums_data, tmp_path / "whole", "--train-iters", "5", *layout)
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole") and len(rows(tmp_path / "run")) == 5
+    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1] and whole.returncode == 0
+
+
+# ------------------------------------------------------------------ restarts
+
+
+class KilledJob:
+    """`megarl train` whose rank 1 is killed as soon as a step is over, and which starts again by itself."""
+
+    def __init__(self, data: Path, folder: Path, after_step: int, *flags: str, launcher: tuple[str, ...] = ("megarl.cli", "train")):
+        arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(folder / "run")]
+        mark = f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
+        command = [sys.executable, "-P", "-m", *launcher, *replace_flags(arguments, list(flags))]
+        with open(folder / "out", "w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True,
+                                       env=dict([*os.environ.items(), mark.split("=")], PYTHONSAFEPATH="1"))  # fmt: skip
+        try:
+            wait_until(lambda: f"step={after_step}/" in (folder / "out").read_text() or process.poll() is not None, 200)
+            for pid in processes(mark):
+                if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and os.getsid(pid) == pid:
+                    os.kill(pid, signal.SIGKILL)
+            self.returncode = process.wait(300)
+            wait_until(lambda: not processes(mark), 10)
+        finally:
+            for pid in processes(mark):
+                os.kill(pid, signal.SIGKILL)
+        self.run, self.output = folder / "run", (folder / "out").read_text()
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(layout_job, sums_data, tmp_path):
+    job = KilledJob(sums_data, tmp_path, 2, "--save-interval", "1", "--max-restarts", "1")
+    assert job.returncode == 0, job.output
+    told = [line for line in job.output.splitlines() if not line.startswith(("roles are set up", "step="))]
+    assert told[0] == "[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+    saved = r"\d"  # of step 1, or of step 2 if it was complete when the rank died
+    where = f"{re.escape(str(job.run))}/checkpoints/step_00000{saved}"
+    assert re.fullmatch(rf"\[driver\] restart 1 of 1, from the checkpoint of step {saved} \({where}\)\.", told[1])
+    assert re.match(rf"continues after step {saved}: {where}", told[2]) and len(told) == 3, told
+    whole = layout_job("dp2_to_tp1")
+    of_training = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in rows(whole.folder)]
+    assert rows(job.run) == [row for row in of_training if len(row) > 1] and len(rows(job.run)) == 3
+    weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (job.run, whole.folder)]
+    assert weights[0] == weights[1]
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "megarl.train")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", [("megarl.cli", "train"), TORCHRUN], ids=["own", "torchrun"])
+def test_a_restart_is_the_same_run(sums_data, tmp_path, launcher):
+    """Rank 1 dies in step 4 of 6, a checkpoint every other step: all metrics and the weights to the last bit."""
+    flags = ("--train-iters", "6", "--save-interval", "2", *TP2)
+    own = ("--max-restarts", "1") if launcher is not TORCHRUN else ()
+    job = KilledJob(sums_data, tmp_path, 3, *flags, *own, launcher=launcher)
+    assert job.returncode == 0, job.output
+    assert "continues after step 2" in job.output
+    whole = train(sums_data, tmp_path / "whole", *flags)
+    assert rows(job.run) == rows(whole.folder) and len(rows(job.run)) == 6
+    weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (job.run, whole.folder)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_failure_uses_up_the_restarts(sums_data, tmp_path):
+    """It cannot train: what it prints is told at every attempt, and that it is the same again."""
+    job = train(sums_data, tmp_path / "run", "--gate-max-abs", "1e-12", "--max-restarts", "2", timeout=500)
+    assert job.returncode == 1
+    told = [line for line in job.output.splitlines() if line.startswith("[driver]")]
+    failed = "[driver] failed at step 1: megarl.driver.gate.GateError: "
+    beginning = "from the beginning: there is no checkpoint yet."
+    assert [line.startswith(failed) for line in told] == [True, False, True, False, True]
+    again = "It was the same failure as before, at the same step, and nothing was saved since."
+    assert told[1::2] == [f"[driver] restart 1 of 2, {beginning}", f"[driver] restart 2 of 2, {beginning} {again}"]
