@@ -17,6 +17,7 @@ from pathlib import Path
 from megarl.config.schema import TrainConfig
 
 CHECKPOINTS, JOB, MANIFEST, VERSION = "checkpoints", "job.json", "checkpoint.json", 1
+_PARTS = {"step": int, "roles": dict, "models": dict, "actors": dict, "random_states": list, "metrics": dict}
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -83,6 +84,9 @@ def read_job(folder: Path) -> dict[str, object]:
     body = {key: value for key, value in stored.items() if key not in ("format", "version", "sha256")}
     if stored.get("sha256") != _digest(body):
         raise JobFileError(f"{path} is damaged: its digest does not fit its content.")
+    for name, kind in _PARTS.items():
+        if not isinstance(body.get(name), kind):
+            raise JobFileError(f"{path} is not of a megarl job: it has no {name}.")
     for role, digest in body["roles"].items():
         manifest = folder / role / MANIFEST
         if not manifest.is_file():

@@ -2,6 +2,7 @@
 
     save      every rank copies its state, threads write it           .step_000010.partial/actor/..., critic/...
     poll      all threads have ended: job.json, then the name          step_000010/
+    abandon   the same after a failure, by what is on the disk
     restore   newest first; one that is damaged is passed over
 
 What ranks hold is in the folders of the roles (megarl/checkpoint), what the driver holds is in job.json."""
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING
 from megarl.config.check_checkpoints import described_models
 from megarl.config.checkpoint_folders import (
     CHECKPOINTS,
+    MANIFEST,
     JobFileError,
     checkpoints_in,
+    file_digest,
     folder_of_step,
     found_by,
     goes_on,
@@ -63,6 +66,8 @@ class Checkpoints:
         self.roles = [role for role in job.meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
         self.last_step: int | None = None
         """The newest that was begun or restored."""
+        self.restored_metrics: dict[str, float] = {}
+        """Of the step that was restored."""
         self._saving: _Saving | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         """Step of each checkpoint in the run folder -> the metrics of that step."""
@@ -90,7 +95,7 @@ class Checkpoints:
         saving = self._saving
         if saving is None:
             return
-        with self.executor.stop.held(), _removed_if_failed(saving.partial):
+        with self.executor.stop.held():
             if saving.asked is None:
                 saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
             if all(future.done() for future in saving.asked.values()):
@@ -103,9 +108,20 @@ class Checkpoints:
         """Until what was begun is visible. Raises as `poll`."""
         if self._saving is None:
             return
-        with self.executor.stop.held(), _removed_if_failed(self._saving.partial):
+        with self.executor.stop.held():
             asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
             self._publish({role: future.result()[0] for role, future in asked.items()})
+
+    def abandon(self) -> None:
+        """After a failure: what all roles have written by now becomes visible, anything less is removed."""
+        if self._saving is None:
+            return
+        partial = self._saving.partial
+        with contextlib.suppress(OSError):
+            if all((partial / role).is_dir() for role in self.roles):
+                self._publish({role: file_digest(partial / role / MANIFEST) for role in self.roles})
+            else:
+                shutil.rmtree(partial)
 
     def restore(self) -> int:
         """Bring every role, and what the driver keeps, to where --load is. After the roles are set up.
@@ -137,15 +153,15 @@ class Checkpoints:
         return "data" if "data" in self.executor.ranks else "actor"
 
     def _body(self, step: int, random_states: list[dict[str, str]]) -> dict[str, object]:
-        job, row = self.job, self.job.run.row_of(step)
-        best = self.config.best_metric
+        job, row, best = self.job, self.job.run.row_of(step), self.config.best_metric
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
-            job.run.progress.note(f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has {', '.join(row)}.")
+            job.run.progress.note(f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has "
+                                  f"{', '.join(row)}.")  # fmt: skip
         return {
-            "step": step, "weight_version": step, "models": described_models(job.config), "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
-            "random_states": random_states, "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
-            "arguments": write_args(job.config),
+            "step": step, "weight_version": step, "random_states": random_states, "models": described_models(job.config),
+            "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
+            "metrics": {name: value for name, value in row.items() if math.isfinite(value)}, "arguments": write_args(job.config),
         }  # fmt: skip
 
     def _publish(self, digests: Mapping[str, str]) -> None:
@@ -199,7 +215,7 @@ class Checkpoints:
             for future in [self.executor.call_on([rank], self._everywhere, "set_random_state", state)
                            for rank, state in zip(ranks, body["random_states"], strict=True)]:  # fmt: skip
                 future.result()
-        self.last_step = body["step"]
+        self.last_step, self.restored_metrics = body["step"], body["metrics"]
         return body["step"]
 
     def _go_on(self, step: int, folder: Path | None) -> None:
@@ -213,7 +229,7 @@ class Checkpoints:
             shutil.rmtree(replaced, ignore_errors=True)
             later.rename(replaced)
         self.job.run.go_on_after(step)
-        self._metrics = {step_of(path): body["metrics"] for path in checkpoints_in(self.run_folder) if (body := _readable(path)) is not None}
+        self._metrics = {step_of(path): _metrics_of(path) for path in checkpoints_in(self.run_folder)}
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:
@@ -233,11 +249,12 @@ def _removed_if_failed(partial: Path) -> Iterator[None]:
         raise
 
 
-def _readable(folder: Path) -> dict[str, object] | None:
+def _metrics_of(folder: Path) -> dict[str, float]:
+    """{} of a damaged one."""
     try:
-        return read_job(folder)
+        return read_job(folder)["metrics"]
     except JobFileError:
-        return None
+        return {}
 
 
 def _sync(folder: Path) -> None:

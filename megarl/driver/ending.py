@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megarl.driver.store_executor import StoreExecutor
 
 logger = logging.getLogger(__name__)
-_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S = 3.0, 1.0, 0.5, 30.0, 5.0
+_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S = 3.0, 1.0, 0.5, 30.0, 6.0
 _SAME_S = 1.0  # a scheduler may send a signal to every process, and torchrun then sends it on
 _signals: list[int] = []
 

@@ -35,7 +35,11 @@ def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Input
     """Create the run folder; close it and stop the engines after the last call. `progress`: as of `Run`."""
     with Run(config, write_args(config), progress) as run:
         job = Job(config, executor, run, inputs, world_size)
-        yield job
+        try:
+            yield job
+        except BaseException:
+            job.checkpoints.abandon()
+            raise
         for role in job.meshes:
             if kind_and_suffix(role)[0] in ("rollout", "reward", "reward_model"):
                 job.role(role).shut_down().result()

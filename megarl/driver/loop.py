@@ -34,16 +34,17 @@ def train_sft(job: Job) -> None:
     """Supervised fine-tuning on the rows' responses; stops early when the loss falls below --exit-loss."""
     actor = job.role("actor")
     job.set_up()
-    start = job.checkpoints.restore()
-    if start == job.config.batch.train_iters:
-        job.export(start)
+    start, exit_loss = job.checkpoints.restore(), job.config.run.exit_loss or 0.0
+    if start == job.config.batch.train_iters or job.checkpoints.restored_metrics.get("policy/loss", exit_loss) < exit_loss:
+        job.export(start, last=True)  # the job before may have ended just then
+        return
     lengths = actor.load_dataset().first()
     for step in job.steps(after=start):
         rows = job.first.cursor.next_rows(job.config.batch.global_batch_size)
         plan = job.plan_rows(rows, lengths)
         actor.receive_rows(plan)
         metrics = job.finish_sft_step(step, rows, lengths, actor.update())
-        last = metrics.get("policy/loss", math.inf) < (job.config.run.exit_loss or 0.0)  # without one: no update was made
+        last = metrics.get("policy/loss", math.inf) < exit_loss  # without one: no update was made
         job.checkpoint_if_due(step, last=last)
         job.export(step, last=last)
         if last:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
 from megarl.driver.stop_request import StopRequest
 from megarl.driver.torchrun import world_size_from_env
+from megarl.signed_pickle import JOB_SECRET, job_secret
 from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
-from megarl.workers.stopping import ALL_ASKED, LEAVE, PING
+from megarl.workers.process import has_died
+from megarl.workers.stopping import ALL_ASKED, LEAVE, PING, PROCESS
 
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
 _STACKS_S = 3.0  # that ranks may take to say where they hang
-_PING_S = 3.0  # ... or that they live
+_SOON_S, _PING_S = 0.5, 5.0  # ... or that they live
 
 
 class _Future:
@@ -88,6 +90,8 @@ class StoreExecutor:
     @classmethod
     def from_env(cls, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
         """In the driver process: connect to the job that `start_driver` described."""
+        job_secret()
+        os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
         writer, reader = (connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2))
         return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
 
@@ -142,8 +146,10 @@ class StoreExecutor:
             self._changed.notify_all()
 
     def ask_who_lives(self) -> list[int]:
-        """Ranks that do not answer. From another thread than the loop's."""
-        return self._outbox.ask_all(PING, list(self._queues), _PING_S)
+        """Ranks that have died, or do not answer. From another thread than the loop's."""
+        missing = self._outbox.ask_all(PING, list(self._queues), _SOON_S)
+        dead = [rank for rank, name in self._outbox.of_ranks(PROCESS, missing).items() if has_died(name)]
+        return dead or self._outbox.ask_all(PING, missing, _PING_S)
 
     def leave_calls(self) -> None:
         """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value of them is of use any more."""

@@ -43,7 +43,7 @@ class Policy(TrainedModel):
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
         for chunk in self.chunks:
-            chunk.accumulates_into_main_grad = not optimizer.overlap_grad_reduce
+            chunk.accumulates_into_main_grad = not (optimizer.overlap_grad_reduce or optimizer.use_megatron_fsdp)
         return super()._wrap(optimizer)
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:

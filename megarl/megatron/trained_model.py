@@ -20,6 +20,7 @@ from megarl.invariants import NonFiniteUpdate
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import fix_megatron
+from megarl.megatron.fsdp import ShardedDataParallel
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
@@ -62,10 +63,13 @@ class TrainedModel(ABC):
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
+            if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
+                self.config.gradient_accumulation_fusion = False  # it overwrites the gradients of earlier micro-batches (layers.py:566)
             self.chunks = self._build(parallel)  # one for each virtual stage
             self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
             self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
             self.ddp = self._wrap(optimizer) if optimizer else []
+            self.sharded: list[ShardedDataParallel] = self.ddp if is_sharded else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
         self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
@@ -102,6 +106,9 @@ class TrainedModel(ABC):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        if self.sharded:
+            yield from self.sharded[0].whole_parameters.items()
+            return
         for prefix, chunk in self._named_chunks():
             yield from chunk.named_parameters(prefix)
 
@@ -138,7 +145,15 @@ class TrainedModel(ABC):
         """The same for numbers of which every context-parallel rank has a part."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
-    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
+    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel | ShardedDataParallel]:
+        # Losses are divided by global denominators already: no token count for Megatron to divide by.
+        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
+            chunks, None, pg_collection=self.groups)
+        if optimizer.use_megatron_fsdp:
+            (chunk,) = self.chunks
+            ddp = ShardedDataParallel(self.config, chunk, optimizer.data_parallel_sharding_strategy, self.mesh, self.groups, self.device)
+            self.config.no_sync_func = ddp.no_sync
+            return [ddp]
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True)
@@ -149,9 +164,6 @@ class TrainedModel(ABC):
             for chunk in self.chunks:
                 accumulate_in_pieces(chunk)
         self.config.no_sync_func = [chunk.no_sync for chunk in ddp] if len(ddp) > 1 else ddp[0].no_sync
-        # Losses are divided by global denominators already: no token count for Megatron to divide by.
-        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
-            chunks, None, pg_collection=self.groups)
         return ddp
 
     def parameters_changed(self) -> None:
@@ -160,6 +172,8 @@ class TrainedModel(ABC):
             self.memory.use("parameters", "optimizer")
             with cpu_megatron():
                 self.optimizer.reload_model_params()
+                for ddp in self.sharded:
+                    ddp.reload_masters()
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step. Before the step's first update, so that warm-up does not begin with a step at 0."""
@@ -257,6 +271,8 @@ class TrainedModel(ABC):
     def _run(self, chunks: list[torch.nn.Module], forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
         self.memory.use("parameters")
+        for ddp in self.sharded:
+            ddp.use_whole()
         with cpu_megatron():
             return run_schedule(chunks, forward_step, micro_batches, forward_only, self.groups, self.config)
 
@@ -266,7 +282,7 @@ class TrainedModel(ABC):
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
-        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), getattr(model, "module", model)
+        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), _unwrapped(model)
         if self.routing:
             packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, shard))
         output = model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
@@ -292,6 +308,13 @@ class TrainedModel(ABC):
                                  max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
         packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order  # on the host, for PackedAttention
         return packed
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Without DDP; Megatron-FSDP wraps a chunk twice."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _initialize_process() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import MANIFEST
 from megarl.checkpoint.rectangles import Rectangle
-from megarl.checkpoint.save import SavePlan, sync_folder
+from megarl.checkpoint.save import SavePlan, publish
 from megarl.checkpoint.tensor_file import file_digest
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas) -> None:
-        """Copy into host memory what this rank writes, and begin to write it into `folder`, a new one. Collective; after `written` has said that
-        the one before is. From now on the model may change."""
+        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective, after
+        `written` has said that the one before is. When this returns the model may change."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)
@@ -60,20 +59,14 @@ class CheckpointWriter:
         return self._digest
 
     def _write(self, folder: Path, copies: list[Rectangle], state: dict[str, object]) -> None:
-        crew = Crew(self._group)
+        crew, partial = Crew(self._group), folder.with_name(f".{folder.name}.partial")
         try:
-            crew.first(lambda: folder.mkdir(parents=True))
-            manifest = self._plan.write(folder, copies, state, self._group)
-            self._digest = crew.first(lambda: _finish(folder, manifest))
+            crew.first(lambda: partial.mkdir(parents=True))
+            manifest = self._plan.write(partial, copies, state, self._group)
+            crew.first(lambda: publish(partial, folder, manifest))
+            self._digest = crew.first(lambda: file_digest(folder / MANIFEST))
         except BaseException as error:  # thread boundary: `written` tells it
             self._error = error
-
-
-def _finish(folder: Path, manifest) -> str:
-    manifest.check_sizes(folder)  # all files of all machines
-    manifest.write(folder)
-    sync_folder(folder)
-    return file_digest(os.path.join(folder, MANIFEST))
 
 
 def _host_copy(values: torch.Tensor) -> torch.Tensor:

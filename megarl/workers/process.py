@@ -39,6 +39,26 @@ def _watch_parent(parent: int, grace_s: float) -> None:
     os._exit(1)
 
 
+def process_name(pid: int | None = None) -> str:
+    """Of a process, this one by default, among all of all machines and times: "who sees it/pid/start". A process that has ended has no start."""
+    pid = os.getpid() if pid is None else pid
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            state, *fields = stat.read().rpartition(")")[2].split()
+        return name if state in "ZX" else name + fields[18]
+    except FileNotFoundError:
+        return name
+
+
+def has_died(name: str) -> bool:
+    """Whether this process has ended, as far as that can be seen from here."""
+    seen_by, pid, _ = name.split("/")
+    now = process_name(int(pid))
+    return now.startswith(f"{seen_by}/") and now != name
+
+
 def end_on_signals() -> None:
     """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python handler would run.
 
@@ -46,6 +66,13 @@ def end_on_signals() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def listen_on_loopback() -> None:
+    """gloo and NCCL take connections from whoever reaches them, so nobody outside of this machine shall. What the user has set stays."""
+    if os.path.exists("/sys/class/net/lo"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
 
 
 def keep_freed_memory() -> None:

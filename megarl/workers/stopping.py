@@ -2,11 +2,12 @@
 
     SIGTERM          told to the driver. It may be the end of the whole job (then the driver ends it in order), or torchrun's answer to the
                      death of another rank: then that one does not answer, and the driver gives up
+    stop/process     of each rank, to see on one machine at once whether it lives
     stop/ping        answered by every rank that lives
     stop/leave       generation and rewards are to be left, see `megarl.leaving`
     stop/all_asked   every rank knows that
 
-The driver sets these keys in this order, or all of them to "end" when nobody will ask any more."""
+The driver sets the last three in this order, or all of them to "end" when nobody will ask any more."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ import torch.distributed as dist
 
 from megarl.leaving import LEAVING
 from megarl.workers.mailbox import TERMINATED, Mailbox, Result, connect
+from megarl.workers.process import process_name
 
-PING, LEAVE, ALL_ASKED = "stop/ping", "stop/leave", "stop/all_asked"
+PROCESS, PING, LEAVE, ALL_ASKED = "stop/process", "stop/ping", "stop/leave", "stop/all_asked"
 ASKED, END = b"asked", b"end"
-_HEARD_S = 3.0  # that the driver may take to ask who lives
+_HEARD_S = 4.0  # that the driver may take to ask who lives
 
 
 class StopListener:
@@ -43,6 +45,7 @@ class StopListener:
     def _listen(self) -> None:
         with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
             store = connect()
+            store.set(f"{PROCESS}/{self._rank}", process_name())
             if store.get(PING) == END:
                 return
             self._pinged.set()

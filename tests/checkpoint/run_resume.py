@@ -21,6 +21,7 @@ from pathlib import Path
 from megarl.algorithms import REGISTRY
 from megarl.checkpoint import save as save_module
 from megarl.config.loader import load_config
+from megarl.convert import main as convert
 from megarl.data.sums_files import make_sums
 from megarl.driver.checkpoints import NoWholeCheckpoint
 from megarl.driver.executor import RemoteError
@@ -40,9 +41,9 @@ def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO
                           "--global-batch-size", "8", "--lr", "1e-2", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--lr-decay-iters", "12",
                           "--max-prompt-length", "64", "--max-response-length", "64", "--save", str(out / save), *flags], REGISTRY)  # fmt: skip
     inputs, told = read_inputs(config, 1), io.StringIO()
-    with inline_ranks(config) as executor:
-        with open_job(executor, config, inputs, 1, Progress(config.batch.train_iters, told, terminal=False)) as job:
-            yield job, told
+    shown = Progress(config.batch.train_iters, told, terminal=False)
+    with inline_ranks(config) as executor, open_job(executor, config, inputs, 1, shown) as job:
+        yield job, told
 
 
 def train(out: Path, save: str, steps: int, *flags: str) -> str:
@@ -59,6 +60,8 @@ def interrupted(out: Path) -> dict[str, str]:
     shutil.copytree(out / "parts_after_5", out / "lost")  # a job that ended between its last checkpoint and its export
     shutil.rmtree(out / "lost" / "hf")
     train(out, "lost", 5, "--load", str(out / "lost"))
+    for _ in range(2):  # the loss falls below 2.5 at step 6
+        train(out, "early", 8, "--exit-loss", "2.5", "--save-interval", "5", "--load", str(out / "early"))
     return {
         "own folder": told, "another folder": train(out, "elsewhere", 8, "--load", str(out / "parts_after_5")),
         "nothing there": train(out, "requeued", 2, "--save-interval", "2", "--load", str(out / "requeued")),
@@ -134,7 +137,18 @@ def held_up(out: Path) -> list[str]:
             if step == 3:
                 released.set()
                 job.checkpoints.wait()
-    return list(event for event, _ in itertools.groupby(events))
+    return [event for event, _ in itertools.groupby(events)]
+
+
+def failed_after_writing(out: Path) -> list[str]:
+    """All files are written, but the driver has not asked yet when something else ends the job."""
+    with contextlib.suppress(KeyError), opened(out, "failed", "--train-iters", "4") as (job, _):
+        job.set_up()
+        job.checkpoints.save(1)
+        while not (out / "failed" / "checkpoints" / ".step_000001.partial" / "actor").is_dir():
+            pass
+        raise KeyError("of the user's loop")
+    return sorted(path.name for path in (out / "failed" / "checkpoints").iterdir())
 
 
 def disk_full(out: Path) -> dict[str, object]:
@@ -157,9 +171,12 @@ def main(out: Path) -> None:
     make_sums(out / "data", seed=0)
     with open(out / "data" / "sft_worked.jsonl") as rows:
         (out / "rows.jsonl").write_text("".join(itertools.islice(rows, NUM_ROWS)))
-    report = {"told": interrupted(out), "damaged": damaged(out), "held up": held_up(out), "disk full": disk_full(out)}
+    report = {"told": interrupted(out), "damaged": damaged(out), "held up": held_up(out), "disk full": disk_full(out),
+              "failed": failed_after_writing(out)}  # fmt: skip
     report["best"] = train(out, "best", 6, "--save-interval", "1", "--keep", "1", "--best-metric", "policy/loss", "--best-metric-mode", "max")
     report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/accuracy")
+    report["converted"] = convert(["--model", str(out / "data" / "model"), "--load", str(out / "parts" / "checkpoints" / "step_000008" / "actor"),
+                                   "--save", str(out / "converted")])  # fmt: skip
     (out / "report.json").write_text(json.dumps(report))
 
 

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,11 @@ def test_a_job_that_had_only_its_export_left_makes_it(out: Path):
     assert weights(out / "lost") == weights(out / "parts_after_5")
 
 
+def test_a_job_that_was_over_stays_so(out: Path):
+    """It stopped before --train-iters, as its loss was low enough, and was queued again."""
+    assert rows(out / "early") == rows(out / "whole")[:6] and checkpoints(out / "early") == ["step_000005", "step_000006"]
+
+
 def test_tensorboard_shows_each_step_once(out: Path):
     """Step 4 and 5 are in both event files of the folder, and differ in time only; those of the first job are to be forgotten."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -103,6 +110,12 @@ def test_job_json_is_all_there_is_beside_the_roles(out: Path):
     assert job["step"] == job["weight_version"] == 8 and job["arguments"] == (out / "parts" / "resolved.args").read_text()
     assert job["actors"][""]["cursor"] == {"num_rows": 40, "seed": 0, "shuffle": True, "pass": 1, "offset": 24}  # 64 rows of 40
     assert len(job["random_states"]) == 1 and job["metrics"]["policy/loss"] == rows(out / "parts")[-1]["policy/loss"]
+
+
+def test_convert_makes_of_a_role_what_the_job_exported(out: Path, report):
+    converted, exported = (load_file(out / folder / "model.safetensors") for folder in ("converted", "parts/hf"))
+    assert report["converted"] == 0 and converted.keys() == exported.keys()
+    assert all(torch.equal(converted[name], exported[name]) for name in exported)
 
 
 # ------------------------------------------------------------------ damage
@@ -143,8 +156,13 @@ def test_training_goes_on_while_the_disk_is_held_up(report):
     assert "visible step_000001" in events[events.index("step 4") :] and "visible step_000001" not in events[: events.index("step 4")]
 
 
+def test_what_was_written_when_the_job_failed_is_a_checkpoint(out: Path, report):
+    assert report["failed"] == ["step_000001"]
+    assert json.loads((out / "failed" / "checkpoints" / "step_000001" / "job.json").read_text())["step"] == 1
+
+
 def test_a_full_disk_is_told_with_role_rank_and_file_and_leaves_no_rest(out: Path, report):
     told, left = report["disk full"]["told"], report["disk full"]["left"]
     assert told.startswith("[actor rank 0] checkpoint_written failed")
-    assert f"{out / 'full' / 'checkpoints'}/.step_000004.partial/actor/exp_avg-00000.safetensors cannot be written: No space left on device." in told
+    assert f"{out / 'full' / 'checkpoints'}/.step_000004.partial/.actor.partial/exp_avg-00000.safetensors cannot be written: No space left on device." in told
     assert left == ["step_000002"]

@@ -137,9 +137,16 @@ def test_a_newer_one_that_is_damaged_does_not_count(here):
     assert findings("--load old --train-iters 5") == () and newest_job(config("--load old"))[1]["step"] == 4
 
 
+def _signed(body: dict) -> str:
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return json.dumps({"format": "megarl job", "version": 1, "sha256": digest, **body})
+
+
 @pytest.mark.parametrize("damage, cause", [
-    (lambda text: text[:-40], "cannot be read: "), (lambda text: "[]", "is not of a megarl job."), (lambda text: text.replace('"seed": 0', '"seed": 1'), "its digest"),
+    (lambda text: text[:-40], "cannot be read: "), (lambda text: "[]", "is not of a megarl job."),
+    (lambda text: text.replace('"seed": 0', '"seed": 1'), "its digest"),
     (lambda text: text.replace('"version": 1', '"version": 2'), "has version 2 of the format; this megarl reads 1."),
+    (lambda text: _signed({"step": 3}), "is not of a megarl job: it has no roles."),
     (lambda text: "[" * 100_000, "cannot be read: "), (lambda text: "\0", "cannot be read: "),
 ])  # fmt: skip
 def test_a_damaged_job_file_is_named(here, damage, cause):
