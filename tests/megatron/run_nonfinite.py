@@ -69,7 +69,7 @@ class Trained:
             if self.model.is_last_stage and here:  # the mini-batch's last micro-batch, on one data-parallel rank
                 last = micros[-1].batch.select(range(len(micros[-1].batch)))
                 last.advantages = last.advantages.clone()
-                last.advantages[last.response_mask.nonzero()[0]] = math.nan
+                last.advantages[last.response_mask] = math.nan  # of all tokens: each context-parallel rank has some
                 micros[-1], sample = MicroBatch.of(last), int(last.sample_ids[0])
         elif fault == "gradient" and here:  # before ranks sum theirs
             weight = next(p for name, p in self.model.named_parameters() if name.endswith("linear_fc1.weight"))
