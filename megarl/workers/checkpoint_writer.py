@@ -15,6 +15,7 @@ from megarl.checkpoint.manifest import MANIFEST
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.checkpoint.tensor_file import file_digest
+from megarl.workers.process import WRITES_CHECKPOINT
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -48,7 +49,7 @@ class CheckpointWriter:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._digest = self._error = None
-        self._thread = threading.Thread(target=self._write, args=(folder, copies, state), name="write_checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(folder, copies, state), name=WRITES_CHECKPOINT, daemon=True)
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
