@@ -135,7 +135,9 @@ class KilledJob:
 def is_rank(pid: int, rank: int) -> bool:
     """Not so for the processes that it has started."""
     try:
-        return f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and os.getsid(pid) == pid
+        folder = Path(f"/proc/{pid}")
+        is_main = b"megarl.train" in (folder / "cmdline").read_bytes().split(b"\0") and os.getsid(pid) == pid
+        return is_main and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended meanwhile
         return False
 
