@@ -54,7 +54,7 @@ def explain(model: TrainedModel, grad_norm: float, micro_batches: list[MicroBatc
     mine = _Findings(
         rank=dist.get_rank(), grad_norm=grad_norm,
         weights=_not_finite(model.parameters.items()),
-        gradients=_not_finite((name, p.main_grad) for name, p in model.named_parameters() if getattr(p, "main_grad", None) is not None),
+        gradients=_not_finite(model.gradients()),
         losses=[(loss.item(), micro.batch.sample_ids.tolist()) for loss, micro in zip(losses, micro_batches) if not loss.isfinite()],
         samples=_samples(*model.token_values, micro_batches, losses, values) if values is not None and model.reports else [])
     group = model.groups.intra_dist_opt

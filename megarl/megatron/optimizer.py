@@ -9,6 +9,7 @@ import torch
 from megarl.config.schema import OptimizerConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import world_is
+from megarl.megatron.offload import local
 
 with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel
@@ -87,8 +88,8 @@ def _is_finite_outside_of_norm(inner: MegatronOptimizer) -> bool:
     """Of duplicates (norms, biases, routers; the last stage's tied embedding)."""
     counted = {gradient.data_ptr() for gradient in inner.get_main_grads_for_grad_norm()}
     name = "decoupled_grad" if _use_decoupled_grad(inner) else "grad"
-    gradients = [getattr(parameter, name, None) for parameter in inner.get_parameters()]
-    others = [gradient for gradient in gradients if gradient is not None and gradient.data_ptr() not in counted]
+    gradients = [local(gradient) for parameter in inner.get_parameters() if (gradient := getattr(parameter, name, None)) is not None]
+    others = [gradient for gradient in gradients if gradient.data_ptr() not in counted]
     return not others or bool(torch.stack(torch._foreach_norm(others)).isfinite().all())
 
 

@@ -26,7 +26,7 @@ from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
 from megarl.megatron.nonfinite import NonFiniteStep, explain
-from megarl.megatron.offload import ModelMemory
+from megarl.megatron.offload import ModelMemory, local
 from megarl.megatron.optimizer import build_optimizer, build_scheduler, prepare_step, take_step
 from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing
@@ -111,6 +111,14 @@ class TrainedModel(ABC):
             return
         for prefix, chunk in self._named_chunks():
             yield from chunk.named_parameters(prefix)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By the same names, before the optimizer steps: what this rank has of them; of sharded ones its part."""
+        name_of = {parameter: name for name, parameter in self.named_parameters()}
+        for ddp in self.sharded:
+            yield from ((name_of[parameter], local(shard.grad)) for parameter, _, shard in ddp.optimized() if shard.grad is not None)
+        if not self.sharded:
+            yield from ((name, p.main_grad) for p, name in name_of.items() if getattr(p, "main_grad", None) is not None)
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
