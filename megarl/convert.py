@@ -3,7 +3,7 @@
     megarl convert --model M --save OUT --dtype bfloat16                      another dtype, other shard sizes
     megarl convert --model M --load runs/a/checkpoint --save OUT              of a megarl checkpoint, a Hugging Face folder
     megarl convert --model M --load iter_0000100 --save OUT                   of a Megatron checkpoint (--ckpt-format torch_dist)
-    megarl convert --model M --save OUT --to checkpoint                       a checkpoint (of weights) that training starts from
+    megarl convert --model M --save OUT --to checkpoint                       a checkpoint of the weights
     megarl convert --model M --save OUT --tensor-model-parallel-size 2        through Megatron's shards: the proof that nothing is lost
 
 Rows move from file to file, without ranks; memory does not grow with the model. A checkpoint serves any layout, so there is none to name.
