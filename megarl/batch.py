@@ -126,6 +126,11 @@ class Batch:
         return Batch(cu_seqlens=_cumulative(torch.cat([b.lengths for b in batches])), **parts)
 
 
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """Of the ids in routed_experts."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
 def check_column_names(names: Iterable[str]) -> None:
     """Raise ValueError for a name that is no token column."""
     for name in names:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.config.errors import ConfigError, did_you_mean
+from megarl.config.errors import ConfigError, did_you_mean, raise_findings
 
 if TYPE_CHECKING:
     from megarl.config.mesh import MeshSpec
@@ -24,8 +24,10 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   train      Train; starts as many ranks as --nproc-per-node says.
   eval       Evaluate a model on --eval-data.
   convert    Convert models and checkpoints: `megarl convert --help`.
-  check      Report everything that is wrong with a configuration, without touching a device.
+  check      Report everything that is wrong with a job, and what memory and disk it needs, without touching a device. With --gpu-memory GB
+             as on GPUs of that size, wherever it is run.
   graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
+  doctor     Show what this installation and machine have, and try the parts (about 15 s): `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag
@@ -52,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(argv: list[str]) -> int:
-    """Check the job, then run it: here if the executor is inline, else on ranks that this process starts."""
-    from megarl.config.check import check_job
+    """Check the job (`megarl check`), then run it: here if the executor is inline, else on ranks that this process starts."""
+    from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
 
     config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
         sys.stderr.write("megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n")
         return 2
-    check_job(config, config.placement.nproc_per_node)
+    check_everything(config, config.placement.nproc_per_node)
     if config.placement.executor == "inline":
         from megarl.train import run_inline
 
@@ -73,11 +75,11 @@ def train(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
-    from megarl.config.check import check_job
+    from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
 
     config = load_config(argv, _registry(), "megarl eval")
-    check_job(config, config.placement.nproc_per_node, new_run=False)
+    check_everything(config, config.placement.nproc_per_node, new_run=False)
     if config.placement.executor == "inline":
         from megarl.evaluate import main as evaluate_here
 
@@ -95,22 +97,21 @@ def convert(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Load and check; print 'ok' with what the job amounts to, or all findings."""
-    from megarl.config.check import check_job
+    """Print 'ok' with what the job amounts to, or everything that is wrong with it."""
+    from megarl.checks.job import examine
+    from megarl.checks.machine import Machine
     from megarl.config.loader import load_config
-    from megarl.config.mesh import role_meshes
 
-    config = load_config(argv, _registry(), "megarl check")
-    world_size, batch = config.placement.nproc_per_node, config.batch
-    check_job(config, world_size)
-    samples = batch.num_prompts * batch.num_samples_per_prompt if config.algorithm.needs_rollout else batch.global_batch_size
-    updates = samples // batch.global_batch_size * (batch.num_epochs if config.algorithm.needs_rollout else 1)
-    dp = role_meshes(config, world_size)["actor"].dp
-    actors = f"{len(config.others) + 1} actors, of the first: " if config.others else ""
-    sys.stdout.write(
-        f"ok: world size {world_size}, {actors}data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and "
-        f"{updates} updates\n"
-    )
+    parser = argparse.ArgumentParser("megarl check", allow_abbrev=False, add_help=False)
+    parser.add_argument("--gpu-memory", type=float)
+    options, rest = parser.parse_known_args(argv)
+    if options.gpu_memory is not None and not options.gpu_memory > 0:
+        raise ConfigError([f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."])
+    config = load_config(rest, _registry(), "megarl check [--gpu-memory GB]")
+    machine = None if options.gpu_memory is None else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9))
+    report = examine(config, config.placement.nproc_per_node, machine=machine)
+    raise_findings(report.findings)
+    sys.stdout.write("\n".join(report.lines) + "\n")
     return 0
 
 
@@ -154,6 +155,12 @@ def graph(argv: list[str]) -> int:
     return 0
 
 
+def doctor(argv: list[str]) -> int:
+    from megarl.doctor.report import main as examine
+
+    return examine(argv)
+
+
 def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> tuple[TrainConfig, dict[str, MeshSpec]]:
     """The configuration and the meshes of the roles, without what only a run needs: run folder, data, steps."""
     from megarl.config.check import check_layout
@@ -181,6 +188,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": convert,
     "check": check,
     "graph": graph,
+    "doctor": doctor,
     "reshard-plan": reshard_plan,
 }
 

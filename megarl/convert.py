@@ -104,7 +104,7 @@ def load_shape(arguments: argparse.Namespace) -> ModelShape:
 
 def shard_bytes(text: str) -> int | None:
     """The size that is meant by 5GB; None if none is."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB)", text.upper())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(KB|MB|GB)", text.upper())
     return max(1, int(float(match[1]) * UNITS[match[2]])) if match else None
 
 

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 
 from megarl.algorithms import REGISTRY
-from megarl.config.check import check_job
+from megarl.checks.job import check_everything
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.schema import TrainConfig
 from megarl.driver.restarts import attempt_under_torchrun, continued
 from megarl.driver.torchrun import DRIVER_PID
+from megarl.signed_pickle import check_secret
 from megarl.workers.process import keep_checkout_off_path, quiet_libraries
 
 InlineJob = Callable[..., None]
@@ -41,10 +42,16 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
                              "megarl train ..., which does it for you\n")
             return 2
         if rank == 0 and DRIVER_PID not in os.environ:  # torchrun's own count may not suit the job; others may come when the run has begun
-            restarts = new_run and attempt_under_torchrun()
-            check_job(continued(config) if restarts else config, int(os.environ["WORLD_SIZE"]), new_run)
+            restarts, ranks = new_run and attempt_under_torchrun(), int(os.environ["WORLD_SIZE"])
+            check_everything(continued(config) if restarts else config, ranks, new_run, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     except ConfigError as error:
         if rank == 0:
+            sys.stderr.write(f"{error}\n")
+        return 2
+    try:
+        check_secret()
+    except ConfigError as error:  # of one node, so that each tells its own
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"{error}\n")
         return 2
     return work(config, argv, rank, driver)

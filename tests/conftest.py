@@ -1,6 +1,7 @@
 """The environment of every test, set before anything is imported, so that plain `pytest` and `make test` run the same."""
 
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "Agg",
+    "MEGARL_JOB_SECRET": secrets.token_hex(32),  # of worlds that no launcher of ours starts
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -1,7 +1,8 @@
 """Imports go down only, imports inside functions included.
 
-    train, evaluate, convert, cli -> driver -> workers -> megatron, rollout, data, rewards -> checkpoint
-    -> algorithms, reshard -> batch_invariants -> invariants -> config, flow, batch, packing, metrics -> kernels, _C, role_names, leaving
+    train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards -> checkpoint
+    -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle -> config, flow, batch, packing, metrics
+    -> kernels, _C, role_names, leaving
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -19,21 +20,21 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("kernels", "_C", "role_names", "leaving"),
     ("config", "flow", "batch", "packing", "metrics"),
-    ("invariants",),
+    ("invariants", "signed_pickle"),
     ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
     ("megatron", "rollout", "data", "rewards"),
-    ("workers",),
+    ("workers", "checks"),
     ("driver",),
-    ("train", "convert"),
+    ("train", "convert", "doctor"),
     ("evaluate",),  # is train with another driver
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
-NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "leaving"}
+NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "leaving", "signed_pickle", "checks"}
 """What the console script and the driver read before any device is touched."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""

@@ -61,11 +61,12 @@ class ClippedPolicy(Algorithm):
                 rules=[(self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
                        (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
                        ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef",
-                        f"must be 0 with --kl-mode none, and above 0 with loss or reward, e.g. 0.001. --kl-mode is {self.kl_mode}."),
-                       (not self.kl_straight_through or self.kl_mode == "loss", "kl_straight_through", "needs --kl-mode loss."),
+                        "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss." if self.kl_mode == "none" else
+                        f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."),
+                       (not self.kl_straight_through or self.kl_mode == "loss", "kl_straight_through", "needs --kl-mode loss. Leave it out."),
                        (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
-                       (self.kl_controller != "adaptive" or self.kl_mode != "none", "kl_controller", "needs --kl-mode loss or reward."),
-                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "is not for --policy-loss cispo."),
+                       (self.kl_controller != "adaptive" or self.kl_mode != "none", "kl_controller", "needs --kl-mode loss or reward. Leave it out."),
+                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "is not for --policy-loss cispo. Leave it out."),
                        *rules])
 
     @property

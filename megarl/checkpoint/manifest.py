@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoint.rectangles import Box, whole
+from megarl.checkpoint.rectangles import Box, tiling_problem, whole
 from megarl.checkpoint.tensor_file import file_digest
 
 MANIFEST, VERSION = "checkpoint.json", 1
@@ -80,7 +80,7 @@ class Manifest:
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is not a megarl checkpoint: it has no {MANIFEST}"
                                   f"{', so writing it did not end' if any(folder.glob('*.safetensors')) else ''}.") from None  # fmt: skip
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}.") from error
         if not isinstance(stored, dict) or stored.get("format") != "megarl checkpoint":
             raise CheckpointError(f"{path} is not a megarl checkpoint's.")
@@ -89,11 +89,16 @@ class Manifest:
         body = {key: stored.get(key) for key in ("files", "tensors", "state")}
         if stored.get("sha256") != _digest(body):
             raise CheckpointError(f"{path} is damaged: its digest does not fit its content.")
-        names = [name for name, *_ in body["files"]]
-        tensors = {kind: {name: StoredTensor(getattr(torch, t["dtype"]), tuple(t["shape"]),
-                                             tuple(Part(names[number], Box(*box)) for number, *box in t["parts"]))
-                          for name, t in of_kind.items()} for kind, of_kind in body["tensors"].items()}  # fmt: skip
-        manifest = cls({name: (size, digest) for name, size, digest in body["files"]}, tensors, body["state"])
+        try:
+            files = {name: (size, digest) for name, size, digest in body["files"]}
+            tensors = {kind: {name: _stored_tensor(t, list(files)) for name, t in of_kind.items()} for kind, of_kind in body["tensors"].items()}
+            if bad := [name for name in files if Path(name).name != name or "\0" in name]:
+                raise ValueError(f"{bad[0]!r} is not the name of a file in it")
+            if not isinstance(body["state"], dict):
+                raise TypeError("its state is no object")
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{path} is not a megarl checkpoint's: {type(error).__name__}: {error}.") from error
+        manifest = cls(files, tensors, body["state"])
         manifest.check_sizes(folder)
         return manifest
 
@@ -110,6 +115,17 @@ class Manifest:
         for name in names:
             if file_digest(folder / name) != self.files[name][1]:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one that was written.")
+
+
+def _stored_tensor(item: dict[str, object], files: Sequence[str]) -> StoredTensor:
+    """Raises: KeyError, TypeError, IndexError or ValueError if it does not say where all of a tensor is."""
+    dtype, shape = getattr(torch, item["dtype"], None), tuple(item["shape"])
+    parts = tuple(Part(files[number], Box(*box)) for number, *box in item["parts"])
+    if not isinstance(dtype, torch.dtype) or not shape or not all(type(n) is int and n >= 0 for n in (*shape, *(at for part in parts for at in part.box))):
+        raise ValueError(f"{item['dtype']} of {list(shape)} is no tensor")
+    if (problem := tiling_problem(shape, [part.box for part in parts])) is not None:
+        raise ValueError(problem)
+    return StoredTensor(dtype, shape, parts)
 
 
 def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str, tuple[int, int]]) -> None:

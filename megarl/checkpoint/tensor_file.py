@@ -91,14 +91,13 @@ class TensorFile:
                 raise TensorFileError(f"{self.path} is cut short or not a safetensors file: {size} bytes, and a header of {length}")
             try:
                 header = json.loads(file.read(length))
-                self._entries = {key: (DTYPES[item["dtype"]], tuple(item["shape"]), *item["data_offsets"])
-                                 for key, item in header.items() if key != "__metadata__"}  # fmt: skip
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                self._entries = {key: _place(item) for key, item in header.items() if key != "__metadata__"}
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise TensorFileError(f"{self.path} has no safetensors header: {type(error).__name__}: {error}") from error
         self._data = 8 + length
         for key, (dtype, shape, start, end) in self._entries.items():
             rows, cols = matrix_size(shape or (1,))
-            if end - start != rows * cols * dtype.itemsize or start < 0 or self._data + end > size:
+            if end - start != rows * cols * dtype.itemsize or self._data + end > size:
                 raise TensorFileError(f"{self.path} is cut short or damaged: {key} should be bytes {start} to {end} of {size - self._data}")
 
     def __contains__(self, key: str) -> bool:
@@ -115,9 +114,13 @@ class TensorFile:
 
     def read(self, key: str, row_start: int = 0, row_end: int | None = None) -> Tensor:
         """[row_end - row_start, cols], a copy."""
+        if key not in self._entries:
+            raise TensorFileError(f"{self.path} has no {key}")
         dtype, shape, start, _ = self._entries[key]
         rows, cols = matrix_size(shape or (1,))
         row_end = rows if row_end is None else row_end
+        if not 0 <= row_start <= row_end <= rows:
+            raise TensorFileError(f"{self.path}: {key} has {rows} rows, not rows {row_start} to {row_end}")
         out = torch.empty(row_end - row_start, cols, dtype=dtype)
         view, num_bytes = as_bytes(out), cols * dtype.itemsize
         with open(self.path, "rb", buffering=0) as file:
@@ -128,6 +131,14 @@ class TensorFile:
                     raise TensorFileError(f"{self.path} ends within {key}")
                 view = view[count:]
         return out
+
+
+def _place(item: dict[str, object]) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """(dtype, shape, start, end) of what a header says of a tensor. Raises: KeyError, TypeError or ValueError if it says something else."""
+    shape, (start, end) = tuple(item["shape"]), item["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"shape {list(shape)} and offsets {start} and {end} must be whole numbers from 0 on")
+    return DTYPES[item["dtype"]], shape, start, end
 
 
 def file_digest(path: str | os.PathLike) -> str:

@@ -71,15 +71,24 @@ def megatron_folder(folder: Path) -> Path | None:
 
     Raises: CheckpointError for one of Megatron's other formats."""
     if (folder / LATEST).exists():
-        iteration = (folder / LATEST).read_text().strip()
+        iteration = (folder / LATEST).read_text(errors="replace").strip()
+        if iteration != "release" and not re.fullmatch("[0-9]{1,18}", iteration):
+            raise CheckpointError(f"{folder / LATEST} has to hold the number of an iteration, or release, and holds {iteration!r:.40}.")
         folder = folder / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     backend = folder / "metadata.json"
-    if backend.exists() and (name := json.loads(backend.read_text()).get("sharded_backend")) != "torch_dist":
+    if backend.exists() and (name := _sharded_backend(backend)) != "torch_dist":
         raise CheckpointError(f"{folder} is a Megatron checkpoint in the format {name}; only torch_dist can be read (--ckpt-format torch_dist).")
     if any(folder.glob("mp_rank_*")):
         raise CheckpointError(f"{folder} is a Megatron checkpoint in the old format (mp_rank_...); load it with Megatron-LM and save it with "
                               "--ckpt-format torch_dist.")
     return folder if (folder / ".metadata").exists() else None
+
+
+def _sharded_backend(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())["sharded_backend"]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a Megatron checkpoint's: {type(error).__name__}: {error}.") from error
 
 
 def read_metadata(folder: Path) -> Metadata:

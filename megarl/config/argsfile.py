@@ -6,7 +6,6 @@ A file's own flags override those of the files that it includes, and the command
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,10 @@ from pathlib import Path
 from megarl.config.values import Word
 
 _SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
-_WORD = re.compile(r"""(?:\\[^\n]|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
+_WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
+_PART = re.compile(r"""\\(?P<escaped>.)|"(?P<double>(?:\\.|[^"\\])*)"|'(?P<single>[^']*)'|(?P<plain>[^"'\\]+)""", re.DOTALL)
+_ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 COMMAND_LINE = "command line"
 
 
@@ -58,7 +60,9 @@ class Reader:
         own: list[Occurrence] = []
         current: Occurrence | None = None
         for word, place in words:
-            if not word.quoted and word.text.startswith("@"):
+            if _NO_TEXT.search(word.text):  # no path or name has a zero byte, and no args file can say what is not UTF-8
+                self.errors.append(f"{word.text!r}: has a zero byte, or is not UTF-8 [{place}]")
+            elif not word.quoted and word.text.startswith("@"):
                 self._include(word.text[1:], folder, place, including)
                 current = None
             elif not word.quoted and _is_flag(word.text):
@@ -79,7 +83,11 @@ class Reader:
 
     def _include(self, name: str, folder: Path, place: str, including: tuple[Path, ...]) -> None:
         path = folder / name
-        resolved = path.resolve()
+        try:
+            resolved = path.resolve()
+        except RuntimeError:  # links in a circle
+            self.errors.append(f"@{name!r}: is not the path of a file [{place}]")
+            return
         if resolved in including:
             chain = " -> ".join(file.name for file in (*including, resolved))
             self.errors.append(f"@{name}: the file includes itself: {chain} [{place}]")
@@ -96,17 +104,34 @@ class Reader:
     def _split(self, text: str, path: str) -> Iterator[tuple[Word, str]]:
         """The words of an args file with their places. An unclosed quote ends the file with an error."""
         position = _SKIP.match(text).end()
+        counted, line = 0, 1
         while position < len(text):
-            place = f"{path}:{text.count(chr(10), 0, position) + 1}"
+            counted, line = position, line + text.count("\n", counted, position)
+            place = f"{path}:{line}"
             match = _WORD.match(text, position)
             if match is None:
-                self.errors.append(f"{text[position:].splitlines()[0]!r}: a quote that is opened here is never closed [{place}]")
+                left = text[position:]
+                what = "a backslash with nothing after it" if left == "\\" else "a quote that is opened here is never closed"
+                self.errors.append(f"{left.splitlines()[0]!r}: {what} [{place}]")
                 return
-            yield Word(shlex.split(match.group(), comments=False)[0], match.group()[0] in "'\""), place
+            yield Word(_unquoted(match.group()), match.group()[0] in "'\""), place
             position = _SKIP.match(text, match.end()).end()
             if position == match.end() < len(text):
                 self.errors.append(f"{match.group()!r}: a quote that is opened after this is never closed [{place}]")
                 return
+
+
+def _unquoted(word: str) -> str:
+    """As a shell reads it; a backslash at the end of a line joins it with the next one."""
+    text = ""
+    for part in _PART.finditer(word):
+        if part["double"] is not None:
+            text += _ESCAPED_IN_DOUBLE_QUOTES.sub(lambda match: match[1].strip("\n"), part["double"])
+        elif part["escaped"] is not None:
+            text += part["escaped"].strip("\n")
+        else:
+            text += part["single"] or part["plain"] or ""
+    return text
 
 
 def _is_flag(text: str) -> bool:

@@ -14,6 +14,7 @@ from megarl.config.check_offload import offload_findings
 from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
 from megarl.config.check_paths import path_findings
 from megarl.config.check_rewards import reward_findings
+from megarl.config.check_sharding import sharding_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
@@ -23,7 +24,7 @@ from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
 from megarl.config.schema import TrainConfig
 
-__all__ = ["check", "check_job", "raise_findings"]
+__all__ = ["check", "check_job", "job_findings", "raise_findings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _critic]
+    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _sharding, _critic]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
@@ -106,16 +107,21 @@ def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Raises: ConfigError with all findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is,
-    with what is wrong with --load. Returns the first actor's shape."""
+    """Raises: ConfigError with `job_findings`. Returns the first actor's shape."""
+    raise_findings(job_findings(config, world_size, new_run))
+    return ModelShape.load(config.model.model)
+
+
+def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
+    """All findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is, what is wrong with
+    --load."""
 
     def findings_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, findings = _load_shapes(of_actor)
         return findings + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    raise_findings(of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run))
-    raise_findings(checkpoint_findings(config) if new_run else [])
-    return ModelShape.load(config.model.model)
+    findings = of_all_actors(config, findings_of) + actors_findings(config, world_size, new_run)
+    return findings or (list(checkpoint_findings(config)) if new_run else [])
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
@@ -217,6 +223,10 @@ def _lora(job: _Job) -> Iterator[str]:
 def _offload(job: _Job) -> Iterator[str]:
     engine = engine_mode(job.config, job.world_size) if job.uses_rollout and all(job.ranks.values()) else None
     yield from dict.fromkeys(offload_findings(job.config, list(job.megatron_roles()), engine))
+
+
+def _sharding(job: _Job) -> Iterator[str]:
+    yield from dict.fromkeys(sharding_findings(job.config, list(job.megatron_roles())))
 
 
 def _held_out(job: _Job) -> Iterator[str]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megarl.config.flags import numbered
+from megarl.config.flags import OF_JOB, flag_name, numbered
 from megarl.config.mesh import engine_mode
 from megarl.config.placement import place
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.role_names import kind_and_suffix
 
+_OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)
+
 
 def of_all_actors(config: TrainConfig, findings_of: Callable[[TrainConfig], Sequence[str]]) -> list[str]:
     """What is found of each actor, whose name stands before it; what is wrong with the first too is said of that alone."""
     found: list[str] = []
     for suffix, of_actor in configs_of_actors(config).items():
-        found += [f"actor{suffix}: {line}" if suffix else line for line in findings_of(of_actor) if line not in found]
+        found += [f"actor{suffix}: {_with_number(line, int(suffix[1:]))}" if suffix else line for line in findings_of(of_actor) if line not in found]
     return found
+
+
+def _with_number(line: str, number: int) -> str:
+    """Its flags as this actor's are written: --actor-2-seed of --seed."""
+    return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", lambda match: f"--{match[1] or ''}{match[2] if match[2] in _OF_JOB else numbered(match[2], number)}", line)
 
 
 def actors_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
@@ -60,8 +68,9 @@ def idle_findings(ranks_of: Mapping[str, Sequence[int] | None], world_size: int)
         return
     idle = [rank for rank in range(world_size) if not any(rank in ranks for ranks in ranks_of.values())]
     if idle:
-        flags = " and ".join(dict.fromkeys(_ranks_flag(role) for role in ranks_of))
-        yield f"{flags}: leave rank {idle[0]} of {world_size} ranks without work. Use all ranks, or fewer --nproc-per-node."
+        flags = list(dict.fromkeys(_ranks_flag(role) for role in ranks_of))
+        advice = f"--nproc-per-node {idle[0]}" if idle[-1] - idle[0] == len(idle) - 1 == world_size - 1 - idle[0] else f"{flags[0]} 0-{world_size - 1}"
+        yield f"{' and '.join(flags)}: leave rank {idle[0]} of {world_size} ranks without work. Try {advice}."
 
 
 def _ranks_flag(role: str) -> str:

@@ -39,8 +39,8 @@ def _balance(experts: MoEConfig) -> Iterator[str]:
 
 def _replay(config: TrainConfig) -> Iterator[str]:
     source = config.experts.moe_routing_replay
-    if source == "engine":
-        yield ("--moe-routing-replay (engine): is not connected yet. vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which "
-               "needs Triton on a GPU, and megarl's engines were never run on it. Try --moe-routing-replay policy.")  # fmt: skip
+    if source == "engine" and not config.rollout.enable_prefix_caching:
+        yield ("--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. Leave "
+               "--no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy.")  # fmt: skip
     if source != "none" and not config.algorithm.needs_rollout:
         yield f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. Leave it out."

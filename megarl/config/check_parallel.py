@@ -60,7 +60,8 @@ def parallel_findings(role: MegatronRole) -> Iterator[str]:
     yield from _ranks(role)
     yield from _virtual_pipeline(role)
     if role.shape is not None:
-        yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"))
+        yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"),
+                                  len(role.ranks or ()) // role.cp)
         yield from _experts(role)
         if role.parallel.qkv_layout == "stacked" and role.shape.is_mla:
             yield f"{role.flag('qkv_layout')} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. Leave it out."
@@ -88,7 +89,8 @@ def _ranks(role: MegatronRole) -> Iterator[str]:
 def _virtual_pipeline(role: MegatronRole) -> Iterator[str]:
     flag, pp_flag = role.flag("virtual_pipeline_model_parallel_size"), role.flag("pipeline_model_parallel_size")
     if role.vpp > 1 and role.pp == 1:
-        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out, or try {pp_flag} 2."
+        halves = role.shape is None or role.shape.num_layers % (2 * role.vpp) == 0
+        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{f', or try {pp_flag} 2' if halves else ''}."
     elif role.shape is not None and role.shape.num_layers % role.pp == 0 and role.shape.num_layers // role.pp % role.vpp:
         stage = role.shape.num_layers // role.pp
         yield f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage ({stage}).{try_(divisors(stage), role.vpp)}"
@@ -133,24 +135,27 @@ def _experts(role: MegatronRole) -> Iterator[str]:
     if ranks and len(ranks) % (tp * role.cp * pp) == 0 and len(ranks) // pp % (etp * ep):
         stage = len(ranks) // pp
         fits = [n for n in divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
-        yield (f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage}).{try_(fits, ep)}")
+        yield (f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage})."
+               f"{try_(fits, ep) or f' Try {etp_flag} 1.'}")  # fmt: skip
     if tp > 1 and not parallel.sequence_parallel:
         yield (f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
                f"sequence parallelism. Try {flag('sequence_parallel')}.")  # fmt: skip
 
 
 def split_findings(shape: ModelShape, tp: int, pp: int, tp_flag: str = "--tensor-model-parallel-size",
-                   pp_flag: str = "--pipeline-model-parallel-size") -> Iterator[str]:
-    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks."""
+                   pp_flag: str = "--pipeline-model-parallel-size", num_ranks: int = 0) -> Iterator[str]:
+    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks. `num_ranks`: what is proposed divides it; 0: not known."""
     sizes, groups = split_sizes(shape), shape.num_query_groups
     fits = [n for n in divisors(shape.num_attention_heads) if _shares_heads(groups, n) and not any(size % n for size in sizes.values())]
+    fits = [n for n in fits if num_ranks % (n * pp) == 0] or fits
     for name, size in sizes.items():
         if size % tp:
             yield f"{tp_flag} ({tp}): must divide the model's {name} ({size}).{try_(fits, tp)}"
     if not _shares_heads(groups, tp):
         yield f"{tp_flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of them.{try_(fits, tp)}"
     if shape.num_layers % pp:
-        yield f"{pp_flag} ({pp}): must divide the model's layers ({shape.num_layers}).{try_(divisors(shape.num_layers), pp)}"
+        stages = [n for n in divisors(shape.num_layers) if num_ranks % (n * tp) == 0] or divisors(shape.num_layers)
+        yield f"{pp_flag} ({pp}): must divide the model's layers ({shape.num_layers}).{try_(stages, pp)}"
 
 
 def _shares_heads(groups: int, tp: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.checkpoint_folders import goes_on
+from megarl.config.near import nearest, try_path
 from megarl.config.schema import TrainConfig
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -30,15 +31,21 @@ def _model(config: TrainConfig) -> Iterator[str]:
     if (folder / "config.json").is_file() and not config.model.random_init and not any(folder.glob("*.safetensors")):
         yield f"--model ({folder}): holds no *.safetensors. Give a folder with weights, or --random-init."
     if tokenizer is not None and not Path(tokenizer).exists():
-        yield f"--tokenizer-model ({tokenizer}): does not exist. Give a Hugging Face tokenizer's folder, or a SentencePiece *.model file."
+        own = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+        advice = "Leave it out: --model has one." if own else "Give a Hugging Face tokenizer's folder, or a SentencePiece *.model file."
+        yield f"--tokenizer-model ({tokenizer}): does not exist. {advice}"
 
 
 def _data(flag: str, files: tuple[str, ...]) -> Iterator[str]:
     for name in files:
         if not Path(name).is_file():
-            yield f"{flag} ({name}): there is no such file."
+            yield f"{flag} ({name}): there is no such file.{_other_data(Path(name))}"
         elif Path(name).suffix.lower() not in DATA_SUFFIXES:
-            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}."
+            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}.{_other_data(Path(name))}"
+
+
+def _other_data(path: Path) -> str:
+    return try_path(path, lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file(), "Give one or more *.jsonl or *.parquet files.")
 
 
 def _reward_function(name: str | None) -> Iterator[str]:
@@ -46,11 +53,24 @@ def _reward_function(name: str | None) -> Iterator[str]:
         return
     path, _, function = name.rpartition(":")
     if not path or not function.isidentifier():
-        yield f"--reward-function ({name}): must be path/to/file.py:function."
+        yield f"--reward-function ({name}): must be path/to/file.py:function.{_other_function(Path(path or name))}"
     elif not Path(path).is_file():
-        yield f"--reward-function ({name}): there is no file {path}."
+        yield f"--reward-function ({name}): there is no file {path}.{_other_function(Path(path))}"
     else:
         yield from _function_in_file(name, Path(path), function)
+
+
+def _other_function(path: Path) -> str:
+    """Of the Python file beside it that is named most like it."""
+    def functions(one: Path) -> list[str]:
+        try:
+            tree = ast.parse(one.read_bytes()) if one.suffix == ".py" else ast.Module([], [])
+        except (OSError, SyntaxError, ValueError):
+            return []
+        return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+    found = path if functions(path) else nearest(path, lambda one: bool(functions(one)))
+    return f" Try {found}:{functions(found)[0]}." if found is not None else " Give a function of a file of yours."
 
 
 def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
@@ -68,7 +88,8 @@ def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
     bound |= {alias.asname or alias.name for node in imports for alias in node.names}
     bound |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     if function not in bound:
-        yield f"--reward-function ({name}): {path} defines no {function}, but {', '.join(functions) or 'no function at all'}."
+        advice = f" Try {path}:{functions[0]}." if functions else ""
+        yield f"--reward-function ({name}): {path} defines no {function}, but {', '.join(functions) or 'no function at all'}.{advice}"
 
 
 def _save(folder: Path) -> Iterator[str]:
@@ -76,7 +97,7 @@ def _save(folder: Path) -> Iterator[str]:
     if taken is not None:
         yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. Try --save {free_name(folder)}."
     elif folder.exists() and not folder.is_dir():
-        yield f"--save ({folder}): is a file. Name a folder; it is created."
+        yield f"--save ({folder}): is a file; it must be a folder, which is created. Try --save {free_name(folder)}."
 
 
 def free_name(folder: Path) -> Path:

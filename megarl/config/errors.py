@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class ConfigError(ValueError):
@@ -39,7 +40,7 @@ def require(
         rules: (holds, field, rule) for what is not a bound.
     Raises: FieldErrors, a ValueError.
     """
-    findings = []
+    findings, default = [], {f.name: f.default for f in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
     bounds = [
         (at_least, "at least", lambda value, bound: value >= bound),
         (above, "above", lambda value, bound: value > bound),
@@ -50,10 +51,17 @@ def require(
         for name, bound in fields.items():
             value = getattr(node, name)
             if value is not None and not holds(value, bound):  # written so that NaN breaks every bound
-                findings.append((name, value, f"must be {words} {bound:g}."))
+                findings.append((name, value, f"must be {words} {bound:g}.{_try(default.get(name), bound, words, holds)}"))
     findings += [(name, getattr(node, name), rule) for holds, name, rule in rules if not holds]
     if findings:
         raise FieldErrors(findings)
+
+
+def _try(default: object, bound: float, words: str, holds: Callable[[float, float], bool]) -> str:
+    """' Try 0.95.': the default, or the bound itself where it is allowed."""
+    if isinstance(default, (int, float)) and not isinstance(default, bool) and holds(default, bound):
+        return f" Try {default:g}."
+    return f" Try {bound:g}." if words.startswith("at") else " Leave it out."
 
 
 def raise_findings(findings: Sequence[str]) -> None:

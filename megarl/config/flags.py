@@ -45,7 +45,7 @@ OF_JOB = frozenset({("batch", "train_iters"), *(("placement", name) for name in 
                     *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
                     *(("run", field.name) for field in dataclasses.fields(RunConfig) if not field.name.startswith("gate_"))})  # fmt: skip
 """(section, field) of what all actors share."""
-_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9]\d+)-(.+)")
+_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,8 @@ def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator
         yield dataclasses.replace(flag, name=flag_name(field, prefix), targets=tuple((section, field) for section in sections))
 
 
-def section_flags(section: str, cls: type) -> list[Flag]:
+@functools.cache
+def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
     """The flags of one dataclass. Dict fields are left out: flags that the schema does not know go there."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     flags = []
@@ -137,7 +138,7 @@ def section_flags(section: str, cls: type) -> list[Flag]:
                 help=docs.get(field.name, ""),
             )
         )
-    return flags
+    return tuple(flags)
 
 
 def algorithm_flags(algorithms: Mapping[str, type]) -> dict[str, list[str]]:

@@ -13,7 +13,9 @@ from pathlib import Path
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
 from megarl.config.hf_experts import expert_fields, unsupported_experts
 from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
+from megarl.config.hf_kinds import kind_findings
 from megarl.config.hf_latent import latent_fields, unsupported_latents
+from megarl.config.near import try_path
 from megarl.config.rope import rope_findings, rope_parameters, scaling
 
 
@@ -172,6 +174,8 @@ class ModelShape:
         if family is None:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
+        wrong_kinds = list(kind_findings(config))
+        raise_findings([f"{finding} [{path}]" for finding in dict.fromkeys([*wrong_kinds, *_missing(config, family)] if wrong_kinds else ())])
         findings = [*_missing(config, family), *_unsupported(config, family, value_head)]
         findings += unsupported_gemma(config) if family.is_gemma else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
         findings += unsupported_experts(config["model_type"], config) if family.is_moe else ()
@@ -261,9 +265,10 @@ def _read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}."
+        advice = try_path(path.parent, lambda one: (one / path.name).is_file(), "Give a folder with config.json and *.safetensors.")
+        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}.{advice}"
         raise ConfigError([f"--model ({path.parent}): {reason}"]) from error
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
         raise ConfigError([f"--model ({path.parent}): {path.name} is not JSON: {error}."]) from error
     if not isinstance(value, dict):
         raise ConfigError([f"--model ({path.parent}): {path.name} must hold a JSON object."])
@@ -350,6 +355,8 @@ def _plain_fields(config: dict[str, object], family: Family, window: int | None)
 def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:
     sources = [config.get("eos_token_id", family.eos_token_id)]
     if generation_config.is_file():
-        sources.append(_read_json(generation_config).get("eos_token_id"))
+        generation = _read_json(generation_config)
+        raise_findings([f"{finding} [{generation_config}]" for finding in kind_findings({"eos_token_id": generation.get("eos_token_id")})])
+        sources.append(generation.get("eos_token_id"))
     ids = [token for source in sources if source is not None for token in (source if isinstance(source, list) else [source])]
     return tuple(dict.fromkeys(ids))

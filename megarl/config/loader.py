@@ -4,7 +4,9 @@ Example: load_config(["--algorithm", "grpo", "@configs/sums.args", "--lr", "1e-5
 
 from __future__ import annotations
 
+import difflib
 import itertools
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from megarl.config.flags import OF_JOB, OF_ROLES, ROLES, SECTIONS, Flag, algorit
 from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.schema import TrainConfig
+from megarl.config.synonyms import FLAG_OF, REASON_OF, our_name
 from megarl.config.write import algorithm_name, write_args
 
 __all__ = ["load_config", "write_args"]
@@ -153,12 +156,13 @@ class _Loader:
         if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):  # has no form per role
             found, is_negated = self._resolve(name.replace("actor-", "", 1))
         if isinstance(found, Flag) and number > 1 and OF_JOB.issuperset(found.targets):
-            found = f"is the whole job's. Set --{found.name}."
+            found = f"is the whole job's. Leave it out, or try --{found.name}{_value(occurrence)} instead."
         if isinstance(found, Flag):
             return found, is_negated
         if self.algorithm is None and name.removeprefix("no-") in self.owners or not self._is_mine(occurrence):
             return None  # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader judges it
-        self.errors.append(f"{occurrence}: {found or self._unknown(name, occurrence.name)} [{occurrence.place}]")
+        refused = f"{found}{'' if 'eave' in found else f' Leave --{occurrence.name} out.'}" if found else ""
+        self.errors.append(f"{occurrence}: {refused or self._unknown(name, occurrence)} [{occurrence.place}]")
         return None
 
     def _resolve(self, name: str) -> tuple[Flag | str | None, bool]:
@@ -176,18 +180,31 @@ class _Loader:
             return self.flags[name]
         if name in self.owners:
             owners = " and ".join(self.owners[name])
-            return f"is a flag of {owners}, which --algorithm does not choose."
+            return f"is a flag of {owners}, which --algorithm does not choose. Leave it out."
         if name.startswith("rollout-"):
             return find_engine_flag(name)
         return find_transformer_flag(name)
 
-    def _unknown(self, name: str, written: str) -> str:
+    def _unknown(self, name: str, occurrence: Occurrence) -> str:
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
-            return f"has no {role}- form. Set --{numbered(name.removeprefix(f'{role}-'), self.number)}."
+            return f"has no {role}- form. Try --{numbered(name.removeprefix(f'{role}-'), self.number)}{_value(occurrence)} instead."
+        if found := self._elsewhere(name, occurrence):
+            return found
         if name.startswith("rollout-no-"):
             return f"no such flag.{did_you_mean('no-rollout-' + name.removeprefix('rollout-no-'), self._names())}"
-        return f"no such flag.{did_you_mean(written, self._names())}"
+        return f"no such flag.{did_you_mean(occurrence.name, self._names()) or ' Leave it out; --help lists all.'}"
+
+    def _elsewhere(self, name: str, occurrence: Occurrence) -> str | None:
+        """What a flag of another framework is called here."""
+        name = our_name(name)
+        if name in REASON_OF:
+            return f"no such flag: {REASON_OF[name]}. Leave it out."
+        ours = FLAG_OF.get(name)
+        if ours is None or any(flag not in self.flags and flag != "algorithm" for flag in re.findall(r"--([\w-]+)", ours)):
+            return None
+        first, space, rest = ours.partition(" ")
+        return f"no such flag. Try --{numbered(first.removeprefix('--'), self.number)}{space}{rest.replace('{}', _value(occurrence).strip())} instead."
 
     def _names(self) -> list[str]:
         """Every flag that could be meant; the schema's come first, as the nearest of equals is the first."""
@@ -202,7 +219,7 @@ class _Loader:
                 raise ValueError(f"takes no value. Write --{self._name(flag)} or --no-{self._name(flag)}.")
             value = flag.kind.parse(occurrence.words)
         except ValueError as error:
-            self.errors.append(f"{occurrence}: {error} [{occurrence.place}]")
+            self.errors.append(f"{occurrence}: {error}{_try(flag, occurrence)} [{occurrence.place}]")
             return Setting(None, occurrence, valid=False)
         return Setting(value, occurrence)
 
@@ -250,6 +267,25 @@ class _Loader:
 
     def _help_of(self, section: str, field: str) -> str:
         return next(flag.help for flag in self.flags.values() if (section, field) in flag.targets)
+
+
+def _value(occurrence: Occurrence) -> str:
+    """' 1 2' of --flag 1 2."""
+    return "".join(f" {word.text}" for word in occurrence.words)
+
+
+def _try(flag: Flag, occurrence: Occurrence) -> str:
+    """' Try cosine.': the nearest of a few choices, else the default, else to leave the flag out."""
+    choices = [str(choice) for choice in flag.kind.choices]
+    near = [near[0] for word in occurrence.words if (near := difflib.get_close_matches(word.text, choices, n=1))]
+    if near and len(near) == len(occurrence.words):
+        return f" Try {' '.join(dict.fromkeys(near))}."
+    if flag.kind.is_bool:
+        return ""  # the rule says how to write it
+    if flag.required:
+        return {("int",): " Try 100."}.get(flag.kind.bases, "")
+    values = flag.default if isinstance(flag.default, tuple) else (flag.default,)
+    return " Leave it out." if None in values or not values or not flag.kind.bases else f" Try {' '.join(map(str, values))}."
 
 
 def _given_twice(first: Occurrence, second: Occurrence) -> str:

@@ -37,6 +37,11 @@ class MeshSpec:
     vpp: int = 1
 
     def __post_init__(self) -> None:
+        sizes = {"tensor_model": self.tp, "pipeline_model": self.pp, "virtual_pipeline_model": self.vpp, "context": self.cp,
+                 "expert_model": self.ep, "expert_tensor": self.expert_tp}  # fmt: skip
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}_parallel_size ({size}) must be at least 1.")
         if len(self.ranks) % (self.tp * self.cp * self.pp):
             raise ValueError(f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
                              f"context_parallel_size ({self.cp}) x pipeline_model_parallel_size ({self.pp})")

@@ -3,6 +3,7 @@ are checked against the installed class. What megarl itself decides is refused, 
 
 from __future__ import annotations
 
+import functools
 from fnmatch import fnmatchcase
 
 from megarl.config.flags import Flag, flag_name
@@ -80,9 +81,8 @@ TRANSFORMER_REFUSED = {
     "float16 training is not supported. Use --bf16, or fp32.": "fp16",
     "weights stay in bf16, which the sync reads, and attention too; fp4 training is not supported yet. Set --fp8 alone.": """
         fp8_param* fp8_quantizer_factory fp8_dot_product_attention fp8_multi_head_attention fp4* use_kitchen* kitchen_*""",
-    "Megatron-FSDP takes its groups from the process's global parallel_state (mcore_fsdp_adapter.py:159 of 0.16.1), and a role has a mesh of "
-    "its own; and no weight sync reads its shards. Leave it out: --use-distributed-optimizer shards Adam's state.": """
-        use_megatron_fsdp use_torch_fsdp2 data_parallel_sharding_strategy""",
+    "PyTorch's FSDP takes its groups from the process's global parallel_state, and a role has a mesh of its own. Megatron's shards the same: "
+    "--use-megatron-fsdp.": "use_torch_fsdp2",
     "activation offload is not supported yet.": """
         cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
     "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
@@ -132,7 +132,10 @@ def _find(
     return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
 
 
+@functools.cache
 def passthrough_names() -> list[str]:
-    """All flags beyond the schema's, for suggestions."""
+    """All flags beyond the schema's that are not refused, for suggestions."""
     names = [flag_name(field, "rollout-") for field in (engine_args() or InstalledClass({})).annotations]
-    return names + [flag_name(field) for field in (transformer_config() or InstalledClass({})).annotations]
+    names = [name for name in names if isinstance(find_engine_flag(name), Flag)]
+    return names + [name for field in (transformer_config() or InstalledClass({})).annotations
+                    if isinstance(find_transformer_flag(name := flag_name(field)), Flag)]  # fmt: skip

@@ -17,16 +17,20 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """
     ranks: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
         if match is None:
-            raise ValueError(f"ranks ({text}): must be ranks and ranges of ranks, like 0-3 or 0,2.")
+            raise ValueError(f"ranks ({text}): must be ranks and ranges of ranks, like 0-3 or 0,2. Try {_all(world_size)}.")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or ranks and first <= ranks[-1]:
-            raise ValueError(f"ranks ({text}): must ascend, each rank once.")
+            raise ValueError(f"ranks ({text}): must ascend, each rank once. Try {_all(world_size)}.")
         if last >= world_size:
-            raise ValueError(f"ranks ({text}): must be below the number of ranks ({world_size}), so at most {world_size - 1}.")
+            raise ValueError(f"ranks ({text}): must be below the number of ranks ({world_size}). Try {_all(world_size)}.")
         ranks += range(first, last + 1)
     return tuple(ranks)
+
+
+def _all(world_size: int) -> str:
+    return f"0-{world_size - 1}" if world_size > 1 else "0"
 
 
 def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
@@ -82,7 +86,7 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
         try:
             return parse_ranks(pools.get(text, text), world_size)
         except ValueError as error:
-            known = f" Pools: {', '.join(pools)}." if text not in pools and text.isidentifier() else ""
+            known = f" Pools: {', '.join(pools)}." if pools and text not in pools and text.isidentifier() else ""
             pool = f"{role}-ranks is pool {text}, whose " if text in pools else f"{role}-"
             findings.append(f"--{pool}{error}{known}")
             return None

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 from megarl.role_names import suffix_of
 
 if TYPE_CHECKING:
+    from megarl.config.hf_config import ModelShape
     from megarl.config.schema import TrainConfig
 
 KINDS = ("actor", "reference", "critic", "reward", "rollout")
 """As flags call them, in the order in which they are set up. `reward` stands for all reward models."""
+
+
+def tells_experts(config: TrainConfig, shape: ModelShape) -> bool:
+    """Whether engines of a model of this shape report to which experts they sent each token."""
+    return shape.is_moe and config.experts.moe_routing_replay == "engine"
 
 
 def absent_roles(algorithm: object, reward_models: tuple[str, ...]) -> dict[str, str]:

@@ -91,7 +91,7 @@ class ParallelConfig:
                 (
                     self.recompute_modules is None or 0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
                     "recompute_modules",
-                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}.",
+                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
                 )
             ],
         )
@@ -153,7 +153,7 @@ class PlacementConfig:
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
 
     def __post_init__(self) -> None:
-        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64},
+        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64, "nproc_per_node": 1024},
                 above={"call_timeout_s": 0})  # fmt: skip
 
 
@@ -220,6 +220,11 @@ class OptimizerConfig:
     """Shard Adam's states and the master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
+    use_megatron_fsdp: bool = False
+    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in place of Megatron's DDP and
+    distributed optimizer."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads"
+    """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients too (ZeRO-2)."""
     optimizer_cpu_offload: bool = False
     """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
     and --use-distributed-optimizer. To have them there between updates only: --offload optimizer."""
@@ -263,7 +268,7 @@ class LoRAConfig:
             self,
             at_least={"lora_rank": 0},
             above={"lora_alpha": 0},
-            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once.")],
+            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.")],
         )
 
 
@@ -423,6 +428,9 @@ class RunConfig:
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
     num_rollouts_to_log: int = 8
     """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What becomes of an update whose loss or gradient is not finite: the job ends, or the update is left out, on all ranks alike, and counted
+    (policy/updates_skipped, critic/updates_skipped); more than 10 in a row end the job. Weights and optimizer stay unchanged either way."""
     exit_loss: float | None = None
     """SFT: stop as soon as the loss of a step falls below this."""
     gate_max_abs: float = 1e-4

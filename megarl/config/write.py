@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megarl.config.flags import OF_JOB, OF_ROLES, SECTIONS, Flag, flag_name, numbered, section_flags
 from megarl.config.schema import TrainConfig
@@ -70,7 +70,7 @@ def _title(cls: type) -> str:
     return (cls.__doc__ or cls.__name__).splitlines()[0].partition(" (")[0]
 
 
-def _lines(node: object, flags: list[Flag]) -> list[str]:
+def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
     values = [(flag, getattr(node, flag.targets[0][1])) for flag in flags]
     return [format_flag(flag.name, value) for flag, value in values if value is not None or flag.default is not None]
 

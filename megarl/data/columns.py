@@ -10,6 +10,7 @@ is added to the question, and the ground truth is what follows "####", without t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 _WANTED_MESSAGES = 'a non-empty list of {"role": str, "content": str}, or a string'
 _WANTED_TEXT = "a string that is not empty"
 _SHOWN_CHARACTERS = 80
+_MAX_DEPTH = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -44,6 +47,11 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
     _read_ground_truth(row, parsed, problems)
     if row.get("response") is not None:
         parsed.response = problems.check("response", row["response"], str, _WANTED_TEXT)
+    content = {"data_source": parsed.data_source, prompt_key: parsed.messages, "reward_model.ground_truth": parsed.ground_truth,
+               "response": parsed.response}  # fmt: skip
+    for column, value in (*content.items(), ("extra_info", parsed.extra_info)):
+        if (reason := _unfit(value, is_recorded=column in content)) is not None:
+            problems.unfit(column, reason)
     if needs == "ground_truth" and parsed.ground_truth is None and not problems.about("reward_model", "answer"):
         problems.missing("reward_model.ground_truth", "the right answer as a string")
     if needs == "response" and parsed.response is None and not problems.about("response", "messages"):
@@ -70,14 +78,16 @@ class _Problems:
         return None
 
     def wrong(self, column: str, value: object, wanted: str) -> None:
-        shown = repr(value)
-        shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
-        self.texts.append(f"column {column!r} is {shown} ({type(value).__name__}), wanted {wanted}")
+        self.texts.append(f"column {column!r} is {_shown(repr(value), _SHOWN_CHARACTERS)} ({type(value).__name__}), wanted {wanted}")
+        self._columns.add(column.partition(".")[0])
+
+    def unfit(self, column: str, reason: str) -> None:
+        self.texts.append(f"column {column!r} {reason}")
         self._columns.add(column.partition(".")[0])
 
     def missing(self, column: str, wanted: str) -> None:
         there = ", ".join(name for name in self.row if self.row[name] is not None) or "nothing"
-        self.texts.append(f"no column {column!r} (there: {there}), wanted {wanted}")
+        self.texts.append(f"no column {column!r} (there: {_shown(there, 5 * _SHOWN_CHARACTERS)}), wanted {wanted}")
 
 
 def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: ParsedRow, problems: _Problems) -> None:
@@ -128,3 +138,21 @@ def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str
                 return ()
     # Parquet gives every message the union of all messages' fields; the absent ones come back as None.
     return tuple({name: part for name, part in message.items() if part is not None} for message in value)
+
+
+def _shown(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def _unfit(value: object, is_recorded: bool, depth: int = 0) -> str | None:
+    """Why a value cannot be tokenized, sent to other processes and, if it is recorded, written as JSON; None if it can."""
+    if depth > _MAX_DEPTH:
+        return f"is nested deeper than {_MAX_DEPTH} levels"
+    if isinstance(value, str):
+        return None if value.isascii() or not _SURROGATE.search(value) else f"holds {_SURROGATE.search(value)[0]!r}, half of a character"
+    if isinstance(value, (dict, list, tuple)):
+        inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        return next((reason for part in inner if (reason := _unfit(part, is_recorded, depth + 1)) is not None), None)
+    if is_recorded and not (value is None or isinstance(value, (bool, int, float))):
+        return f"holds a {type(value).__name__}, wanted what JSON can hold"
+    return None

@@ -18,7 +18,7 @@ class HFTokenizer:
 
         self.name = path
         try:
-            self.hugging_face = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self.hugging_face = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)  # None: transformers asks on the terminal
         except Exception as error:  # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
             raise ValueError(f"{flag} ({path}): transformers cannot load this tokenizer: {type(error).__name__}: {error}") from error
         if not self._ids(["1+1"])[0]:
@@ -60,8 +60,6 @@ class HFTokenizer:
         return self.hugging_face(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def _render(self, messages: Messages) -> str:
-        import jinja2
-
         if self.hugging_face.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self.name} has no chat template, but the prompts are lists of messages. "
@@ -69,5 +67,6 @@ class HFTokenizer:
             )
         try:
             return self.hugging_face.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template in {self.name} refuses the prompt {list(messages)!r}: {error}") from error
+        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+            shown = f"{list(messages)!r:.500}"
+            raise ValueError(f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class PromptDataset(Sequence[Prompt]):
 
     @classmethod
     def load(
-        cls, paths: Path | Sequence[Path], prompt_key: str = "prompt", needs: Needs = None, flag: str = "--train-data"
+        cls, paths: Path | Sequence[Path], prompt_key: str = "prompt", needs: Needs = None, flag: str = "--train-data", first: int | None = None
     ) -> PromptDataset:
         """Reads *.jsonl and *.parquet files, one after another.
 
@@ -52,6 +53,7 @@ class PromptDataset(Sequence[Prompt]):
             prompt_key: column of the prompt.
             needs: what every row must have besides a prompt: "ground_truth" for rewards, "response" for fine-tuning.
             flag: the flag that named the files, for errors.
+            first: rows to read of each file. None: all.
         Raises: ValueError that lists every unusable file, the number of bad rows, and the first five of those.
         """
         files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -61,7 +63,7 @@ class PromptDataset(Sequence[Prompt]):
         errors = _Errors(flag)
         for path in files:
             try:
-                for where, row in read_rows(os.fspath(path)):
+                for where, row in itertools.islice(read_rows(os.fspath(path)), first):
                     errors.num_rows += 1
                     parsed, problems = parse_row(row, prompt_key, needs) if isinstance(row, dict) else (None, [_text(row)])
                     if problems:

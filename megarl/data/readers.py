@@ -6,6 +6,10 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 class UnreadableFile(ValueError):
@@ -47,7 +51,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, object]]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # not JSON; brackets in brackets
                 row = UnreadableRow(f"not a line of JSON ({error}); it begins {line[:60]!r}")
             yield f"{path}:{number}", row
 
@@ -60,8 +64,18 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             number = 0
             for batch in file.iter_batches():
-                for row in batch.to_pylist():
+                for row in _rows(batch):
                     yield f"{path} row {number} (from 0)", row
                     number += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a foreign library on a damaged file
         raise UnreadableFile(f"{path} is not a parquet file that pyarrow can read: {error}.") from error
+
+
+def _rows(batch: pyarrow.RecordBatch) -> list[object]:
+    """One by one where there is a value that Python cannot hold: a text that is not UTF-8, a day after the year 9999."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows > 1:
+            return [row for at in range(batch.num_rows) for row in _rows(batch.slice(at, 1))]
+        return [UnreadableRow(f"has a value that Python cannot hold: {error}")]

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.data.chat_template import compile_template
 from megarl.data.tokenizer import Messages
 
 DEFAULT_CHAT_TEMPLATE = (
@@ -87,29 +88,17 @@ class SentencePieceTokenizer:
         return [self.decode(ids) for ids in sequences]
 
     def _render(self, messages: Messages) -> str:
-        import jinja2
-
         try:
             return self._template.render(messages=list(messages), **self._template_variables)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template beside {self.name} refuses the prompt {list(messages)!r}: {error}") from error
+        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+            shown = f"{list(messages)!r:.500}"
+            raise ValueError(f"the chat template beside {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error
 
 
 def _load_template(path: str) -> Any:
-    """The jinja2.Template of the file, or the default one; set up as in transformers, so that the same template gives the same text."""
-    import jinja2
-    import jinja2.sandbox
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.globals["raise_exception"] = raise_exception
+    """The jinja2.Template of the file, or the default one."""
     source = DEFAULT_CHAT_TEMPLATE
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
             source = file.read()
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{path} is not a jinja template: {error}") from error
+    return compile_template(source, path)

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megarl.driver.job_store import LOOPBACK, loopback_store, store_environment
 from megarl.driver.torchrun import DRIVER_PID, without_rank
 from megarl.role_names import kind_and_suffix
 from megarl.workers.process import store_prefix
@@ -89,12 +90,10 @@ class LocalRanks:
     may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often the job was started before."""
 
     def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]], attempt: int = 0):
-        import torch.distributed as dist
-
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._env = without_rank(os.environ) | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        self._store = loopback_store()
+        self._env = without_rank(os.environ) | store_environment(self._store) | {
+            "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
         }  # fmt: skip
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
@@ -126,7 +125,7 @@ class LocalRanks:
     def _connect(self) -> dist.Store:
         from megarl.workers.mailbox import connect
 
-        return connect(f"127.0.0.1:{self._store.port}", store_prefix(self._env))
+        return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
     def tell_deaths(self, tell: Callable[[RankDied], None]) -> None:
         """Call this, on another thread, for every rank that dies before `end`, and now for those that have."""

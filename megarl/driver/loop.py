@@ -7,6 +7,8 @@ looks like train_rl: see docs/python_api.md."""
 
 from __future__ import annotations
 
+import math
+
 from megarl.driver.job import Job
 from megarl.driver.training import Training
 
@@ -42,7 +44,7 @@ def train_sft(job: Job) -> None:
         plan = job.plan_rows(rows, lengths)
         actor.receive_rows(plan)
         metrics = job.finish_sft_step(step, rows, lengths, actor.update())
-        last = metrics["policy/loss"] < exit_loss
+        last = metrics.get("policy/loss", math.inf) < exit_loss  # without one: no update was made
         job.checkpoint_if_due(step, last=last)
         job.export(step, last=last)
         if last:

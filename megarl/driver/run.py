@@ -93,9 +93,9 @@ class Run:
     def _open(self, mode: str, first_step: int | None) -> None:
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.folder) if self._lock is None else self._lock
-        with open(self.folder / "resolved.args", "x" if mode == "x" else "w") as file:
+        with open(self.folder / "resolved.args", "x" if mode == "x" else "w", encoding="utf-8") as file:
             file.write(self._resolved_args)
-        self._metrics_file = open(self.folder / "metrics.jsonl", mode, buffering=1)
+        self._metrics_file = open(self.folder / "metrics.jsonl", mode, buffering=1, encoding="utf-8")
         self._write(self._open_events, first_step)
 
     def begin_step(self, step: int) -> None:
@@ -181,5 +181,5 @@ class Run:
 
 
 def _append_lines(path: os.PathLike, rows: list[Mapping[str, object]]) -> None:
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

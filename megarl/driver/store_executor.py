@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
 from megarl.driver.stop_request import StopRequest
 from megarl.driver.torchrun import world_size_from_env
+from megarl.signed_pickle import JOB_SECRET, job_secret
 from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
 from megarl.workers.process import has_died
 from megarl.workers.stopping import ALL_ASKED, LEAVE, PING, PROCESS
@@ -90,6 +91,8 @@ class StoreExecutor:
     @classmethod
     def from_env(cls, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
         """In the driver process: connect to the job that `start_driver` described."""
+        job_secret()
+        os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
         writer, reader = (connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2))
         return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
 
@@ -151,7 +154,7 @@ class StoreExecutor:
 
     def leave_calls(self) -> None:
         """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value of them is of use any more."""
-        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S):
+        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S, str(self._next)):
             self._outbox.set(ALL_ASKED, "asked")
         while futures := list(self._futures.values()):
             self.wait_any(futures)

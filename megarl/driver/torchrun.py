@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.driver.ending import run_to_the_end
+from megarl.signed_pickle import JOB_SECRET, job_secret
 from megarl.workers.process import end_on_signals, end_with_parent, store_prefix
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def start_driver(argv: list[str], env: dict[str, str] | None = None, module: str
         "MEGARL_STORE_PREFIX": store_prefix(inherited),
         "MEGARL_WORLD_SIZE": inherited["WORLD_SIZE"],
         "MEGARL_RANK_0_PID": str(os.getpid()),
+        JOB_SECRET: job_secret(),
     }
     child_env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when the store goes away the driver says so itself
     driver = subprocess.Popen([sys.executable, "-P", "-m", module, *argv], env=child_env)

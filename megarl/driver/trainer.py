@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from megarl.algorithms import GRPO, PPO, Algorithm
-from megarl.config.check import check_job
+from megarl.checks.job import check_everything
 from megarl.config.errors import ConfigError
 from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
@@ -109,7 +109,7 @@ class GRPOTrainer(Trainer):
 @contextlib.contextmanager
 def _open(config: TrainConfig, progress: bool) -> Iterator[Job]:
     world_size = config.placement.nproc_per_node
-    check_job(config, world_size)
+    check_everything(config, world_size)
     shown = Progress(config.batch.train_iters, stream=None if progress else _Nowhere(), terminal=False)
     with _executor(config, world_size) as executor:
         inputs = read_inputs(config, world_size)  # while the ranks import what they need

@@ -4,7 +4,8 @@
     with world_is(group):       around the one call that needs it
 
 What can be put right by a class of our own in a layer's specification is not here: norm and attention (modules.py, context_parallel.py),
-latent attention (latent_attention.py), the scale of balancing losses (router.py). That CUDA's names mean the CPU is cpu_shim.py."""
+latent attention (latent_attention.py), the scale of balancing losses (router.py), steps with gradients that are not finite (optimizer.py).
+That CUDA's names mean the CPU is cpu_shim.py."""
 
 from __future__ import annotations
 

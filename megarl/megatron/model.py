@@ -76,8 +76,8 @@ class PolicyModel(GPTModel):
     def __init__(self, *args, real_vocab_size: int, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
-        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces gradients during backward: it
-        # waits for one that autograd hands out.
+        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces gradients during backward, nor with
+        # Megatron-FSDP: they wait for one that autograd hands out.
         self.accumulates_into_main_grad = False
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels: ResponseTokens, *args, **kwargs):

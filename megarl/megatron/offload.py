@@ -105,16 +105,23 @@ class ModelMemory:
         return list(found.values())
 
     def _tensors(self, part: str) -> Iterator[torch.Tensor]:
-        model = self._model
+        model, sharded = self._model, getattr(self._model, "sharded", ())
         if part == "parameters":
-            yield from (parameter.data for chunk in model.chunks for parameter in chunk.parameters())
+            whole = [ddp.whole_parameters.values() for ddp in sharded]
+            yield from (parameter.data for parameters in whole or [chunk.parameters() for chunk in model.chunks] for parameter in parameters)
         elif part == "gradients":
-            yield from (buffer.grad_data for ddp in model.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
+            yield from (buffer for ddp in sharded for buffer in ddp.param_and_grad_buffer.buffer.values())
+            yield from (buffer.grad_data for ddp in model.ddp if not sharded for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
         else:
             for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
                 if (adam := getattr(inner, "optimizer", None)) is not None:  # none on a rank without parameters
-                    yield from (parameter.data for group in adam.param_groups for parameter in group["params"])
-                    yield from (value for state in adam.state.values() for value in state.values() if torch.is_tensor(value) and value.dim())
+                    yield from (local(parameter.data) for group in adam.param_groups for parameter in group["params"])
+                    yield from (local(value) for state in adam.state.values() for value in state.values() if torch.is_tensor(value) and value.dim())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 @functools.cache

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megarl.config.schema import OptimizerConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import world_is
+from megarl.megatron.offload import local
 
 with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-def build_optimizer(config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection, bf16: bool) -> MegatronOptimizer:
+def build_optimizer(config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection,
+                    bf16: bool) -> MegatronOptimizer:  # fmt: skip
     """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm, over all model chunks.
 
     Raises: ValueError for --optimizer-cpu-offload without a GPU."""
@@ -54,3 +59,45 @@ def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, train
         optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr, lr_warmup_steps=config.lr_warmup_iters,
         lr_decay_steps=config.lr_decay_iters or max(train_iters, config.lr_warmup_iters + 1), lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay, end_wd=config.weight_decay, wd_incr_steps=1, wd_incr_style="constant")
+
+
+@torch.no_grad()
+def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
+    """The first half of `optimizer.step()`, which changes no weight: between the two is the only place to leave a step out, as without
+    fp16 Megatron looks for no gradient that is not finite, and applies it.
+
+    Returns: the gradient norm before clipping, and whether it and all gradients that this rank is to apply are finite. Ranks may
+    differ: the norm leaves out what is a copy of another rank's."""
+    with cpu_megatron():
+        optimizer.prepare_grads()
+        grad_norm = optimizer.get_grad_norm()
+        return grad_norm, math.isfinite(grad_norm) and all(_is_finite_outside_of_norm(inner) for inner in _parts(optimizer))
+
+
+@torch.no_grad()
+def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """The second half: clip, and apply."""
+    with cpu_megatron():
+        for inner in _parts(optimizer):
+            if inner.config.clip_grad > 0 and (parameters := inner.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, grad_norm, _use_decoupled_grad(inner))
+        optimizer.step_with_ready_grads()
+
+
+def _is_finite_outside_of_norm(inner: MegatronOptimizer) -> bool:
+    """Of duplicates (norms, biases, routers; the last stage's tied embedding)."""
+    counted = {gradient.data_ptr() for gradient in inner.get_main_grads_for_grad_norm()}
+    name = "decoupled_grad" if _use_decoupled_grad(inner) else "grad"
+    gradients = [local(gradient) for parameter in inner.get_parameters() if (gradient := getattr(parameter, name, None)) is not None]
+    others = [gradient for gradient in gradients if gradient.data_ptr() not in counted]
+    return not others or bool(torch.stack(torch._foreach_norm(others)).isfinite().all())
+
+
+def _use_decoupled_grad(inner: MegatronOptimizer) -> bool:
+    return inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """One for the parameters outside of experts, one for experts, if there are some on this rank."""
+    found = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in found if not getattr(inner, "is_stub_optimizer", False)]

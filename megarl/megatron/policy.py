@@ -36,20 +36,24 @@ by its global denominator, metrics)."""
 class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
     routing_prefix: ClassVar[str] = "moe"
+    token_values: ClassVar[tuple[str, str]] = "log-prob", "old_log_probs"
 
     def _build(self, parallel: ParallelConfig) -> list[PolicyModel]:
         return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
         for chunk in self.chunks:
-            chunk.accumulates_into_main_grad = not optimizer.overlap_grad_reduce
+            chunk.accumulates_into_main_grad = not (optimizer.overlap_grad_reduce or optimizer.use_megatron_fsdp)
         return super()._wrap(optimizer)
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
         """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage."""
         with self._experts("record"):
-            return self._forward_only(micro_batches, lambda micro, shard: self._response_tokens(micro, shard, temperature),
-                                      keep=lambda output: output[0])
+            return self._log_probs(micro_batches, temperature)
+
+    def _log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
+        return self._forward_only(micro_batches, lambda micro, shard: self._response_tokens(micro, shard, temperature),
+                                  keep=lambda output: output[0])
 
     def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False,
                token_level: bool = True) -> dict[str, float]:
@@ -60,7 +64,7 @@ class Policy(TrainedModel):
         ranks, and the output layer's product is made again in backward.
 
         Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
-        Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; the weights are then unchanged."""
 
         def request(micro: MicroBatch, shard: ContextShard) -> ResponseTokens:
             return self._response_tokens(micro, shard, temperature, with_entropy, loss if token_level else None)
@@ -72,7 +76,7 @@ class Policy(TrainedModel):
             return value, [metrics]
 
         with self._experts("replay"):
-            return self._update(micro_batches, request, finish, of_shards=token_level)
+            return self._update(micro_batches, request, finish, lambda: self._log_probs(micro_batches, temperature), of_shards=token_level)
 
     def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
         """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for itself."""

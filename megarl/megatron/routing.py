@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megarl.batch import MicroBatch
+from megarl.batch import MicroBatch, expert_dtype
 from megarl.config.schema import MoEConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.router import STATISTICS, Balance, RoutedTokens, connect_routers
@@ -65,8 +65,7 @@ class Routing:
         routers = self.routers[id(chunk)]
         if self._choosing == "record":
             num_tokens = len(own(micro.batch.sample_of_token))
-            dtype = torch.uint8 if routers[0].num_experts <= 256 else torch.int16
-            return torch.empty(num_tokens, len(routers), routers[0].topk, dtype=dtype, device=self.device)
+            return torch.empty(num_tokens, len(routers), routers[0].topk, dtype=expert_dtype(routers[0].num_experts), device=self.device)
         if micro.batch.routed_experts is None:
             return self._kept[_key(chunk, micro)].to(self.device)
         layers = [router.layer_number - 1 for router in routers]

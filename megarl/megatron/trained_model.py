@@ -10,20 +10,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import LoRAConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig
+from megarl.invariants import NonFiniteUpdate
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import fix_megatron
+from megarl.megatron.fsdp import ShardedDataParallel
 from megarl.megatron.gradients import accumulate_in_pieces
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
-from megarl.megatron.offload import ModelMemory
-from megarl.megatron.optimizer import build_optimizer, build_scheduler
+from megarl.megatron.nonfinite import NonFiniteStep, explain
+from megarl.megatron.offload import ModelMemory, local
+from megarl.megatron.optimizer import build_optimizer, build_scheduler, prepare_step, take_step
 from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing
 from megarl.metrics import combine
@@ -45,6 +49,8 @@ class TrainedModel(ABC):
     """Of the names of this model's metrics."""
     routing_prefix: ClassVar[str]
     """Of those of its routers, if it is a mixture of experts."""
+    token_values: ClassVar[tuple[str, str]]
+    """What a loss is of, for people, and the batch's column of the same before the step."""
 
     def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
                  optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
@@ -57,14 +63,19 @@ class TrainedModel(ABC):
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
+            if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
+                self.config.gradient_accumulation_fusion = False  # it overwrites the gradients of earlier micro-batches (layers.py:566)
             self.chunks = self._build(parallel)  # one for each virtual stage
             self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
             self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
             self.ddp = self._wrap(optimizer) if optimizer else []
+            self.sharded: list[ShardedDataParallel] = self.ddp if is_sharded else []
             self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
         self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
+        self._losses: list[torch.Tensor] = []
+        """Of the micro-batches of the latest passes with gradients, on the last stage."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -95,8 +106,19 @@ class TrainedModel(ABC):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        if self.sharded:
+            yield from self.sharded[0].whole_parameters.items()
+            return
         for prefix, chunk in self._named_chunks():
             yield from chunk.named_parameters(prefix)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By the same names, before the optimizer steps: what this rank has of them; of sharded ones its part."""
+        name_of = {parameter: name for name, parameter in self.named_parameters()}
+        for ddp in self.sharded:
+            yield from ((name_of[parameter], local(shard.grad)) for parameter, _, shard in ddp.optimized() if shard.grad is not None)
+        if not self.sharded:
+            yield from ((name, p.main_grad) for p, name in name_of.items() if getattr(p, "main_grad", None) is not None)
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
@@ -122,11 +144,24 @@ class TrainedModel(ABC):
         return self._reports_shard and self.groups.cp.rank() == 0
 
     @property
+    def reports_steps(self) -> bool:
+        """True on one rank of the mesh."""
+        return self.reports and self.groups.dp.rank() == 0
+
+    @property
     def _reports_shard(self) -> bool:
         """The same for numbers of which every context-parallel rank has a part."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
-    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
+    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel | ShardedDataParallel]:
+        # Losses are divided by global denominators already: no token count for Megatron to divide by.
+        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
+            chunks, None, pg_collection=self.groups)
+        if optimizer.use_megatron_fsdp:
+            (chunk,) = self.chunks
+            ddp = ShardedDataParallel(self.config, chunk, optimizer.data_parallel_sharding_strategy, self.mesh, self.groups, self.device)
+            self.config.no_sync_func = ddp.no_sync
+            return [ddp]
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True)
@@ -137,9 +172,6 @@ class TrainedModel(ABC):
             for chunk in self.chunks:
                 accumulate_in_pieces(chunk)
         self.config.no_sync_func = [chunk.no_sync for chunk in ddp] if len(ddp) > 1 else ddp[0].no_sync
-        # Losses are divided by global denominators already: no token count for Megatron to divide by.
-        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
-            chunks, None, pg_collection=self.groups)
         return ddp
 
     def parameters_changed(self) -> None:
@@ -148,6 +180,8 @@ class TrainedModel(ABC):
             self.memory.use("parameters", "optimizer")
             with cpu_megatron():
                 self.optimizer.reload_model_params()
+                for ddp in self.sharded:
+                    ddp.reload_masters()
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step. Before the step's first update, so that warm-up does not begin with a step at 0."""
@@ -157,22 +191,31 @@ class TrainedModel(ABC):
         """One optimizer step with the gradients that are there.
 
         Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the others.
-        Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+        Raises: NonFiniteStep, on all ranks, if a gradient or a loss is not finite on one of them; nothing has changed then."""
         self.memory.use("parameters", "gradients", "optimizer")
-        with cpu_megatron():
-            succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
-            raise FloatingPointError(f"{self.prefix} gradient norm is {grad_norm}: the loss or its gradient is not finite. Lower the "
-                                     "learning rate, or look at the rewards and log-probs of this step in rollouts/")
-        if not (self.reports and self.groups.dp.rank() == 0):
+        grad_norm, is_finite = prepare_step(self.optimizer)
+        if not self._on_all_ranks(is_finite):
+            raise NonFiniteStep(grad_norm)
+        take_step(self.optimizer, grad_norm)
+        if not self.reports_steps:
             return {}
         return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
 
+    def _on_all_ranks(self, is_finite: bool) -> bool:
+        """Whether gradients and losses are finite on every rank of the mesh."""
+        finite = torch.stack([torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]).all().int()
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.groups.intra_dist_opt)
+        return bool(finite)
+
     def _update(self, micro_batches: list[MicroBatch], request: Request,
-                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], of_shards: bool = False) -> dict[str, float]:
+                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], ask: Callable[[], list[torch.Tensor] | None],
+                of_shards: bool = False) -> dict[str, float]:  # fmt: skip
         """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
 
-        of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each."""
+        Args:
+            ask: a pass without gradients -> the numbers that the loss is of, as `log_probs` or `values` returns them.
+            of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each.
+        Raises: NonFiniteUpdate."""
         self.memory.use("gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -183,7 +226,10 @@ class TrainedModel(ABC):
         parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
         if self.routing:
             of_experts = self.routing.end_update(self.routing_prefix)
-        of_step = self.step()
+        try:
+            of_step = self.step()
+        except NonFiniteStep as error:
+            raise NonFiniteUpdate(explain(self, error.grad_norm, micro_batches, self._losses, ask())) from None
         reports = self._reports_shard if of_shards else self.reports
         metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
         return metrics | of_experts | of_step
@@ -198,12 +244,14 @@ class TrainedModel(ABC):
     def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
                           loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
         """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of each."""
+        self._losses = []
 
         def forward_step(iterator, model):
             micro = next(iterator)
 
             def finish(output):
                 value, metrics = loss(micro, output)
+                self._losses.append(value.detach())
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
             shard = self._shard(micro)
@@ -231,6 +279,8 @@ class TrainedModel(ABC):
     def _run(self, chunks: list[torch.nn.Module], forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
         self.memory.use("parameters")
+        for ddp in self.sharded:
+            ddp.use_whole()
         with cpu_megatron():
             return run_schedule(chunks, forward_step, micro_batches, forward_only, self.groups, self.config)
 
@@ -240,7 +290,7 @@ class TrainedModel(ABC):
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
-        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), getattr(model, "module", model)
+        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), _unwrapped(model)
         if self.routing:
             packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, shard))
         output = model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
@@ -266,6 +316,13 @@ class TrainedModel(ABC):
                                  max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
         packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order  # on the host, for PackedAttention
         return packed
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Without DDP; Megatron-FSDP wraps a chunk twice."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _initialize_process() -> None:

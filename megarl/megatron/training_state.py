@@ -20,6 +20,7 @@ from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.offload import local
 from megarl.megatron.trained_model import TrainedModel
 from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, Sizes, hf_sizes
 from megarl.reshard.lora_atlas import adapter_sizes
@@ -158,15 +159,18 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
         if inner.config.use_precision_aware_optimizer:
             raise ValueError("--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out.")
         _make_state(inner)
-        for parameter, start, main, is_master in _updated(inner):
+        for parameter, start, main, is_master in _updated(inner, model):
             state = inner.optimizer.state[main]
-            out[name_of[parameter]] = _Stretch(start, main.data.view(-1) if is_master else None, {kind: state[kind].view(-1) for kind in MOMENTS})
+            out[name_of[parameter]] = _Stretch(start, local(main.data).view(-1) if is_master else None,
+                                               {kind: local(state[kind]).view(-1) for kind in MOMENTS})  # fmt: skip
     return out
 
 
-def _updated(inner) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
+def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
     """(parameter of the model, first element, what Adam updates in its place, is that a master) of an optimizer of Megatron 0.16.1."""
-    if hasattr(inner, "gbuf_ranges"):  # distributed: each rank has a range of each bucket of the gradient buffers
+    if model.sharded:
+        yield from ((parameter, start, shard, model.bf16) for ddp in model.sharded for parameter, start, shard in ddp.optimized() if local(shard).numel())
+    elif hasattr(inner, "gbuf_ranges"):  # distributed: each rank has a range of each bucket of the gradient buffers
         for parameters, mains, is_master in ((inner.model_fp32_groups, inner.shard_fp32_groups, False),
                                              (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True)):  # fmt: skip
             for parameter, main in _pairs(parameters, mains):

@@ -31,6 +31,7 @@ ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, t
 class ValueModel(TrainedModel):
     prefix: ClassVar[str] = "critic"
     routing_prefix: ClassVar[str] = "critic_moe"
+    token_values: ClassVar[tuple[str, str]] = "value", "values"
 
     def _build(self, parallel: ParallelConfig) -> list[ValueHeadModel]:
         return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)
@@ -50,13 +51,13 @@ class ValueModel(TrainedModel):
         """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per micro-batch.
 
         Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
-        Raises: FloatingPointError if the gradient norm is not finite; the weights are then unchanged."""
+        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; the weights are then unchanged."""
 
         def finish(micro: MicroBatch, values: torch.Tensor):
             value, metrics = loss(micro, values)
             return value, [metrics]
 
-        return self._update(micro_batches, self._before_responses, finish)
+        return self._update(micro_batches, self._before_responses, finish, lambda: self.values(micro_batches))
 
     def _before_responses(self, micro: MicroBatch, shard: ContextShard) -> ValuePositions:
         return self._at(micro.predict_positions, shard)

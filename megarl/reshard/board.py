@@ -4,12 +4,13 @@ A store, and not a collective: one rank that is late or dead is named, and what 
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from megarl import signed_pickle
 
 
 class Late(TimeoutError):
@@ -22,6 +23,7 @@ class Board:
     def __init__(self, generation: str = "0", alone: bool = False) -> None:
         """alone: nobody else reads or writes."""
         self._store = None if alone else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
+        self._generation = generation
         self._own: dict[str, object] = {}
         self._pages: deque[list[str]] = deque([[]])
 
@@ -29,7 +31,7 @@ class Board:
         self._own[name] = value
         self._pages[-1].append(name)
         if self._store is not None:
-            self._store.set(name, pickle.dumps(value))
+            self._store.set(name, signed_pickle.dumps(value, f"{self._generation}/{name}"))
 
     def read(self, name: str, deadline: float) -> object:
         """deadline: by time.monotonic(). Raises: Late."""
@@ -42,7 +44,7 @@ class Board:
             if isinstance(error, dist.DistNetworkError):
                 raise
             raise Late(f"nobody wrote {name} within {left:.1f} s") from error
-        return pickle.loads(self._store.get(name))
+        return signed_pickle.loads(self._store.get(name), f"{self._generation}/{name}")
 
     def turn_page(self) -> None:
         """Between syncs: remove what this rank wrote two syncs ago, which everybody has read."""

@@ -24,14 +24,15 @@ from megarl.reshard.vllm_atlas import vllm_atlases
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 KINDS = ("same rank", "same node", "between nodes")
 _MOST_PAIRS = 64
+_MOST_RANKS = 65_536
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(own options, the rest: files and flags of the job). Prints the help text and exits for --help or -h."""
     parser = argparse.ArgumentParser("megarl reshard-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--world-size", type=_positive(int), help="ranks of the job; default: --nproc-per-node")
-    parser.add_argument("--ranks-per-node", type=_positive(int), default=8, help="consecutive ranks share a node; default: 8")
+    parser.add_argument("--world-size", type=_positive(int, _MOST_RANKS), help="ranks of the job; default: --nproc-per-node")
+    parser.add_argument("--ranks-per-node", type=_positive(int, _MOST_RANKS), default=8, help="consecutive ranks share a node; default: 8")
     bandwidths = (("local", 2000, "copies within a rank: an H200 reads and writes 4.8 TB/s, so copies at most half of that"),
                   ("link", 360, "of one rank's link to the others of its node: NVLink 4 has 450 GB/s each way, four fifths assumed"),
                   ("network", 45, "of one rank to other nodes: 400 Gbit/s, nine tenths assumed"))  # fmt: skip
@@ -40,11 +41,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def _positive(kind: type):
+def _positive(kind: type, at_most: float = 1e9):
     def convert(text: str):
         value = kind(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        if not 0 < value <= at_most:  # NaN is neither
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most {at_most:g}")
         return value
 
     return convert

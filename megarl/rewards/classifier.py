@@ -93,7 +93,11 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
     turn; else as a pair of texts with the special tokens that the tokenizer puts around those."""
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+        except Exception as error:  # a foreign template
+            raise ValueError(f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt {messages!r:.500}: "
+                             f"{type(error).__name__}: {error}") from error
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokenizer(conversation_text(prompt), response, verbose=False)["input_ids"]
 

@@ -81,7 +81,7 @@ def read_tests(ground_truth: str | None) -> list[tuple]:
     """(kind, what is given, what is wanted) of each. Raises: ValueError for what is none of the forms."""
     try:
         tests = json.loads(ground_truth or "null")
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON; brackets in brackets
         tests = None
     found = list(_tests(tests)) if isinstance(tests, dict) else []
     if not found:
@@ -111,6 +111,6 @@ def _equal(answer: str, wanted: object) -> bool:
     """JSON knows lists only, so a tuple equals a list. APPS wraps some results in a list of one."""
     try:
         got = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON; brackets in brackets
         return False
     return got == wanted or isinstance(wanted, list) and len(wanted) == 1 and [got] == wanted

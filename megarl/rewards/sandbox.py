@@ -7,14 +7,16 @@ The kernel keeps it in (Linux only; no privileges needed where the machine lets 
 
     network, other processes    namespaces of its own (unshare: user, net, pid, ipc)
     files                       Landlock: it reads the Python it runs on and system libraries, writes in its empty folder, and sees no other
+    calls                       seccomp: what the first two leave open, above all sockets in the file system and the mode of files
     memory, CPU, file size      rlimits; the clock: it is killed, and all that it has started with it
 
-`missing()` says what of the first two this machine cannot give. The third it always has."""
+`missing()` says what of the first three this machine cannot give. The fourth it always has."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -36,6 +38,19 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_RULE_PATH_BENEATH, _LANDLOCK_CREATE_RULESET_VERSION = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _SECCOMP_ALLOW, _SECCOMP_ERRNO, _SECCOMP_KILL = 22, 2, 0x7FFF0000, 0x00050000, 0x80000000
+_BPF_LOAD, _BPF_IF_EQUAL, _BPF_IF_AT_LEAST, _BPF_RETURN, _X32 = 0x20, 0x15, 0x35, 0x06, 0x40000000
+_DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
+    "x86_64": (0xC000003E, (
+        41, 425,  # socket, io_uring_setup: Landlock lets connect to a socket in the file system, and a network namespace too
+        90, 91, 268, 452, 92, 93, 94, 260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: not Landlock's
+        132, 235, 261, 280, 188, 189, 190, 463, 197, 198, 199, 466,  # utime, utimes, futimesat, utimensat, *setxattr*, *removexattr*
+        248, 249, 250, 101, 298, 321, 323)),  # add_key, request_key, keyctl, ptrace, perf_event_open, bpf, userfaultfd
+    "aarch64": (0xC00000B7, (
+        198, 425, 52, 53, 452, 54, 55, 88, 5, 6, 7, 463, 14, 15, 16, 466,  # the same; this one has fewer of some kinds
+        217, 218, 219, 117, 241, 280, 282)),
+}  # fmt: skip
+_NOBODY = 65534
 _RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Version of Landlock -> how many kinds of access to files it can forbid."""
 
@@ -57,7 +72,7 @@ def run_confined(program: str, stdin: str, timeout_s: float, memory_limit_bytes:
         raise RuntimeError(refusal(lacking))
     with tempfile.TemporaryDirectory(prefix="megarl_code_") as folder:
         limits = {"folder": folder, "timeout_s": timeout_s, "memory_limit_bytes": memory_limit_bytes, "unshare": "namespaces" not in lacking,
-                  "landlock": "Landlock" not in lacking}  # fmt: skip
+                  "landlock": "Landlock" not in lacking, "seccomp": "seccomp" not in lacking}  # fmt: skip
         command = [sys.executable, "-I", __file__, json.dumps(limits)]
         with open(os.path.join(folder, ".program"), "w", encoding="utf-8", errors="replace") as file:
             file.write(program)
@@ -89,9 +104,9 @@ def refusal(lacking: tuple[str, ...]) -> str:
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files). Tried in a child that ends at once."""
+    """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files), "seccomp" (calls). Tried in a child that ends at once."""
     found = []
-    for name, attempt in (("namespaces", _unshare), ("Landlock", lambda: _confine_files("/"))):
+    for name, attempt in (("namespaces", _unshare), ("Landlock", lambda: _confine_files("/")), ("seccomp", _confine_calls)):
         child = os.fork()
         if child == 0:
             try:
@@ -128,6 +143,8 @@ def _main(limits: dict) -> None:
         resource.setrlimit(what, (value, value))
     if limits["landlock"]:
         _confine_files(limits["folder"])
+    if limits["seccomp"]:
+        _confine_calls()
     # A module of its own, so that it finds nothing of this file by chance.
     exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 
@@ -147,6 +164,8 @@ def _die_with_parent() -> None:
 
 
 def _unshare() -> None:
+    if os.getuid() == 0:  # the kernel does not count root's processes; files are opened as the effective user, who stays
+        os.setresuid(_NOBODY, -1, -1)
     _check(_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC))
 
 
@@ -168,6 +187,26 @@ def _confine_files(folder: str) -> None:
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check(libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0))
     os.close(rules)
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filters", ctypes.POINTER(_Filter)))
+
+
+def _confine_calls() -> None:
+    """seccomp: from here on these calls fail with EPERM in this process and its children. Other ABIs' calls have other numbers: the end."""
+    architecture, denied = _DENIED_CALLS[os.uname().machine]
+    checks = [(_BPF_IF_AT_LEAST, _X32), *((_BPF_IF_EQUAL, number) for number in denied)]
+    filters = [(_BPF_LOAD, 0, 0, 4), (_BPF_IF_EQUAL, 1, 0, architecture), (_BPF_RETURN, 0, 0, _SECCOMP_KILL), (_BPF_LOAD, 0, 0, 0)]
+    filters += [(code, len(checks) - index, 0, number) for index, (code, number) in enumerate(checks)]
+    filters += [(_BPF_RETURN, 0, 0, _SECCOMP_ALLOW), (_BPF_RETURN, 0, 0, _SECCOMP_ERRNO | errno.EPERM)]
+    program = _Program(len(filters), (_Filter * len(filters))(*filters))
+    _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check(_libc().prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.batch import expert_dtype
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
+from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
 from megarl.leaving import LeavableEngine
 from megarl.reshard.alias import without
@@ -34,12 +37,8 @@ from megarl.rollout.environment import prepare_environment, sweep_shared_memory,
 from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm import LLM, RequestOutput, SamplingParams
-
-CPU_BLOCK_SIZE = 128
-"""vLLM's default number of tokens in a KV-cache block on CPU."""
-MAX_CPU_KV_CACHE_BYTES = 2**30
-"""Most KV cache that an engine takes on a CPU without being told; with less than it could use, requests wait for each other."""
 
 
 class Response(NamedTuple):
@@ -51,6 +50,9 @@ class Response(NamedTuple):
     """log pi(token) of each, at the sampling temperature."""
     finish_reason: str
     """"stop" or "length"."""
+    experts: torch.Tensor | None = None
+    """[prompt and response tokens, layers, topk] uint8 or int16 with --moe-routing-replay engine: where each token went. Anything in layers
+    without experts."""
 
 
 class Engine:
@@ -61,6 +63,7 @@ class Engine:
     def __init__(self, config: TrainConfig, shape: ModelShape, actor: str) -> None:
         self.shape, self.actor, self._tp = shape, actor, config.rollout.tensor_parallel_size
         self._sampling, self.options = config.sampling, config.reshard
+        self._tells_experts = tells_experts(config, shape)
         self.version: int | None = None
         """Version of the weights that generate; None before the first sync, and after one that failed halfway."""
         self.bytes_per_sync = 0
@@ -127,7 +130,11 @@ class Engine:
             stop_token_ids=list(self._sampling.stop_token_ids) or None, logprobs=0, flat_logprobs=True, skip_clone=True)
             for seed in seeds]  # fmt: skip
         outputs = self._complete([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        return [_response(output.outputs[0]) for output in outputs]
+        responses = [_response(output.outputs[0]) for output in outputs]
+        if not self._tells_experts:
+            return responses
+        return [response._replace(experts=routed_experts(output.outputs[0].routed_experts, len(prompt) + len(response.token_ids), self.shape))
+                for response, output, prompt in zip(responses, outputs, prompts, strict=True)]  # fmt: skip
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
         return self.llm.generate(prompts, params, use_tqdm=False)
@@ -238,6 +245,19 @@ def _response(completion) -> Response:
     return Response(token_ids, log_probs, completion.finish_reason)
 
 
+def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:
+    """vLLM's account of one sample -> `Response.experts`. The last token was sampled and not seen, so there is no row of it; that of the one
+    before stands in, as nothing is predicted from it.
+
+    Raises: RuntimeError if rows are missing, as of an engine that does not tell."""
+    wanted = (num_tokens - 1, shape.num_layers, shape.moe_router_topk)
+    if rows is None or rows.shape != wanted:
+        raise RuntimeError(f"--moe-routing-replay engine: vLLM returned experts of {'no token' if rows is None else rows.shape}, not of {wanted} "
+                           "(tokens, layers, experts per token)")
+    experts = torch.from_numpy(rows.astype("int32")).to(expert_dtype(shape.num_moe_experts))
+    return torch.cat([experts, experts[-1:]])
+
+
 def _be_launched_externally() -> None:
     """vLLM's external launcher reads torchrun's variables; a single process that was started by hand has none."""
     os.environ.setdefault("RANK", str(dist.get_rank()))
@@ -245,7 +265,7 @@ def _be_launched_externally() -> None:
 
 
 _FIXED = ("model", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode", "load_format", "weight_transfer_config",
-          "skip_tokenizer_init", "seed", "max_model_len")  # fmt: skip
+          "skip_tokenizer_init", "seed", "max_model_len", "trust_remote_code")  # fmt: skip
 
 
 def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_engines: int = 1,
@@ -267,7 +287,7 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
         enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         enable_prefix_caching=rollout.enable_prefix_caching, block_size=rollout.block_size,
         kv_cache_memory_bytes=rollout.kv_cache_memory_bytes, logprobs_mode="processed_logprobs",
-        weight_transfer_config={"backend": BACKEND}, disable_log_stats=True)  # fmt: skip
+        weight_transfer_config={"backend": BACKEND}, disable_log_stats=True, trust_remote_code=False)  # fmt: skip
     if on_cpu:
         check_version()
         arguments |= {"worker_cls": "megarl.rollout.worker.NamedCPUWorker", "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
@@ -278,7 +298,12 @@ def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_e
             arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
                 shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, most_sequences(config, num_engines), max_model_len,
                 rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
+        if tells_experts(config, shape):
+            raise ValueError("--moe-routing-replay (engine): vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
+                             "Triton on a GPU, and there is none. Try --moe-routing-replay policy.")  # fmt: skip
     else:
+        if tells_experts(config, shape):
+            arguments["enable_return_routed_experts"] = True
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         if shape.is_moe:
             arguments["moe_backend"] = "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
@@ -302,22 +327,3 @@ def _tokenizer(config: TrainConfig) -> str | None:
         raise ValueError(f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, --tokenizer-model ({tokenizer}) is a "
                          "SentencePiece file. Use --stop-token-ids.")
     return tokenizer if config.sampling.stop else None
-
-
-def most_sequences(config: TrainConfig, num_engines: int) -> int:
-    """Sequences that one engine can have at once: its share of a step's samples or of the evaluation's rows, at most max_num_seqs."""
-    batch, limit = config.batch, config.rollout.max_num_seqs
-    rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
-    return min(limit, max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)))
-
-
-def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int) -> int:
-    """KV cache for that many sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
-    if shape.is_mla:  # a latent and the rotary part of a key, on every rank
-        per_token = shape.num_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim) * itemsize
-    else:
-        per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
-    blocks_per_sequence = -(-max_model_len // block_size)
-    per_sequence = per_token * block_size * blocks_per_sequence
-    one_block = per_token * block_size  # vLLM keeps one block for itself
-    return max(2 * per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block

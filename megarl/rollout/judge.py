@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.config.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.config.schema import TrainConfig
 from megarl.leaving import LeavableEngine
-from megarl.rollout.engine import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.rollout.environment import (
     engine_environment,
     prepare_environment,

@@ -13,7 +13,6 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import OptimizerConfig, TrainConfig
 from megarl.batch_invariants import check_column
-from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.reshard.transfer import save_hf
@@ -104,7 +103,8 @@ class ActorRole(PolicyRole):
     def log_probs(self) -> dict[str, float]:
         """Write the column old_log_probs and compare it with what the engine reported when it sampled.
 
-        Returns: this rank's share of mismatch/mean_abs, mismatch/max_abs and mismatch/kl (k3 of KL(engine || trainer), whose samples these are)."""
+        Returns: this rank's share of mismatch/mean_abs, mismatch/max_abs and mismatch/kl (k3 of KL(engine || trainer), whose samples these
+            are)."""
         self.write_log_probs("old_log_probs")
         if not self.model.reports:
             return {}
@@ -156,11 +156,9 @@ class ActorRole(PolicyRole):
 
     @needs("parameters", "gradients", "optimizer")
     def update(self, kl_coef: float = 0.0) -> dict[str, float]:
-        """All optimizer updates of the step. Returns the mean over updates of this rank's share of every metric."""
-        self.model.advance_schedule()
-        mini_batches = self.share.mini_batches
-        per_update = [self._update_once(mini_batch, kl_coef) for _ in range(self.config.batch.num_epochs) for mini_batch in mini_batches]
-        return mean_over_updates(per_update) | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
+        """All optimizer updates of the step. Returns and raises as `update_over_epochs`."""
+        metrics = self.update_over_epochs(lambda mini_batch: self._update_once(mini_batch, kl_coef))
+        return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _update_once(self, mini_batch: MiniBatch, kl_coef: float) -> dict[str, float]:
         def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice):

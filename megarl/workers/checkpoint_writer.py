@@ -35,15 +35,16 @@ class CheckpointWriter:
         self._digest: str | None = None
         self._error: BaseException | None = None
 
-    def begin(self, folder: Path, model: TrainedModel, atlas: Atlas) -> None:
+    def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
         """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective, after
-        `written` has said that the one before is. When this returns the model may change."""
+        `written` has said that the one before is. When this returns the model may change. state: what else to remember, for JSON; the first
+        rank's counts."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)
         if self._plan is None:  # layouts last as long as the job
             self._plan = SavePlan.of(rectangles, self._group)
-        state = model_state(model, self._group) | {"job": {}}
+        state = model_state(model, self._group) | {"job": state}
         copies = [replace(r, values=_host_copy(r.values)) for r in self._plan.chosen(rectangles)]
         if torch.cuda.is_available():
             torch.cuda.synchronize()

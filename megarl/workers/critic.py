@@ -11,7 +11,6 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
-from megarl.metrics import mean_over_updates
 from megarl.packing import MiniBatch
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
@@ -19,7 +18,7 @@ from megarl.workers.residence import needs
 
 
 class CriticRole(MegatronRole):
-    """V of the state in which each response token was chosen. Starts from --critic-model; of a language model with a value head of zeros."""
+    """V of the state in which each response token was chosen. Starts from --critic-model; a language model gets a value head of zeros."""
 
     def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane) -> None:
         super().__init__(name, config, config.model.critic_model or config.model.model, shape, meshes, plane, config.critic_optimizer,
@@ -39,11 +38,8 @@ class CriticRole(MegatronRole):
 
     @needs("parameters", "gradients", "optimizer")
     def update(self) -> dict[str, float]:
-        """All optimizer updates of the step. Returns the mean over updates of this rank's share of every metric."""
-        self.model.advance_schedule()
-        mini_batches = self.share.mini_batches
-        per_update = [self._update_once(mini_batch) for _ in range(self.config.batch.num_epochs) for mini_batch in mini_batches]
-        return mean_over_updates(per_update) | {"memory/critic_peak_bytes": peak_memory_bytes()} | self.memory_metrics()
+        """All optimizer updates of the step. Returns and raises as `update_over_epochs`."""
+        return self.update_over_epochs(self._update_once) | {"memory/critic_peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _update_once(self, mini_batch: MiniBatch) -> dict[str, float]:
         def loss(micro: MicroBatch, values: torch.Tensor):

@@ -17,15 +17,15 @@ from megarl.config.mesh import MeshSpec, replicas
 from megarl.batch_invariants import check_batch
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
+from megarl.workers.exchange import ROLLOUT_COLUMNS, Formats, MissingRowsError, bytes_per_token, collect_samples, move_rows
 from megarl.workers.random_state import RandomStateOfRank
-from megarl.workers.exchange import ROLLOUT_COLUMNS, MissingRowsError, bytes_per_token, collect_samples, move_rows
 
 
 class DataRole(RandomStateOfRank):
     def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str],
-                 vocab_sizes: Mapping[str, int]) -> None:  # fmt: skip
-        """vocab_sizes: role -> of its model. meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
-        self.plane, self.vocab_sizes = plane, vocab_sizes
+                 vocab_sizes: Mapping[str, int], formats: Mapping[str, Formats] | None = None) -> None:  # fmt: skip
+        """formats: share -> of further columns that the engines report and it gets. vocab_sizes: role -> of its model. meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
+        self.plane, self.vocab_sizes, self.formats = plane, vocab_sizes, formats or {}
         self.meshes = {key: meshes[key] for key in share_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -56,9 +56,9 @@ class DataRole(RandomStateOfRank):
         if self.rank in mesh.ranks:
             dp_rank = mesh.coordinates(self.rank)["dp"]
             wanted = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
-        route = plan_route(self.rank, holders, destinations)
+        route, formats = plan_route(self.rank, holders, destinations), self.formats.get(share, {})
         try:
-            batch = collect_samples(self.plane.pack(rollouts), route, wanted, lengths)
+            batch = collect_samples(self.plane.pack(rollouts), route, wanted, lengths, formats)
         except MissingRowsError as error:
             raise ValueError(f"[data rank {self.rank}] samples for {self._name(share)}: {error}.") from error
         if self.rank in mesh.ranks:
@@ -67,7 +67,7 @@ class DataRole(RandomStateOfRank):
             self.plane.shares[share] = Share(batch, mini_batches)
         received = [sample for ids in route.incoming.values() for sample in ids]
         return {"batch/samples_moved": float(len(received)),
-                "batch/bytes_moved": float(bytes_per_token(ROLLOUT_COLUMNS) * sum(lengths[s] for s in received))}  # fmt: skip
+                "batch/bytes_moved": float(bytes_per_token([*ROLLOUT_COLUMNS, *formats], formats) * sum(lengths[s] for s in received))}  # fmt: skip
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> dict[str, float]:
         """Bring token columns from the share `source`, where the last pipeline stage of each sample's replica has them, to the last

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from megarl.batch import Batch
 from megarl.packing import MiniBatch
 from megarl.workers.residence import Residence
@@ -21,11 +23,17 @@ class Rollouts:
     responses: list[list[int]]
     log_probs: list[list[float]]
     """Of the response tokens, under the distribution they were sampled from."""
+    experts: list[torch.Tensor] | None = None
+    """Of each sample [tokens, layers, topk], the experts that the engine sent its tokens to (--moe-routing-replay engine)."""
 
     @cached_property
     def packed(self) -> Batch:
-        """All of it, with the column rollout_log_probs. Made once, however many meshes the samples go to."""
-        return Batch.from_samples(self.sample_ids, self.prompts, self.responses, self.log_probs)
+        """All of it, with the column rollout_log_probs, and routed_experts if they are known. Made once, however many meshes the samples
+        go to."""
+        batch = Batch.from_samples(self.sample_ids, self.prompts, self.responses, self.log_probs)
+        if self.experts is not None:
+            batch.routed_experts = torch.cat(self.experts)
+        return batch
 
 
 @dataclass

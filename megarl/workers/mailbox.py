@@ -8,13 +8,14 @@
     stop   stop/...            what driver and ranks say to each other when the job is to end in order, see stopping.py.
 
 All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the attempt before.
+What is pickled is signed (`signed_pickle`): whoever reaches the store's port can write there.
 The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are cut into parts.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megarl.workers.process import store_prefix
+from megarl import signed_pickle
+from megarl.workers.process import listen_on_loopback, store_prefix
 
 PART_BYTES = 4 << 20
 FOREVER = timedelta(days=20)  # the store's poll counts milliseconds in an int32: 24 days at most
@@ -99,16 +101,21 @@ def has_own_store() -> bool:
 
 
 def world_store(timeout_s: float) -> dist.Store | None:
-    """Store to hand to `init_process_group`; None: its own is right.
+    """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its own is right. Before that, where
+    all ranks are on one node, gloo and NCCL are told to stay on its loopback interface.
 
     In torch 2.13 torchrun keeps one store for all attempts and `init_process_group` no longer puts the attempt into its keys
     (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it), so after an elastic restart gloo would find
     the addresses of dead processes and time out.
     """
     if not has_own_store():
-        return None
+        signed_pickle.check_secret()
+        return dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None  # torch's would listen on all interfaces, for nobody
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        listen_on_loopback()
     store = connect(prefix=f"{store_prefix()}/world", timeout_s=timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
+    signed_pickle.agree(store)
     return store
 
 
@@ -122,7 +129,7 @@ class Mailbox:
 
     def post(self, index: int, command: Command) -> list[str]:
         """Append a command to the log. Returns its keys, to be deleted once every rank has read it."""
-        head, parts = self._pack(f"cmd/{index}", pickle.dumps(command))
+        head, parts = self._pack(f"cmd/{index}", signed_pickle.dumps(command, f"cmd/{index}"))
         self._store.set(f"cmd/{index}", head)
         return [f"cmd/{index}", *parts]
 
@@ -130,12 +137,12 @@ class Mailbox:
         """Block until some rank answers. None: `close` was called."""
         head = self._store.queue_pop("inbox")
         data = self._read(head)
-        self.delete(pickle.loads(head[1:]) if head[:1] == _IN_PARTS else [])
-        return pickle.loads(data)
+        self.delete(json.loads(head[1:]) if head[:1] == _IN_PARTS else [])
+        return signed_pickle.loads(data, "inbox")
 
     def close(self) -> None:
         """End a `receive` that blocks on another connection."""
-        self._store.queue_push("inbox", _WHOLE + pickle.dumps(None))
+        self._store.queue_push("inbox", _WHOLE + signed_pickle.dumps(None, "inbox"))
 
     def delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -147,7 +154,8 @@ class Mailbox:
         deadline, said = time.monotonic() + wait_s, {}
         while len(said) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
-            said |= {rank: self._store.get(f"stacks/{rank}").decode() for rank in ranks if rank not in said and self._store.check([f"stacks/{rank}"])}
+            new = [key for rank in ranks if rank not in said and self._store.check([key := f"stacks/{rank}"])]
+            said |= {int(key.partition("/")[2]): signed_pickle.loads(self._store.get(key), key) for key in new}
         return said
 
     def ask_for_stacks(self) -> None:
@@ -156,11 +164,11 @@ class Mailbox:
     def abort(self, index: int, exit_code: int) -> None:
         """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop waiting."""
         self._store.set("abort", "1")
-        self._store.set(f"cmd/{index}", _WHOLE + pickle.dumps(Abort(exit_code)))
+        self._store.set(f"cmd/{index}", _WHOLE + signed_pickle.dumps(Abort(exit_code), f"cmd/{index}"))
 
-    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float) -> list[int]:
+    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
         """Set one of the keys of stopping.py. Returns the ranks that have not answered in time."""
-        self._store.set(key, "asked")
+        self._store.set(key, value)
         deadline, missing = time.monotonic() + wait_s, list(ranks)
         while (missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -177,16 +185,16 @@ class Mailbox:
 
     def next_command(self, index: int) -> Command | Abort:
         """Block until command `index` is there."""
-        return pickle.loads(self._read(self._store.get(f"cmd/{index}")))
+        return signed_pickle.loads(self._read(self._store.get(f"cmd/{index}")), f"cmd/{index}")
 
     def report(self, result: Result) -> None:
-        head, _ = self._pack(f"result/{result.rank}/{result.index}", pickle.dumps(result))
+        head, _ = self._pack(f"result/{result.rank}/{result.index}", signed_pickle.dumps(result, "inbox"))
         self._store.queue_push("inbox", head)
 
     def tell_stack_when_asked(self, rank: int, describe: Callable[[], str]) -> None:
         """Block until the driver asks, then answer. On a thread and a connection of its own."""
         self._store.get("stacks/wanted")
-        self._store.set(f"stacks/{rank}", describe())
+        self._store.set(f"stacks/{rank}", signed_pickle.dumps(describe(), f"stacks/{rank}"))
 
     def aborted(self) -> bool:
         return self._store.check(["abort"])
@@ -199,7 +207,7 @@ class Mailbox:
         parts = [f"{key}/part_{i}" for i in range(-(-len(data) // PART_BYTES))]
         for i, part in enumerate(parts):
             self._store.set(part, data[i * PART_BYTES : (i + 1) * PART_BYTES])
-        return _IN_PARTS + pickle.dumps(parts), parts
+        return _IN_PARTS + json.dumps(parts).encode(), parts
 
     def _read(self, head: bytes) -> bytes:
-        return head[1:] if head[:1] == _WHOLE else b"".join(self._store.get(part) for part in pickle.loads(head[1:]))
+        return head[1:] if head[:1] == _WHOLE else b"".join(self._store.get(part) for part in json.loads(head[1:]))

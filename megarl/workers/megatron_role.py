@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
 from megarl.workers.process import peak_rss_bytes
 from megarl.workers.residence import needs
+from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -59,7 +60,7 @@ class MegatronRole:
         self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
         self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
         self.parallel = parallel_of(config, name)
-        self.rank = dist.get_rank()
+        self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
 
     def build(self) -> TrainedModel:
         """The model, weights undefined."""
@@ -101,6 +102,11 @@ class MegatronRole:
             batch.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
             check_column(batch, name)
 
+    def update_over_epochs(self, update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:
+        """All optimizer updates of the step. Returns and raises as `Updates.over_epochs`."""
+        self.model.advance_schedule()
+        return self.updates.over_epochs(self.model, self.share.mini_batches, self.config.batch.num_epochs, update)
+
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
         return self.plane.residence.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
@@ -126,7 +132,7 @@ class MegatronRole:
     @needs("parameters", "optimizer")
     def begin_checkpoint(self, folder: str) -> None:
         """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says when it has. Collective."""
-        self.writer.begin(Path(folder), self.model, self.atlases[self.rank])
+        self.writer.begin(Path(folder), self.model, self.atlases[self.rank], {"skipped_in_a_row": self.updates.skipped_in_a_row})
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
         """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises: CheckpointError if a rank failed."""
@@ -152,7 +158,9 @@ class MegatronRole:
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
         from megarl.megatron.training_state import load_checkpoint
 
-        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
+        state = load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
+        self.updates.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        return state
 
 
 def peak_memory_bytes() -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import needs_ground_truth
+from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -105,7 +106,8 @@ class RolloutRole:
         seeds = [sample_seed(self.config.batch.seed, step, purpose, s) for s in sample_ids]
         outputs = self.engine.generate(prompts, seeds, temperature=0.0 if greedy else sampling.temperature)
         self.plane.rollouts[purpose + self.suffix] = Rollouts(
-            sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs])
+            sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs],
+            [o.experts for o in outputs] if tells_experts(self.config, self.shape) else None)
         if self.rank != self.holders[0]:
             return []
         return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length",

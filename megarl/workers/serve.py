@@ -27,7 +27,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megarl.leaving import LEAVING, Left
 from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
 from megarl.workers.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
 from megarl.workers.stopping import StopListener
@@ -35,7 +34,6 @@ from megarl.workers.stopping import StopListener
 logger = logging.getLogger(__name__)
 _ABORT_WAIT_S = 5.0
 _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the reason
-_has_left: list[int] = []  # calls that this rank has left
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
@@ -59,7 +57,7 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
     mailbox = Mailbox(store)
     teller = teller or answer_for_stacks(rank)
     try:
-        _serve(roles, rank, mailbox)
+        _serve(roles, rank, mailbox, listener)
     except dist.DistNetworkError as error:
         logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
         _exit(1)
@@ -103,7 +101,7 @@ def _stacks() -> str:
     return told
 
 
-def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:
+def _serve(roles: Roles, rank: int, mailbox: Mailbox, listener: StopListener) -> None:
     hosted = roles if isinstance(roles, dict) else _build(roles, rank, mailbox)
     index = 0
     while isinstance(command := mailbox.next_command(index), Command):
@@ -111,7 +109,7 @@ def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:
             if command.method == SHUTDOWN and not command.role:
                 mailbox.report(Result(index, rank, pickle.dumps(None)))
                 return
-            mailbox.report(_run(command, index, rank, hosted, mailbox))
+            mailbox.report(_run(command, index, rank, hosted, mailbox, listener))
         index += 1
     _exit(command.exit_code)
 
@@ -123,7 +121,7 @@ def _build(build_roles: Callable[[], dict[str, object]], rank: int, mailbox: Mai
         _fail(Failure.of(error, "worker", "start-up", None), STARTUP, rank, mailbox)
 
 
-def _run(command: Command, index: int, rank: int, roles: dict[str, object], mailbox: Mailbox) -> Result:
+def _run(command: Command, index: int, rank: int, roles: dict[str, object], mailbox: Mailbox, listener: StopListener) -> Result:
     start = time.perf_counter()
     try:
         if command.role not in roles:
@@ -132,8 +130,7 @@ def _run(command: Command, index: int, rank: int, roles: dict[str, object], mail
         value = pickle.dumps(getattr(roles[command.role], command.method)(*args, **kwargs))
         return Result(index, rank, value, time.perf_counter() - start, time.time())
     except BaseException as error:  # process boundary
-        if LEAVING.is_asked and (isinstance(error, Left) or _has_left):
-            _has_left.append(index)  # nobody reads the values of this step any more; what follows in it may miss them
+        if listener.is_left(index, error):
             return Result(index, rank, pickle.dumps(None), time.perf_counter() - start, time.time())
         _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
 

@@ -9,10 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.batch import expert_dtype
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import configs_of_actors, tells_experts
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.role_names import TRAINED_KINDS, actor_suffix, kind_and_suffix
@@ -62,9 +63,11 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
             return {}
         return _with_writers({"actor": SFTActorRole("actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer)}, writers)
     configs = configs_of_actors(config)
-    vocab_sizes = {suffix: ModelShape.load(of_actor.model.model).vocab_size for suffix, of_actor in configs.items()}
-    roles: dict[str, object] = {"data": DataRole(plane, meshes, share_keys(meshes), {
-        role: vocab_sizes[actor_suffix(role, meshes)] for role in meshes})}  # fmt: skip
+    shapes, keys = {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()}, share_keys(meshes)
+    formats = {keys[f"actor{suffix}"]: {"routed_experts": (expert_dtype(shape.num_moe_experts), (shape.num_layers, shape.moe_router_topk))}
+               for suffix, shape in shapes.items() if tells_experts(configs[suffix], shape)}  # fmt: skip
+    roles: dict[str, object] = {"data": DataRole(plane, meshes, keys, {
+        role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes}, formats)}  # fmt: skip
     for suffix, of_actor in configs.items():
         roles |= _roles_of_actor(suffix, of_actor, meshes, plane, engine_mode(of_actor, world_size))
     return _with_writers(roles, writers)

@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 
 from megarl.checkpoint import stream
 from megarl.checkpoint.load import Checkpoint
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import whole
 from megarl.checkpoint.tensor_file import Entry, write_tensors
-from megarl.convert import main
+from megarl.checkpoint.torch_dist import megatron_folder
+from megarl.convert import main, shard_bytes
 from tests.checkpoint.cases import MEGATRON_CASES
 from tests.checkpoint.tiny import make_folder
 
@@ -293,3 +295,18 @@ def test_flags_that_cannot_work_are_all_reported(model, tmp_path, capsys):
     assert told[1] == f"--load ({tmp_path / 'absent'}): there is no such folder."
     assert told[3] == "--max-shard-size (5TB): must be a number and KB, MB or GB. Try 5GB."
     assert told[-1] == "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out."
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), (
+    ("latest_checkpointed_iteration.txt", "1e3", "has to hold the number of an iteration, or release, and holds '1e3'"),
+    ("metadata.json", "[", "is not a Megatron checkpoint's: JSONDecodeError"),
+    ("metadata.json", "[]", "is not a Megatron checkpoint's: TypeError"),
+))  # fmt: skip
+def test_files_of_megatron_that_say_nothing_are_named(tmp_path, name, content, reason):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{tmp_path / name} {reason}"):
+        megatron_folder(tmp_path)
+
+
+def test_a_size_of_shards_is_a_size():
+    assert [shard_bytes(text) for text in ("500MB", "0.5kb", "5", "9" * 400 + "GB")] == [500_000_000, 500, None, None]

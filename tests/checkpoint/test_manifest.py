@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -80,11 +81,32 @@ def test_folders_that_are_none(folder: Path, tmp_path: Path):
     (folder / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="is not a megarl checkpoint: it has no checkpoint.json, so writing it did not end"):
         Checkpoint(folder)
-    for text, reason in (("", "cannot be read"), ("[]", "is not a megarl checkpoint's"), ("{}", "is not a megarl checkpoint's"),
+    for text, reason in (("", "cannot be read"), ("[" * 100_000, "cannot be read: maximum recursion depth"), ("[]", "is not a megarl checkpoint's"), ("{}", "is not a megarl checkpoint's"),
                          (json.dumps({"format": "megarl checkpoint", "version": 2}), "has version 2 of the format; this megarl reads 1")):  # fmt: skip
         (folder / MANIFEST).write_text(text)
         with pytest.raises(CheckpointError, match=reason):
             Checkpoint(folder)
+
+
+@pytest.mark.parametrize(("change", "reason"), (
+    (lambda body: body.update(files=None), "TypeError"),
+    (lambda body: body.update(tensors=[]), "AttributeError"),
+    (lambda body: body.update(state=[]), "its state is no object"),
+    (lambda body: body["files"][0].__setitem__(0, "../a/weights-00000.safetensors"), "'../a/weights-00000.safetensors' is not the name of a file in it"),
+    (lambda body: body["tensors"]["weights"]["x"].update(dtype="nn"), r"nn of \[6, 4\] is no tensor"),
+    (lambda body: body["tensors"]["weights"]["x"].update(shape=[]), r"float32 of \[\] is no tensor"),
+    (lambda body: body["tensors"]["weights"]["x"]["parts"].pop(), "20 of 24 elements are missing"),
+    (lambda body: body["tensors"]["weights"]["x"]["parts"][0].__setitem__(0, 7), "IndexError"),
+))  # fmt: skip
+def test_a_manifest_that_does_not_say_where_all_is_is_refused(folder: Path, change, reason):
+    """Though its digest fits."""
+    stored = json.loads((folder / MANIFEST).read_text())
+    body = {key: stored[key] for key in ("files", "tensors", "state")}
+    change(body)
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps({**stored, **body, "sha256": digest}))
+    with pytest.raises(CheckpointError, match=f"{folder / MANIFEST} is not a megarl checkpoint's: .*{reason}"):
+        Checkpoint(folder)
 
 
 def test_another_model_is_refused_by_name(folder: Path):

@@ -75,6 +75,10 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, length):
     {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
     {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}},
     {"x": {"dtype": "F32", "shape": [2]}},
+    {"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
+    {"x": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}},
+    {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}},
+    {"x": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}},
     {"x": [1]},
     [1],
 ), ids=str)  # fmt: skip
@@ -83,6 +87,20 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header):
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(TensorFileError):
         TensorFile(tmp_path / "a")
+
+
+def test_a_header_of_brackets_in_brackets_is_refused(tmp_path: Path):
+    (tmp_path / "a").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(TensorFileError, match="RecursionError"):
+        TensorFile(tmp_path / "a")
+
+
+def test_what_is_not_in_it_is_named(tmp_path: Path):
+    write_tensors(tmp_path / "a", entries({"x": torch.zeros(3, 2)}))
+    with pytest.raises(TensorFileError, match=f"{tmp_path / 'a'} has no y"):
+        TensorFile(tmp_path / "a").read("y")
+    with pytest.raises(TensorFileError, match="x has 3 rows, not rows 2 to 4"):
+        TensorFile(tmp_path / "a").read("x", 2, 4)
 
 
 def test_too_few_rows_are_an_error(tmp_path: Path):

@@ -1,8 +1,9 @@
-"""Small jobs to parse and check: a model folder without weights' contents, a data file, and the flags that name them."""
+"""Small jobs to parse and check: a model folder with a tokenizer and without weights' contents, a data file, and the flags that name them."""
 
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 # The quickstart's model: 4 attention heads, 2 key-value heads, 2 layers, 283 -> 320 words.
 QWEN3 = {
@@ -22,6 +23,29 @@ QWEN3 = {
 }
 
 
+MIXTURE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+WORDS = ["<pad>", "<end>", "<user>", "<assistant>", *"0123456789+-?"]
+TEMPLATE = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+ROW = {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}, "response": "2"}
+
+
+def write_tokenizer(folder):
+    """One token per character."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(WORDS[:4])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture
 def write_model(tmp_path):
     """write_model({...}) -> a folder whose config.json holds these keys."""
@@ -31,6 +55,7 @@ def write_model(tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "model.safetensors").touch()
+        write_tokenizer(folder)
         if generation_config is not None:
             (folder / "generation_config.json").write_text(json.dumps(generation_config))
         return folder
@@ -42,7 +67,7 @@ def write_model(tmp_path):
 def job(tmp_path, write_model):
     """@args-file of a GRPO job that passes every check on two ranks; flags after it override."""
     data = tmp_path / "train.jsonl"
-    data.write_text("{}\n")
+    data.write_text(json.dumps(ROW) + "\n")
     (tmp_path / "job.args").write_text(f"""
         --algorithm grpo --model '{write_model(QWEN3)}' --train-data '{data}' --save '{tmp_path / "run"}'
         --train-iters 3 --nproc-per-node 2 --max-prompt-length 64 --max-response-length 64""")

@@ -19,6 +19,7 @@ TEXTS = [
     "--a x\\ y 'b\\n' \"b\\n\" \\\\",
     "# only a comment",
     "--ü 'ü\u2028ü'\r",
+    "--a o\\\nne 'o\\\nne' \"o\\\nne\" \"\\$ \\a\"",
 ]
 
 
@@ -77,6 +78,9 @@ def test_cycles_and_files_that_cannot_be_read(tmp_path):
     (tmp_path / "b.args").write_text("@./a.args\n@none.args\n@folder.args\n@latin.args")
     (tmp_path / "folder.args").mkdir()
     (tmp_path / "latin.args").write_bytes("--a ü".encode("latin-1"))
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "paths.args").write_text("@round")
+    assert read(f"@{tmp_path}/paths.args").errors[0] == f"@'round': is not the path of a file [{tmp_path}/paths.args:1]"
     cycle, missing, folder, latin = read(f"@{tmp_path}/a.args").errors
     assert cycle == f"@./a.args: the file includes itself: a.args -> b.args -> a.args [{tmp_path}/b.args:1]"
     assert missing == f"@none.args: cannot read {tmp_path}/none.args: No such file or directory [{tmp_path}/b.args:2]"
@@ -88,6 +92,8 @@ def test_cycles_and_files_that_cannot_be_read(tmp_path):
     [
         ("--a\n--b 'x", "'x\": a quote that is opened here is never closed [{}:2]"),
         ('--a x"y\n', "is never closed [{}:1]"),
+        ("--a \\", "'\\\\': a backslash with nothing after it [{}:1]"),
+        ("--a x\0y", "'x\\x00y': has a zero byte, or is not UTF-8 [{}:1]"),
         ("x --a", "'x' follows no flag. Flags start with --, args files with @ [{}:1]"),
     ],
 )
@@ -101,3 +107,7 @@ def test_malformed_files(text, error, tmp_path):
 def test_a_value_after_an_include_belongs_to_no_flag(tmp_path):
     (tmp_path / "x.args").write_text("--a 1")
     assert read("--b", f"@{tmp_path}/x.args", "2").errors == ["'2' follows no flag. Flags start with --, args files with @ [command line]"]
+
+
+def test_what_is_not_utf8_on_the_command_line_is_an_error():
+    assert read("--save", "run\udcff").errors == ["'run\\udcff': has a zero byte, or is not UTF-8 [command line]"]

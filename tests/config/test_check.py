@@ -11,7 +11,7 @@ from megarl.config.check import check, raise_findings
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.config.mesh import role_meshes
+from megarl.config.mesh import MeshSpec, role_meshes
 from megarl.config.placement import parse_ranks
 
 
@@ -81,12 +81,12 @@ RULES = {
         "",
     ),
     "experts of the engine": (
-        "--moe-routing-replay engine",
+        "--moe-routing-replay engine --no-rollout-enable-prefix-caching",
         2,
         EXPERTS,
-        "--moe-routing-replay (engine): is not connected yet. vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
-        "Triton on a GPU, and megarl's engines were never run on it. Try --moe-routing-replay policy.",
-        "--moe-routing-replay policy",
+        "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. Leave --no-rollout-enable-prefix-caching "
+        "out, or try --moe-routing-replay policy.",
+        "--moe-routing-replay engine",
     ),
     "fp8 of fp32 weights": (
         "--fp8-format hybrid",
@@ -186,7 +186,7 @@ RULES = {
         "--pipeline-model-parallel-size 2",
         2,
         {"num_layers": 3},
-        "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1 or 3.",
+        "--pipeline-model-parallel-size (2): must divide the model's layers (3). Try 1.",
         "--pipeline-model-parallel-size 1",
     ),
     "virtual pipeline": (
@@ -341,7 +341,7 @@ RULES = {
         "--actor-ranks 0-2",
         2,
         {},
-        "--actor-ranks (0-2): must be below the number of ranks (2), so at most 1.",
+        "--actor-ranks (0-2): must be below the number of ranks (2). Try 0-1.",
         "--actor-ranks 0-1",
     ),
     "rollout rank outside": ("--rollout-ranks 1,2", 2, {}, "--rollout-ranks (1,2): must be below", "--rollout-ranks 0,1"),
@@ -445,7 +445,39 @@ RULES = {
         "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state is small. Leave it out.",
         "--lora-rank 4",
     ),
-    "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2), so at most 1.",
+    "sharding without Megatron-FSDP": (
+        "--data-parallel-sharding-strategy optim", 2, {},
+        "--data-parallel-sharding-strategy (optim): has no effect without --use-megatron-fsdp.",
+        "--data-parallel-sharding-strategy optim --use-megatron-fsdp"),
+    "sharded weights": (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 2, {},
+        "--data-parallel-sharding-strategy (optim_grads_params): the weights are shards between two passes, and no weight sync, export or checkpoint "
+        "reads these. Try --data-parallel-sharding-strategy optim_grads.",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"),
+    "nothing sharded": (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 2, {},
+        "(no_shard): shards nothing, as without --use-megatron-fsdp. Try --data-parallel-sharding-strategy optim_grads.", "--use-megatron-fsdp"),
+    "Megatron-FSDP and overlap": (
+        "--use-megatron-fsdp --overlap-grad-reduce", 2, {}, "--use-megatron-fsdp: does not go with --overlap-grad-reduce.", "--overlap-grad-reduce"),
+    "Megatron-FSDP and the other optimizer": (
+        "--use-megatron-fsdp --no-use-distributed-optimizer", 2, {}, "--use-megatron-fsdp: Megatron has it with its distributed optimizer only.",
+        "--use-megatron-fsdp"),
+    "Megatron-FSDP and adapters": (
+        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4", 2, {}, "--critic-use-megatron-fsdp: nobody has proven it with --critic-lora-rank (4)",
+        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4 --critic-lora-rank 0"),
+    "Megatron-FSDP and tensor parallelism": (
+        "--use-megatron-fsdp --tensor-model-parallel-size 2", 2, {},
+        "--use-megatron-fsdp: nobody has proven it with --tensor-model-parallel-size (2). Leave it out, or try --tensor-model-parallel-size 1.",
+        "--use-megatron-fsdp --tensor-model-parallel-size 1"),
+    "Megatron-FSDP and stages": (
+        "--use-megatron-fsdp --pipeline-model-parallel-size 2", 2, {}, "nobody has proven it with --pipeline-model-parallel-size (2).",
+        "--use-megatron-fsdp --context-parallel-size 2"),
+    "Megatron-FSDP and experts": (
+        "--use-megatron-fsdp", 2, EXPERTS, "--use-megatron-fsdp: nobody has proven it with a mixture of experts, which qwen3 is. Leave it out.", ""),
+    "Megatron-FSDP and offload": (
+        "--use-megatron-fsdp --offload gradients", 2, {},
+        "--use-megatron-fsdp: its buffers stay where they are, and --offload (gradients) would move them.", "--offload gradients"),
+    "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2). Try 0-1.",
                             "--algorithm ppo --critic-ranks 1"),
     "ranks named twice": ("--algorithm ppo --critic-ranks 0,0", 2, {}, "--critic-ranks (0,0): must ascend, each rank once.",
                           "--algorithm ppo --critic-ranks 0"),
@@ -467,7 +499,7 @@ RULES = {
     "unknown pool": ("--actor-ranks train", 2, {}, "--actor-ranks (train): must be ranks and ranges of ranks, like 0-3 or 0,2.",
                      "--pools train=0-1 --actor-ranks train"),
     "pool outside": ("--pools train=0-2 --actor-ranks train", 2, {},
-                     "--actor-ranks is pool train, whose ranks (0-2): must be below the number of ranks (2), so at most 1.",
+                     "--actor-ranks is pool train, whose ranks (0-2): must be below the number of ranks (2). Try 0-1.",
                      "--pools train=0-1 --actor-ranks train"),
     "no pool": ("--pools 0-1", 2, {}, "--pools (0-1): must be name=ranks, each name once. Try train=0-3.", "--pools train=0-1"),
     "critic's learning rate": ("--algorithm ppo --lr 1e-5 --critic-min-lr 1e-4", 2, {}, "--critic-min-lr (0.0001): must be at most --critic-lr (1e-05).",
@@ -521,8 +553,8 @@ def test_files(findings, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def score(**_): return 1.0\n")
     assert findings(f"--train-data {tmp_path}/none.jsonl {text}") == [
-        f"--train-data ({tmp_path}/none.jsonl): there is no such file.",
-        f"--train-data ({text}): must end in .jsonl or .parquet.",
+        f"--train-data ({tmp_path}/none.jsonl): there is no such file. Try {tmp_path}/train.jsonl.",
+        f"--train-data ({text}): must end in .jsonl or .parquet. Try {tmp_path}/train.jsonl.",
     ]
     assert findings(f"--eval-data {eval_data}") == [] and "--eval-data" in findings(f"--eval-data {tmp_path}")[0]
     assert findings(f"--save {run}") == [
@@ -594,8 +626,14 @@ def test_ranks(text, ranks):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "0-", "-1", "0,,1", "1-0", "0,0", "0-2,1", "3,1", "8", "0-8", "0;1", "1.0", "0-99999999999999999999"]
+    "text", ["", "a", "0-", "-1", "0,,1", "1-0", "0,0", "0-2,1", "3,1", "8", "0-8", "0;1", "1.0", "0-99999999999999999999", "9" * 5000]
 )
 def test_what_is_no_list_of_ranks(text):
     with pytest.raises(ValueError, match="ranks"):
         parse_ranks(text, 8)
+
+
+@pytest.mark.parametrize("size", ["tp", "pp", "ep", "etp", "cp", "vpp"])
+def test_a_mesh_of_no_size_is_refused(size):
+    with pytest.raises(ValueError, match=r"_parallel_size \(0\) must be at least 1"):
+        MeshSpec((0, 1), **{size: 0})

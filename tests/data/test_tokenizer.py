@@ -106,6 +106,9 @@ def test_template_with_bos_and_jinja_extras_equals_transformers(llama_like):
     assert ids.count(1) == 1 and ids.count(2) == 2
     with pytest.raises(ValueError, match=r"chat template in .* refuses the prompt .*'assistant'.*: the user begins"):
         ours.encode_prompt([{"role": "assistant", "content": "hi"}])
+    ours.hugging_face.chat_template = "{{ 'a' + messages | length }}"  # an error of Python's, not of the template language
+    with pytest.raises(ValueError, match=r"chat template in .* refuses the prompt .*: TypeError: "):
+        ours.encode_prompt(CHAT)
 
 
 def test_vocab_size_counts_added_tokens_and_pad_falls_back_to_eos(llama_like):
@@ -217,6 +220,9 @@ def test_sentencepiece_template_errors(exact_model, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(STRICT_TEMPLATE)
     with pytest.raises(ValueError, match="refuses the prompt .*: the user begins"):
         load_tokenizer(tmp_path / "a.model").encode_prompt([{"role": "assistant", "content": "hi"}])
+    (tmp_path / "chat_template.jinja").write_text("{{ 'a' + messages | length }}")
+    with pytest.raises(ValueError, match="refuses the prompt .*: TypeError: "):
+        load_tokenizer(tmp_path / "a.model").encode_prompt(CHAT)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match="chat_template.jinja is not a jinja template"):
         load_tokenizer(tmp_path / "a.model")

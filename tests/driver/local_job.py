@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,10 @@ class Role:
         total = torch.tensor([value * (self.rank + 1)])
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
+
+    def listening(self):
+        """(address, port) of every socket of this process that takes connections."""
+        return listening()
 
     def sleep(self, seconds: float):
         time.sleep(seconds)
@@ -107,6 +112,37 @@ def cannot_start(actor) -> None:
 SCENARIOS = {f.__name__: f for f in (talks, fails, raises, rank_killed, cannot_start)}
 
 
+def listening() -> list[tuple[str, int]]:
+    sockets = set()
+    for handle in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{handle}"))
+        except OSError:  # of the listing itself
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = row.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                address, port = local.split(":")
+                found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if table == "tcp" else address, int(port, 16)))
+    return found
+
+
+def attacked(folder: str) -> None:
+    """Wait for what someone else writes into the store: the ranks are idle, the driver listens."""
+    with ranks_of("waits", folder) as executor:
+        actor = executor.role("actor")
+        actor.mean(1.0).result()
+        sockets = [*listening(), *(found for rank in actor.listening().result() for found in rank)]
+        seen = {"listening": sockets, "port": executor._outbox._store.underlying_store.port, "next": executor.num_calls}
+        (Path(folder) / "ready.part").write_text(json.dumps(seen))
+        (Path(folder) / "ready.part").rename(Path(folder) / "ready")
+        while executor.failure is None:
+            time.sleep(0.05)
+        raise executor.failure
+
+
 def waits(folder: str) -> None:
     """In a call that takes long, until someone outside ends it."""
     with ranks_of("waits", folder) as executor:
@@ -119,4 +155,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(rank_main(*sys.argv[1:]))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits an ignored SIGINT
-    {"everything": everything, "waits": waits}[sys.argv[1]](sys.argv[2])
+    {"everything": everything, "waits": waits, "attacked": attacked}[sys.argv[1]](sys.argv[2])

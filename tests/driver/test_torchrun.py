@@ -30,7 +30,7 @@ class Job:
 
     def start(self, command: list[str], **env: str) -> subprocess.Popen:
         name, value = self.mark.split("=")
-        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_JOB_SECRET")}
         own |= {"PYTHONPATH": str(HERE), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", name: value} | env
         with open(self.folder / "stdout", "ab") as out, open(self.folder / "stderr", "ab") as err:
             process = subprocess.Popen(command, env=own, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -171,7 +171,7 @@ def test_without_torchrun_rank_0_hosts_the_store(job):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "MEGARL_JOB_SECRET": "s" * 32}
     ranks = [job.start([sys.executable, "-P", "-m", "job_worker", "healthy", str(job.folder)], RANK=str(r), **env) for r in range(2)]
     assert [rank.wait(START_WITHIN_S + 30) for rank in ranks] == [0, 0], job.stderr()
     check_healthy(job.seen(), world_is="/none/attempt_0")

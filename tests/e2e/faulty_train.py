@@ -38,7 +38,36 @@ def stale_shard() -> None:
     MegarlWeightTransferEngine.receive_weights = receive_weights
 
 
-FAULTS = {f.__name__: f for f in (temperature_not_applied, labels_off_by_one, stale_shard)}
+def loss_not_finite() -> None:
+    """Of the third update (with two a step, the first of the second step), on rank 1."""
+    _multiply_a_loss(Policy)
+
+
+def value_loss_not_finite() -> None:
+    """The same of the critic."""
+    from megarl.megatron.value_model import ValueModel
+
+    _multiply_a_loss(ValueModel)
+
+
+def _multiply_a_loss(model: type) -> None:
+    import torch.distributed as dist
+
+    original, updates = model.update, []
+
+    def update(self, micro_batches, loss, *arguments):
+        updates.append(None)
+
+        def planted(*of_micro):
+            value, metrics = loss(*of_micro)
+            return value * float("nan"), metrics
+
+        return original(self, micro_batches, planted if len(updates) == 3 and dist.get_rank() == 1 else loss, *arguments)
+
+    model.update = update
+
+
+FAULTS = {f.__name__: f for f in (temperature_not_applied, labels_off_by_one, stale_shard, loss_not_finite, value_loss_not_finite)}
 
 if __name__ == "__main__":
     FAULTS[sys.argv[1]]()

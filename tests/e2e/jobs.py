@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", 
           "--global-batch-size", "8", "--lr", "1e-3", "--max-prompt-length", "32", "--max-response-length", "16", "--temperature", "0.9",
           "--rollout-max-num-seqs", "32", "--reward-function", f"{Path(__file__).with_name('reward.py')}:lower_case"]  # fmt: skip
 
+SECRETS = {name: f"secret-{secrets.token_hex(16)}" for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MEGARL_JOB_SECRET")}
+"""In the environment of every job here."""
 LAYOUTS = {  # actor -> engines
     "one": ("--nproc-per-node", "1"),
     "dp2_to_tp1": (),
@@ -65,8 +68,16 @@ def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                    str(Path(__file__).with_name("faulty_train.py")), fault, *arguments]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, cwd=save.parent,
-                          env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+                          env=dict(os.environ, PYTHONSAFEPATH="1", **SECRETS))  # fmt: skip
+    check_nothing_is_told(done.stdout, save)
     return Job(done.returncode, done.stdout, save)
+
+
+def check_nothing_is_told(output: str, folder: Path) -> None:
+    """No secret of the environment is in what a job printed or wrote, however it went."""
+    for name, secret in SECRETS.items():
+        assert secret not in output, name
+        assert [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()] == [], name
 
 
 def replace_flags(arguments: list[str], flags: list[str]) -> list[str]:

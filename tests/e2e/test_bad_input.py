@@ -1,5 +1,5 @@
 """What a user can get wrong, given to `megarl train` as he would: exit code 2, one message with the flag or file, its value and a
-value that works, no traceback, and nothing written. The first group ends before torch is imported.
+value that works, no traceback, and nothing written. All but broken rewards end before torch is imported.
 
     pytest tests/e2e/test_bad_input.py"""
 
@@ -45,7 +45,7 @@ def lines(message: str) -> list[str]:
 
 # flags -> the whole message
 AT_ONCE = {
-    "missing data file": (("--train-data", "nowhere.jsonl"), ["--train-data (nowhere.jsonl): there is no such file."]),
+    "missing data file": (("--train-data", "nowhere.jsonl"), ["--train-data (nowhere.jsonl): there is no such file. Give one or more *.jsonl or *.parquet files."]),
     "indivisible heads": (
         ("--nproc-per-node", "8", "--tensor-model-parallel-size", "8"),
         ["--tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 2 or 4."],
@@ -97,7 +97,7 @@ def test_too_few_ranks_under_torchrun(refused):
     assert "megarl/config/" not in message and "megarl/train.py" not in message  # no traceback of ours
 
 
-# ------------------------------------------------------------------ needs the data, the tokenizer or the reward: the driver says it
+# ------------------------------------------------------------------ needs the data, the tokenizer or the reward, which the driver says
 
 
 def write_rows(path: Path, *changes: dict) -> Path:
@@ -132,7 +132,7 @@ def test_a_tokenizer_of_another_model(refused, sums_data, tmp_path):
     (line,) = lines(refused("--model", small))
     size = config["vocab_size"]
     assert line == (
-        f"the tokenizer has ids up to {size - 1} ({small}), but the model's vocab_size is 200 ({small}/config.json), so it has no "
+        f"--model ({small}): the tokenizer has ids up to {size - 1} ({small}), but the model's vocab_size is 200 ({small}/config.json), so it has no "
         f"embedding for {size - 200} of them. Give --tokenizer-model the tokenizer the model was trained with."
     )
 

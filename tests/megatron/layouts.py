@@ -50,6 +50,10 @@ def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: b
     return Layout(ranks, parallel, dict(use_distributed_optimizer=distributed, overlap_grad_reduce=overlap), model, bf16)
 
 
+def _sharded(ranks: int, model: str = "qwen3", bf16: bool = False, strategy: str = "optim_grads", **parallel) -> Layout:
+    return Layout(ranks, parallel, dict(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy), model, bf16)
+
+
 TP = dict(tensor_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 PP = dict(pipeline_model_parallel_size=2)
@@ -107,6 +111,12 @@ LAYOUTS = {
     "cp2_full": _layout(2, **CP, **FULL),
     "cp2_ep2": _layout(2, "qwen3_moe", **CP, **EP),
     "cp4_tied": _layout(4, "qwen2_tied", context_parallel_size=4),
+    "dp2_fsdp": _sharded(2),
+    "dp2_fsdp_full": _sharded(2, **FULL),
+    "dp2_fsdp_biases": _sharded(2, "biases", strategy="optim"),
+    "dp2_fsdp_tied": _sharded(2, "qwen2_tied"),
+    "cp2_fsdp": _sharded(2, **CP),
+    "dp4_fsdp": _sharded(4, "llama_deep"),
     "cp2_dp2_do": _layout(4, distributed=True, **CP),
     "tp2_sp_cp2": _layout(4, **SP, **CP),
     "cp2_pp2_do": _layout(4, distributed=True, **CP, **PP),
@@ -119,6 +129,7 @@ LAYOUTS = {
     "pp4": _layout(4, pipeline_model_parallel_size=4),
     "pp4_vpp2": _layout(4, "llama_deep", **VPP | dict(pipeline_model_parallel_size=4)),
     "dp2_do_bf16": _layout(2, bf16=True, distributed=True),
+    "dp2_fsdp_bf16": _sharded(2, bf16=True),
     "dp2_tied_do_bf16": _layout(2, "qwen2_tied", bf16=True, distributed=True),
     "pp2_vpp2_do_bf16": _layout(2, bf16=True, distributed=True, **VPP),
 }
@@ -135,6 +146,8 @@ LONG_TAIL = {
     "pp2_dp2_tied_do_overlap": _layout(4, "qwen2_tied", distributed=True, overlap=True, **PP),
     "pp2_vpp2_dp2_tied_overlap": _layout(4, "qwen2_tied", overlap=True, **VPP),
     "pp2_vpp2_ep2_do_overlap": _layout(4, "qwen3_moe", distributed=True, overlap=True, **VPP, **EP),
+    "dp2_fsdp_optim_bf16": _sharded(2, bf16=True, strategy="optim"),
+    "dp2_fsdp_optim_tied": _sharded(2, "qwen2_tied", strategy="optim"),
     "tp2_sp_bf16": _layout(2, bf16=True, **SP),
     "pp2_bf16": _layout(2, bf16=True, **PP),
 }

@@ -26,6 +26,7 @@ from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import megatron_mesh
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron import fsdp
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.trained_model import TrainedModel
@@ -102,7 +103,9 @@ def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]
         parameter.zero_()
     num_elements = sum(parameter.numel() for _, parameter in model.named_parameters())
     held = {part: model.memory.resident_bytes(part) / num_elements for part in ("parameters", "gradients")}
-    assert held["parameters"] >= (2 if layout.bf16 else 4) and held["gradients"] >= 4, f"{held} bytes per element can be offloaded"
+    shards = mesh.cp * mesh.dp if layout.optimizer.get("use_megatron_fsdp") and optimizer.data_parallel_sharding_strategy == "optim_grads" else 1
+    assert held["parameters"] >= (2 if layout.bf16 else 4) and held["gradients"] >= 4 / shards, f"{held} bytes per element can be offloaded"
+    assert shards == 1 or held["gradients"] < 4.5 / shards, f"{held} bytes per element: gradients are not sharded"
     for _, mine, wanted in rectangles(atlas, model.parameters, full_weights(shape)):
         mine.copy_(wanted)
     model.parameters_changed()
@@ -160,11 +163,22 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
 
     def step():
         del model.step
-        gradients.update((name, p.main_grad.view(p.shape[0], -1).clone()) for name, p in model.named_parameters())
+        whole = gathered_gradients(model) if model.sharded else ((name, p.main_grad.clone()) for name, p in model.named_parameters())
+        gradients.update((name, gradient.view(len(gradient), -1)) for name, gradient in whole)
         return model.step()
 
     model.step = step
     return gradients
+
+
+def gathered_gradients(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Megatron-FSDP leaves each data-parallel rank a stretch of every gradient."""
+    (ddp,), group = model.sharded, model.groups.dp_cp
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, _, shard in ddp.optimized():
+        parts = [torch.empty(0)] * group.size()
+        dist.all_gather_object(parts, torch.empty(0) if shard.grad is None else shard.grad._local_tensor.flatten(), group=group)
+        yield names[parameter], torch.cat(parts).view(parameter.shape)
 
 
 def own_part(out: torch.Tensor, of_ranks: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -246,6 +260,7 @@ def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: s
 
 def main(out: Path, *cases: str) -> None:
     join_world(60)
+    fsdp.BUCKET_ELEMENTS = 20_000  # several buckets
     rank, arguments, references = dist.get_rank(), {}, {}
     for case in cases or CASES + PLANTED:
         name, role, *how = case.split("/")

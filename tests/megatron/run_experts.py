@@ -26,6 +26,7 @@ from expert_cases import (
     make_batch,
     micro_batches,
 )
+from layouts import MODELS
 
 from megarl.batch import Batch
 from megarl.config.hf_config import ModelShape
@@ -115,10 +116,66 @@ def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]
     return metrics
 
 
+class OwnChoice:
+    """The experts that DeepSeek's routers would choose for the tokens of a forward pass, from what goes into them, in float64.
+
+    One token at a time, as the papers say it (arXiv:2405.04434, 2.1.3; arXiv:2412.19437, 2.1.2)."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.shape, self.inputs = policy.shape, []
+        for router in policy.routing._all:
+            router.register_forward_pre_hook(lambda router, args: self.inputs.append((router, args[0].detach())))
+
+    def take(self) -> list[set[int]]:
+        """Of every router and token since it was asked last."""
+        chosen = [self._choose(token, router) for router, hidden in self.inputs
+                  for token in hidden.flatten(0, -2).double() @ router.weight.detach().double().t()]  # fmt: skip
+        self.inputs.clear()
+        return chosen
+
+    def _choose(self, logits: torch.Tensor, router) -> set[int]:
+        shape, is_third = self.shape, self.shape.corrects_scores
+        scores = (logits.sigmoid() + router.expert_bias.double() if is_third else logits.softmax(0)).tolist()
+        size, best = len(scores) // shape.moe_router_num_groups, 2 if is_third else 1
+        groups = [range(i * size, (i + 1) * size) for i in range(shape.moe_router_num_groups)]
+        groups.sort(key=lambda group: -sum(sorted((scores[e] for e in group), reverse=True)[:best]))
+        eligible = [e for group in groups[: shape.moe_router_group_topk] for e in group]
+        return set(sorted(eligible, key=lambda e: -scores[e])[: shape.moe_router_topk])
+
+
+def check_deepseek(out: Path, model: str) -> list[float]:
+    """moe/replay_changed of three updates, each followed by what it must be: routers as recorded, moved, with other corrections."""
+    folder = out / model
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    mesh, parallel = megatron_mesh((0,), ParallelConfig()), ParallelConfig()
+    policy = Held(ModelShape.load(folder), mesh, ModelConfig(model=str(folder)), parallel,
+                  OptimizerConfig(use_distributed_optimizer=False), experts=MoEConfig(moe_routing_replay="policy"))  # fmt: skip
+    generator, found = torch.Generator().manual_seed(7), []
+    for name, parameter in policy.parameters.items():
+        scale = 0.3 if name.endswith("expert_bias") else 0.1
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("norm" in name))
+    batch = make_batch(policy.shape.vocab_size)
+    micros, own = micro_batches(batch, 1, MAX_TOKENS)[0], OwnChoice(policy)
+    policy.log_probs(micros, TEMPERATURE)
+    recorded = own.take()
+    for part, scale in (("", 0.0), ("router.weight", 0.05), ("router.expert_bias", 0.3)):
+        for name, parameter in policy.parameters.items():
+            if part and name.endswith(part):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        metrics, now = policy.update(micros, loss_of(batch), TEMPERATURE), own.take()
+        changed = sum(len(new - old) for old, new in zip(recorded, now, strict=True)) / sum(map(len, recorded))
+        found += [metrics["moe/replay_changed"], changed]
+    return found
+
+
 def main(out: Path) -> None:
     join_world(60)
+    create_groups(megatron_mesh((0,), ParallelConfig()))
     report = {f"{name}/{balance}": check_balance(out / "model", name, balance) for name, balance in CASES}
     report |= {f"{name}/{source}": check_replay(out / "model", name, source) for name, source in REPLAY_CASES}
+    if dist.get_rank() == 0:
+        report |= {model: check_deepseek(out, model) for model in ("deepseek_v2", "deepseek_v3")}
     (out / f"report_{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

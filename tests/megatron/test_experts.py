@@ -207,3 +207,14 @@ def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder
     assert unmoved["ratio_deviation_max"] == 0 < moved["ratio_deviation_max"]
     assert (unmoved["moe/replay_changed"] == 0) == (source == "policy") and 0.02 < moved["moe/replay_changed"] < 1
     assert moved["moe/load_ratio"] == unmoved["moe/load_ratio"]
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
+def test_changed_choices_are_counted_among_the_groups_and_with_the_corrections(folder, model):
+    """Against the choices of every token, written out. Failed with Megatron's score of a group and without the correction."""
+    report = json.loads((folder / "report_0.json").read_text())[model]
+    for number, wanted in zip(report[::2], report[1::2], strict=True):
+        assert number == pytest.approx(wanted, abs=1e-12)  # both count choices; a tie would take two scores that are equal in float64
+    unmoved, moved, corrected = report[::2]
+    assert unmoved == 0 and 0.02 < moved < 0.9
+    assert (corrected == moved) == (model == "deepseek_v2")  # which has no corrections

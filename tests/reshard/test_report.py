@@ -104,6 +104,10 @@ def test_what_is_wrong_is_named_without_looking_at_data_or_weights(model, capsys
     with pytest.raises(SystemExit):
         cli.main(["reshard-plan", "--ranks-per-node", "0"])
     assert "argument --ranks-per-node: 0: must be above 0" in capsys.readouterr().err
+    for flag, value in (("--world-size", "1" + "0" * 12), ("--link-bandwidth", "nan")):
+        with pytest.raises(SystemExit):
+            cli.main(["reshard-plan", flag, value])
+        assert f"argument {flag}: {value}: must be above 0 and at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import random
 import subprocess
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
-from megarl.rollout.engine import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes, engine_arguments
+from megarl.config.installed import engine_args
+from megarl.config.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, MoEConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.rollout.engine import engine_arguments, routed_experts
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 
 SHAPE = ModelShape(
@@ -54,6 +57,33 @@ def test_other_engine_arguments_pass_through_but_not_those_that_training_needs()
     assert engine_arguments(job(engine_args={"swap_space": 2, "enforce_eager": False}), SHAPE, on_cpu=True)["enforce_eager"] is False
     with pytest.raises(ValueError, match=r"--rollout-logprobs-mode \(raw_logprobs\), --rollout-load-format \(auto\) cannot be chosen"):
         engine_arguments(job(engine_args={"load_format": "auto", "logprobs_mode": "raw_logprobs"}), SHAPE, on_cpu=True)
+
+
+EXPERTS = dataclasses.replace(SHAPE, model_type="qwen3_moe", num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
+
+
+def test_the_engine_is_asked_for_its_experts():
+    """--moe-routing-replay engine. vLLM's names are those of the installed version."""
+    config = dataclasses.replace(job(), experts=MoEConfig(moe_routing_replay="engine"))
+    assert engine_arguments(config, EXPERTS, on_cpu=False)["enable_return_routed_experts"] is True
+    assert not {"enable_return_routed_experts"} & {*engine_arguments(job(), EXPERTS, on_cpu=False), *engine_arguments(config, SHAPE, on_cpu=False)}
+    with pytest.raises(ValueError, match=r"--moe-routing-replay \(engine\): vLLM 0.32 .* Try --moe-routing-replay policy"):
+        engine_arguments(config, EXPERTS, on_cpu=True)
+    assert "enable_return_routed_experts" in engine_args().annotations
+    outputs = Path(importlib.util.find_spec("vllm").origin).with_name("outputs.py").read_text()
+    assert "    routed_experts: np.ndarray | None = None  # [seq_len,layer_num,topk]" in outputs
+
+
+@pytest.mark.parametrize("num_experts, theirs, ours", [(8, np.uint8, torch.uint8), (300, np.uint16, torch.int16)])
+def test_experts_are_those_of_every_token(num_experts, theirs, ours):
+    """vLLM has no row of the last token, which it has not seen."""
+    shape = dataclasses.replace(EXPERTS, num_moe_experts=num_experts)
+    rows = np.random.default_rng(0).integers(0, num_experts, (6, 2, 2)).astype(theirs)
+    found = routed_experts(rows, 7, shape)
+    assert found.dtype == ours and found.tolist() == [*rows.tolist(), rows[-1].tolist()]
+    for wrong in (None, rows[:5], rows[:, :1]):
+        with pytest.raises(RuntimeError, match=r"experts of .*, not of \(6, 2, 2\)"):
+            routed_experts(wrong, 7, shape)
 
 
 def test_stop_strings_need_a_hugging_face_tokenizer(tmp_path):

@@ -40,6 +40,10 @@ def random_samples(seed: int) -> list[Sample]:
     return samples
 
 
+FORMATS = {"actor": {"routed_experts": (torch.int16, (3, 5))}}
+"""What the engines tell and one share gets."""
+
+
 def tokens_of(seed: int, sample: Sample) -> list[int]:
     rng = random.Random(f"tokens {seed} {sample.sample_id}")
     return [rng.randrange(2**40) for _ in range(sample.length)]
@@ -51,12 +55,18 @@ def column_of(seed: int, name: str, sample: Sample) -> torch.Tensor:
     return torch.tensor([rng.randrange(-(2**31), 2**31) for _ in range(sample.length)], dtype=torch.int32).view(torch.float32)
 
 
+def experts_of(seed: int, sample: Sample) -> torch.Tensor:
+    """[length, 3, 5] int16, with the highest and the lowest."""
+    rng = random.Random(f"experts {seed} {sample.sample_id}")
+    return torch.tensor([rng.randrange(-(2**15), 2**15) for _ in range(sample.length * 15)], dtype=torch.int16).view(-1, 3, 5)
+
+
 def rolled_out(seed: int, samples: list[Sample], rank: int) -> Rollouts:
     mine = [s for s in samples if rank in s.holders]
     tokens, split = [tokens_of(seed, s) for s in mine], [s.length - s.response_length for s in mine]
     # what an engine reports is a list of Python floats: plain numbers here
     return Rollouts([], [s.sample_id for s in mine], [t[:n] for t, n in zip(tokens, split)], [t[n:] for t, n in zip(tokens, split)],
-                    [[-s.sample_id - k / 64 for k in range(s.response_length)] for s in mine])  # fmt: skip
+                    [[-s.sample_id - k / 64 for k in range(s.response_length)] for s in mine], [experts_of(seed, s) for s in mine] or None)  # fmt: skip
 
 
 def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
@@ -86,7 +96,11 @@ def one_round(seed: int, rank: int, role: DataRole) -> None:
         assert (share in plane.shares) == (rank in mesh.ranks)
         if rank in mesh.ranks:
             ids = [i for m in plan for i in m.samples_of(mesh.coordinates(rank)["dp"])]
-            check_samples(seed, plane.shares[share].batch, [by_id[i] for i in ids])
+            batch, members = plane.shares[share].batch, [by_id[i] for i in ids]
+            check_samples(seed, batch, members)
+            assert (batch.routed_experts is not None) == (share in FORMATS)
+            if share in FORMATS:
+                assert torch.equal(batch.routed_experts, torch.cat([torch.empty(0, 3, 5, dtype=torch.int16), *(experts_of(seed, s) for s in members)]))
 
     written = rng.choice([share for share in plane.layouts])
     columns = rng.sample(TOKEN_COLUMNS[1:], rng.randint(1, 3))
@@ -116,7 +130,7 @@ def check_columns(seed: int, columns: list[str], share: str, by_id: dict[int, Sa
         members = [by_id[i] for i in batch.sample_ids.tolist()]
         assert all(getattr(batch, name).view(torch.int32).tolist() == expected(seed, name, members) for name in columns)
         check_samples(seed, batch, members)
-    assert batch.columns.keys() <= {"rollout_log_probs", *columns}
+    assert batch.columns.keys() <= {"rollout_log_probs", *columns, *FORMATS.get(share, ())}
 
 
 def raises(text: str, call, *arguments) -> None:
@@ -153,7 +167,7 @@ def main() -> None:
         return send_and_receive(operations)
 
     dist.batch_isend_irecv = counted
-    role = DataRole(DataPlane(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40))
+    role = DataRole(DataPlane(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40), formats=FORMATS)
     refused(rank, role)
     for seed in range(rounds):
         one_round(seed, rank, role)

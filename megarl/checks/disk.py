@@ -1,0 +1,77 @@
+"""What a run writes, and whether there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megarl.checks.fits import gb
+from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
+from megarl.checks.sizes import canonical_elements, megatron_held
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec, actor_meshes
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import LoRAConfig, TrainConfig
+
+
+def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
+    """One if the run folder's file system has no room for the checkpoints that are there at once and the exports."""
+    needed = checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
+    if free is not None and needed > free:
+        fewer = replace(config, checkpoint=replace(config.checkpoint, keep=1))
+        fits = checkpoints_at_once(fewer) * checkpoint_bytes(config) + export_bytes(config) <= free
+        advice = "Try --keep 1." if fits else "Name a folder on another file system."
+        yield f"--save ({config.run.save}): {disk_line(config, free)}. {advice}"
+
+
+def disk_line(config: TrainConfig, free: int | None) -> str:
+    count, size, export = checkpoints_at_once(config), checkpoint_bytes(config), export_bytes(config)
+    checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {gb(size)} GB and " if count else ""
+    return f"writes {checkpoints}exports of {gb(export)} GB" + ("" if free is None else f", and {gb(free)} GB are free")
+
+
+def checkpoints_at_once(config: TrainConfig) -> int:
+    """Those that stay, the best one, and the one that is being written."""
+    checkpoint = config.checkpoint
+    if not checkpoint.save_interval:
+        return 0
+    made = -(-config.batch.train_iters // checkpoint.save_interval)
+    return min(made, checkpoint.keep + 1 + (checkpoint.best_metric is not None))
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Of one checkpoint of all trained roles."""
+    return sum(_of_role(of_actor, *trained) for of_actor in configs_of_actors(config).values() for trained in _trained(of_actor))
+
+
+def copy_bytes(config: TrainConfig, world_size: int) -> int:
+    """Of the copies, on the rank that has most, that are in host memory while a checkpoint is written. A role's ranks share its checkpoint."""
+    copies = dict.fromkeys(range(world_size), 0)
+    for of_actor in configs_of_actors(config).values():
+        meshes = actor_meshes(of_actor, world_size)
+        for folder, lora, is_critic in _trained(of_actor):
+            ranks = meshes["critic" if is_critic else "actor"].ranks
+            for rank in ranks:
+                copies[rank] += _of_role(of_actor, folder, lora, is_critic) // len(ranks)
+    return max(copies.values())
+
+
+def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool) -> int:
+    """fp32 weights (masters under bf16) and moments; of adapters these, and the frozen weights."""
+    shape = ModelShape.load(folder, value_head=is_critic)
+    if not lora.lora_rank:
+        return canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
+    adapters = megatron_held(shape, MeshSpec((0,)), "grouped", lora)[0].adapters
+    return canonical_elements(shape) * (2 if config.model.bf16 else 4) + adapters * (MASTER_BYTES + MOMENT_BYTES)
+
+
+def export_bytes(config: TrainConfig) -> int:
+    """Of hf/, hf_critic/ and those of further actors."""
+    return sum(canonical_elements(ModelShape.load(folder, value_head=is_critic)) * (2 if of_actor.model.bf16 else 4)
+               for of_actor in configs_of_actors(config).values() for folder, _, is_critic in _trained(of_actor))  # fmt: skip
+
+
+def _trained(config: TrainConfig) -> list[tuple[str, LoRAConfig, bool]]:
+    """(folder, adapters, is it the critic) of the roles that learn."""
+    actor = (config.model.model, config.lora, False)
+    return [actor] if config.critic is None else [actor, (config.model.critic_model or config.model.model, config.critic_lora, True)]

@@ -1,0 +1,161 @@
+"""Bytes that each rank holds, by phase of a step. What it counts and what not: docs/memory.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.checks.machine import Machine
+from megarl.checks.sizes import aliased_elements, engine_held, megatron_held
+from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
+from megarl.config.mesh import MeshSpec, actor_meshes, engine_mode, parallel_of
+from megarl.config.reward_models import reward_models, value_model_shape
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
+from megarl.reshard.report import ITEMSIZE
+
+GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
+"""Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32 moments."""
+_FSDP_SHARDS = {"no_shard": (), "optim": ("optimizer",), "optim_grads": ("optimizer", "gradients"),
+                "optim_grads_params": ("optimizer", "gradients", "parameters")}  # fmt: skip
+PHASES = ("rollout", "log-probs", "update", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a role holds on one rank.
+
+    Args:
+        name: parameters, gradients, optimizer, engine or KV cache.
+        offloaded: it is on the device only while a call needs it."""
+
+    role: str
+    name: str
+    bytes: int
+    offloaded: bool = False
+
+
+Parts = dict[int, tuple[Part, ...]]
+"""Rank -> what is on it."""
+
+
+def estimate(config: TrainConfig, world_size: int, machine: Machine) -> Parts:
+    """Of a configuration without findings."""
+    parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
+    for suffix, of_actor in configs_of_actors(config).items():
+        for rank, part in _of_actor(of_actor, world_size, machine):
+            parts[rank].append(replace(part, role=part.role + suffix))
+    return {rank: tuple(of_rank) for rank, of_rank in parts.items()}
+
+
+def phase_bytes(parts: Sequence[Part], phase: str) -> int:
+    """On one rank. Of what calls bring back, one call's at a time."""
+    calls = {
+        "rollout": [],
+        "log-probs": [[p for p in parts if p.role == role and p.name == "parameters"] for role in roles_of(parts)],
+        "update": [[p for p in parts if p.role == role] for role in roles_of(parts) if any(p.role == role and p.name == "optimizer" for p in parts)],
+        "sync": [[p for p in parts if p.role.startswith("actor") and p.name == "parameters"]],
+    }[phase]
+    brought = max((sum(p.bytes for p in call if p.offloaded) for call in calls), default=0)
+    return sum(p.bytes for p in parts if not p.offloaded) + brought
+
+
+def certain_bytes(parts: Sequence[Part]) -> int:
+    """What no step can do without: all but the KV cache, in the largest phase."""
+    return max(phase_bytes([part for part in parts if part.name != "KV cache"], phase) for phase in PHASES)
+
+
+def roles_of(parts: Sequence[Part]) -> list[str]:
+    return list(dict.fromkeys(part.role for part in parts))
+
+
+def _of_actor(config: TrainConfig, world_size: int, machine: Machine) -> Iterator[tuple[int, Part]]:
+    """(rank, part) of one actor's roles, without its number."""
+    meshes = actor_meshes(config, world_size)
+    shape = ModelShape.load(config.model.model)
+    critic_folder = config.model.critic_model or config.model.model
+    shapes = {"actor": shape, "reference": shape,
+              **({"critic": ModelShape.load(critic_folder, value_head=True)} if "critic" in meshes else {})}  # fmt: skip
+    for role, of_role in shapes.items():
+        if role in meshes:
+            optimizer, lora = {"actor": (config.optimizer, config.lora), "critic": (config.critic_optimizer, config.critic_lora)}.get(role, (None, None))
+            yield from _megatron_parts(config, role, of_role, meshes[role], optimizer, lora, machine)
+    yield from _reward_parts(config, meshes, machine)
+    if "rollout" in meshes:
+        yield from _engine_parts(config, shape, meshes, world_size, machine)
+
+
+def _megatron_parts(config: TrainConfig, role: str, shape: ModelShape, mesh: MeshSpec, optimizer: OptimizerConfig | None,
+                    lora: LoRAConfig | None, machine: Machine) -> Iterator[tuple[int, Part]]:  # fmt: skip
+    """`optimizer` None: the role is frozen."""
+    parallel, bf16 = parallel_of(config, role), config.model.bf16
+    away = parallel.offload if machine.has_gpu else ()  # a CPU has nowhere else to put them
+    shards, expert_shards = mesh.dp * mesh.cp, mesh.expert_shape["edp"]
+    sharded = () if optimizer is None else _sharded_parts(optimizer)
+    for rank, held in megatron_held(shape, mesh, parallel.qkv_layout, lora).items():
+        shard = -(-held.dense // shards) + -(-held.experts // expert_shards) + held.adapters
+        weights = shard if "parameters" in sharded else held.total
+        yield rank, Part(role, "parameters", weights * (2 if bf16 else 4), "parameters" in away)
+        if optimizer is None:
+            continue
+        dense, experts = (held.adapters, 0) if lora is not None and lora.lora_rank else (held.dense, held.experts)
+        trained, shard = dense + experts, -(-dense // shards) + -(-experts // expert_shards)
+        on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
+        yield rank, Part(role, "gradients", (shard if "gradients" in sharded else trained) * GRADIENT_BYTES, "gradients" in away)
+        state = (shard if "optimizer" in sharded else trained) * (MOMENT_BYTES + MASTER_BYTES * bf16)
+        yield rank, Part(role, "optimizer", int(state * on_device), "optimizer" in away)
+
+
+def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
+    """What data-parallel ranks hold a share of."""
+    if optimizer.use_megatron_fsdp:
+        return _FSDP_SHARDS[optimizer.data_parallel_sharding_strategy]
+    return ("optimizer",) if optimizer.use_distributed_optimizer else ()
+
+
+def _reward_parts(config: TrainConfig, meshes: Mapping[str, MeshSpec], machine: Machine) -> Iterator[tuple[int, Part]]:
+    """A judge runs in processes of its own and is not counted."""
+    for model in reward_models(config):
+        mesh = meshes[model.name]
+        if model.backend == "megatron":
+            shape = value_model_shape(model.path)
+            yield from ((rank, replace(part, role=model.name))
+                        for rank, part in _megatron_parts(config, "reward", shape, mesh, None, None, machine))  # fmt: skip
+        elif model.backend == "transformers":
+            size = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
+            yield from ((rank, Part(model.name, "parameters", size, "parameters" in config.reward.offload and machine.has_gpu)) for rank in mesh.ranks)
+
+
+def _engine_parts(config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], world_size: int,
+                  machine: Machine) -> Iterator[tuple[int, Part]]:  # fmt: skip
+    actor, rollout = meshes["actor"], meshes["rollout"]
+    trained = "bfloat16" if config.model.bf16 else "float32"
+    dtype = trained if config.rollout.dtype == "auto" else config.rollout.dtype
+    itemsize, in_process = ITEMSIZE[dtype], engine_mode(config, world_size) == "in-process"
+    held, shared = engine_held(shape, rollout.tp), {}
+    if in_process and config.reshard.reshard_alias and dtype == trained:
+        shared = aliased_elements(shape, actor, rollout, config.actor.qkv_layout)
+    buffers = 2 if not in_process and _double_buffer(config, machine) else 1
+    cache = _kv_cache_bytes(config, shape, rollout, itemsize, held * itemsize * buffers, machine)
+    for rank in rollout.ranks:
+        yield rank, Part("rollout", "engine", (held - shared.get(rank, 0)) * itemsize * buffers)
+        yield rank, Part("rollout", "KV cache", cache)
+
+
+def _double_buffer(config: TrainConfig, machine: Machine) -> bool:
+    eager = config.rollout.enforce_eager is True or config.rollout.enforce_eager is None and not machine.has_gpu
+    wanted = config.reshard.reshard_double_buffer
+    return not machine.has_gpu and eager if wanted is None else wanted
+
+
+def _kv_cache_bytes(config: TrainConfig, shape: ModelShape, rollout: MeshSpec, itemsize: int, weights: int, machine: Machine) -> int:
+    """0 where it is not known: on a GPU it is what --rollout-gpu-memory-utilization leaves."""
+    given, sampling = config.rollout.kv_cache_memory_bytes, config.sampling
+    if given is not None:
+        return given
+    if machine.has_gpu:
+        return max(0, int(config.rollout.gpu_memory_utilization * machine.gpu_bytes) - weights) if machine.gpu_bytes else 0
+    return cpu_kv_cache_bytes(shape, rollout.tp, itemsize, most_sequences(config, rollout.dp), sampling.max_prompt_length + sampling.max_response_length,
+                              config.rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip

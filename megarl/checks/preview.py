@@ -1,0 +1,145 @@
+"""The first rows of the data through tokenizer and chat template, and the tokenizer against the model. All rows are read when the job starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.config.check_paths import DATA_SUFFIXES
+from megarl.config.errors import ConfigError, did_you_mean
+from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+from megarl.config.schema import TrainConfig
+from megarl.data.columns import parse_row
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.quick_tokenizer import load_quickly
+from megarl.data.readers import UnreadableFile, read_rows
+from megarl.data.tokenizer import Tokenizer, check_vocabulary
+from megarl.rewards.routing import ROUTES, route
+
+NUM_ROWS = 64
+_NO_PROMPTS = ("data_source", "ability", "answer", "response", "solution")
+"""Columns of text that are something else."""
+
+
+@dataclass
+class Preview:
+    """What was found of one actor, and what was read, for people."""
+
+    findings: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def preview(config: TrainConfig) -> Preview:
+    """Files that are missing are not mentioned: the rules of the configuration do."""
+    seen = Preview()
+    datasets = _datasets(config, seen.findings)
+    tokenizer = _tokenizer(config, seen)
+    for flag, dataset in datasets.items():
+        seen.findings += _reward_findings(config, dataset, flag)
+        if tokenizer is not None:
+            try:
+                encoder = PromptEncoder(tokenizer, dataset)
+                encoder.check_prompt_lengths(config.sampling.max_prompt_length, flag)
+                lengths = [len(ids) for ids in encoder.prompts(range(len(dataset)))]
+                seen.lines.append(f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to {max(lengths)} tokens")
+            except ValueError as error:
+                seen.findings.append(_with_flag(str(error), flag))
+    return seen
+
+
+def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDataset]:
+    """Flag -> the first rows of its files; left out if something is wrong with them."""
+    needs = "response" if not config.algorithm.needs_rollout else None
+    try:
+        needs = "ground_truth" if needs is None and needs_ground_truth(config) else needs
+    except (OSError, UnicodeDecodeError):
+        pass  # of --judge-template, which a rule reports
+    datasets = {}
+    for flag, names in {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}.items():
+        files = [name for name in names if Path(name).is_file() and Path(name).suffix.lower() in DATA_SUFFIXES]
+        if not files:
+            continue
+        try:
+            datasets[flag] = PromptDataset.load(files, prompt_key=config.data.prompt_key, needs=needs, flag=flag, first=NUM_ROWS)
+        except ValueError as error:
+            findings += _better_column(config, flag, files, needs) or [_with_flag(str(error), flag)]
+    return datasets
+
+
+def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: str | None) -> list[str]:
+    """Where only --prompt-key is wrong: what it should be."""
+    try:
+        row = next((row for _, row in read_rows(files[0]) if isinstance(row, dict)), None)
+    except UnreadableFile:
+        return []
+    if row is None or config.data.prompt_key in row:
+        return []
+    fits = [column for column in row if column not in _NO_PROMPTS and not parse_row({**row, "messages": None, "question": None, column: row[column]}, column, needs)[1]]
+    near = did_you_mean(config.data.prompt_key, fits, prefix="").removeprefix(" Did you mean ").removesuffix("?") or next(iter(fits), None)
+    if near is None:
+        return []
+    return [f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column (there: {', '.join(row)}). Try --prompt-key {near}."]
+
+
+def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
+    flag = "--tokenizer-model" if config.model.tokenizer_model else "--model"
+    path = config.model.tokenizer_model or config.model.model
+    try:
+        shape = ModelShape.load(config.model.model)
+    except ConfigError:
+        shape = None  # reported, and maybe there is no folder at all
+    if not Path(path).exists() or shape is None and not config.model.tokenizer_model:
+        return None
+    try:
+        tokenizer = load_quickly(path, flag)
+        if tokenizer is None:
+            seen.lines.append(f"{flag} ({path}): has no tokenizer.json; only transformers can read it, which happens when the job starts")
+            return None
+        if shape is not None:
+            check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
+            seen.findings += _special_ids(config, shape, tokenizer)
+    except ValueError as error:
+        seen.findings.append(_with_flag(str(error), flag, path))
+        return None
+    return tokenizer
+
+
+def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Iterator[str]:
+    """Engines stop at the model's ids, fine-tuning ends its responses with the tokenizer's."""
+    source, ids = Path(config.model.model) / "config.json", shape.eos_token_ids
+    flag = f"--tokenizer-model ({tokenizer.name})" if config.model.tokenizer_model else f"--model ({config.model.model})"
+    if above := [index for index in ids if index >= shape.vocab_size]:
+        yield f"--model ({config.model.model}): eos_token_id ({above[0]}) is not below vocab_size ({shape.vocab_size}). Correct {source}."
+    elif ids and tokenizer.eos_token_id not in ids and not config.algorithm.needs_rollout:
+        yield (f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's eos_token_id is {' '.join(map(str, ids))}: what is "
+               f"learnt would stop no engine. Add {tokenizer.eos_token_id} to eos_token_id in {source.with_name('generation_config.json')}.")  # fmt: skip
+
+
+def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> Iterator[str]:
+    """Of --reward auto: rows that no rule is known for."""
+    if not config.algorithm.needs_rollout or config.data.reward_function is not None or config.data.reward not in (None, "auto"):
+        return
+    if not uses_rule_reward(config):
+        return
+    for source in dict.fromkeys(row.data_source for row in dataset):
+        if not _is_routed(source):
+            known = ", ".join(pattern for pattern, _ in ROUTES)
+            yield (f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: {known}). Try --reward math, or bring your own "
+                   "with --reward-function path/to/file.py:function.")  # fmt: skip
+
+
+def _is_routed(source: str) -> bool:
+    try:
+        route(source)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_flag(text: str, *flag: str) -> str:
+    """Findings begin with a flag."""
+    return text if text.startswith("--") else f"{flag[0]}{f' ({flag[1]})' if len(flag) > 1 else ''}: {text}"
+

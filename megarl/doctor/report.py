@@ -1,0 +1,95 @@
+"""The command: runs the probes beside each other, gathers what they say, prints it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from megarl.doctor.facts import machine, version_findings, versions
+
+_DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0; 1 if a test failed or a version is not the one that megarl needs."""
+    parser = argparse.ArgumentParser("megarl doctor", description="Show what this installation and machine have, and try the parts.", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    arguments = parser.parse_args(argv)
+    found = versions()
+    report = {"versions": found, "machine": machine(), "findings": version_findings(found), "devices": [], "features": {}, "tests": []}
+    with _probes() as lines:
+        for line in lines:
+            report["tests"] += [line] if "test" in line else []
+            report |= {name: line[name] for name in ("devices", "features") if name in line}
+    report["ok"] = not report["findings"] and all(test["ok"] for test in report["tests"])
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else text(report))
+    return 0 if report["ok"] else 1
+
+
+@contextlib.contextmanager
+def _probes() -> Iterator[Iterator[dict]]:
+    """Two processes, and what they say as it comes. Both are gone afterwards."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONSAFEPATH": "1"}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryFile("w+") as stderr:
+        processes = [subprocess.Popen([sys.executable, "-P", "-m", "megarl.doctor.probe", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      stderr=stderr, text=True, env=env, start_new_session=True) for rank in range(2)]  # fmt: skip
+        try:
+            yield _lines(processes, stderr)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def _lines(processes: list[subprocess.Popen], stderr) -> Iterator[dict]:
+    deadline, begun, running = time.monotonic() + _DEADLINE_S, ["rank 0 starts", "rank 1 starts"], {0, 1}
+    with selectors.DefaultSelector() as selector:
+        for rank, process in enumerate(processes):
+            selector.register(process.stdout, selectors.EVENT_READ, rank)
+        while running and (ready := selector.select(max(0.0, deadline - time.monotonic()))):
+            for key, _ in ready:
+                line = key.fileobj.readline()
+                if not line:
+                    selector.unregister(key.fileobj)
+                    running.discard(key.data)
+                    if code := processes[key.data].wait():
+                        yield {"test": begun[key.data], "ok": False, "text": f"rank {key.data} of the test {_how(code, stderr)}", "seconds": 0.0}
+                        if begun[0] == "rank 0 starts":  # rank 1 waits for its port
+                            return
+                    continue
+                said = json.loads(line)
+                begun[key.data] = said.get("begins", begun[key.data])
+                if "port" in said:
+                    processes[1].stdin.write(f"{said['port']}\n")
+                    processes[1].stdin.flush()
+                yield said
+    for rank in running:
+        yield {"test": begun[rank], "ok": False, "text": f"rank {rank} of the test did not end within {_DEADLINE_S:g} s", "seconds": _DEADLINE_S}
+
+
+def _how(code: int, stderr) -> str:
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    stderr.seek(0)
+    return f"ended with exit code {code}: {(stderr.read().strip().splitlines() or ['it said nothing'])[-1]}"
+
+
+def text(report: dict) -> str:
+    versions = ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items())
+    lines = ["versions", f"  {versions}", "machine", *(f"  {name}: {value}" for name, value in report["machine"].items()),
+             *(f"  {device}" for device in report["devices"] or ["no GPU: everything runs on the CPU"]), "features"]  # fmt: skip
+    lines += [f"  {'on ' if on else 'off'} {name}: {why}" for name, (on, why) in report["features"].items()]
+    lines += ["tests", *(f"  {'ok    ' if t['ok'] else 'FAILED'} {t['test']}: {t['text']} ({t['seconds']} s)" for t in report["tests"])]
+    lines += [f"wrong: {finding}" for finding in report["findings"]]
+    return "\n".join([*lines, "ok" if report["ok"] else "not ok"]) + "\n"

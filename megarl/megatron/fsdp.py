@@ -1,0 +1,99 @@
+"""Megatron-FSDP on a role's mesh: Adam's states, master weights and gradients sharded over the data-parallel ranks.
+
+Megatron-Core 0.16.1 has four faults here, put right by a class of our own:
+
+    mcore_fsdp_adapter.py:159, :370   tensor parallelism comes from the global parallel_state, device meshes from the whole world
+    mcore_fsdp_adapter.py:276         device meshes are CUDA's, and so is the device's name that megatron_fsdp.py:184 makes
+    megatron_fsdp.py:1326             the chunk's forward runs without its hooks: the one that ends a backward pass is among them, and gradients of the
+                                      next micro-batch are then added to buckets that still wait. (Megatron-LM has Float16Module between, in bf16.)
+    megatron_fsdp.py:660, :1174       strategy optim reduces its gradients at the end of the last backward pass, and again when they are finished"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh
+
+from megarl.config.mesh import MeshSpec
+from megarl.megatron.cpu_shim import cpu_megatron
+
+with cpu_megatron():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import FSDPDistributedIndex
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+BUCKET_ELEMENTS = 40_000_000
+"""Of gradients that are reduced together, unless one parameter has more."""
+
+
+class ShardedDataParallel(FullyShardedDataParallel):
+    """A model, as DistributedDataParallel wraps it otherwise. Collective over the mesh.
+
+    The model has two sets of parameters, of the same names: whole ones in passes, and for the optimizer DTensors with this rank's shard
+    of each. Weights stay whole between passes, and both share memory where there are no masters.
+
+    Args:
+        strategy: what is sharded: optim (states and masters), optim_grads (gradients too)."""
+
+    def __init__(self, config: TransformerConfig, model: GPTModel, strategy: str, mesh: MeshSpec, groups: ProcessGroupCollection,
+                 device: torch.device) -> None:  # fmt: skip
+        assert strategy in ("optim", "optim_grads"), f"{strategy}: nobody could read the weights between passes"
+        self._mesh = mesh
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, grad_reduce_in_fp32=True,
+            preserve_fp32_weights=config.bf16, bucket_size=BUCKET_ELEMENTS)
+        with _device_number(device):
+            super().__init__(config, ddp_config, model, device=device, pg_collection=groups)
+        self.no_sync = contextlib.nullcontext if strategy == "optim" else self.no_sync
+
+    @property
+    def whole_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By the model's names."""
+        return self.module.raw_param
+
+    def optimized(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.nn.Parameter]]:
+        """(whole parameter, first element of this rank's shard of it, what the optimizer updates). A shard may be empty."""
+        for _, shard in self.param_and_grad_buffer.optimizer_named_parameters:
+            yield shard.orig_param, shard.megatron_fsdp_slice.start, shard
+
+    def reload_masters(self) -> None:
+        """After a direct write into the weights. (The optimizer's reload_model_params does nothing here, distrib_optimizer.py:2553.)"""
+        self.param_and_grad_buffer.copy_model_weights_to_main_weights()
+
+    def use_whole(self) -> None:
+        """Let the model have its whole parameters, before a pass."""
+        self.module._replace_param_with_raw_if_needed()
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.use_whole()
+        return self.module.module(*args, **kwargs)
+
+    def _init_dist_index(self, groups: ProcessGroupCollection) -> FSDPDistributedIndex:
+        self.tp_group = groups.tp
+        ranks = [list(self._mesh.peers(first, "tp")) for first in self._mesh.peers(dist.get_rank(), "cp", "dp")]
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = DeviceMesh.from_group([groups.dp_cp, groups.tp], kind, mesh=ranks, mesh_dim_names=("dp_cp", "tp"))
+        return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+
+    def _fix_tensor_parallel_attributes(self, module: torch.nn.Module) -> None:
+        """Nothing: the tensor-parallel size is 1."""
+
+
+@contextlib.contextmanager
+def _device_number(device: torch.device) -> Iterator[None]:
+    """On a CPU, for f"cuda:{torch.cuda.current_device()}", with which Megatron-FSDP compares the device to warn if it is another."""
+    if device.type == "cuda":
+        yield
+        return
+    logger = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    with patch.object(torch.cuda, "current_device", lambda: 0), patch.object(logger, "disabled", True):
+        yield

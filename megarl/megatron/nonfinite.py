@@ -1,0 +1,117 @@
+"""What is wrong with an update that is not finite, said by all ranks of the mesh in the same words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import MicroBatch
+
+if TYPE_CHECKING:
+    from megarl.megatron.trained_model import TrainedModel
+
+_NAMED = 3  # samples and weights in a message, at most
+
+
+class NonFiniteStep(FloatingPointError):
+    """A gradient or loss is not finite on some rank. `grad_norm`: on this rank, which may be finite."""
+
+    def __init__(self, grad_norm: float) -> None:
+        super().__init__(f"the gradient norm is {grad_norm}")
+        self.grad_norm = grad_norm
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """Of one rank of the world.
+
+    Args:
+        weights, gradients: names of those that are not finite.
+        losses: value and samples of each micro-batch whose loss is not finite.
+        samples: whether the loss of its micro-batch is not finite, how far its worst token is from what it was before the step (infinite if
+            not finite), sample id, and this for people."""
+
+    rank: int
+    grad_norm: float
+    weights: list[str]
+    gradients: list[str]
+    losses: list[tuple[float, list[int]]]
+    samples: list[tuple[bool, float, int, str]]
+
+
+def explain(model: TrainedModel, grad_norm: float, micro_batches: list[MicroBatch], losses: list[torch.Tensor],
+            values: list[torch.Tensor] | None) -> str:  # fmt: skip
+    """Collective over the mesh.
+
+    Args:
+        losses: of each micro-batch, on the last stage.
+        values: [N] of each micro-batch's response tokens, what the loss is of; None before the last stage."""
+    mine = _Findings(
+        rank=dist.get_rank(), grad_norm=grad_norm,
+        weights=_not_finite(model.parameters.items()),
+        gradients=_not_finite(model.gradients()),
+        losses=[(loss.item(), micro.batch.sample_ids.tolist()) for loss, micro in zip(losses, micro_batches) if not loss.isfinite()],
+        samples=_samples(*model.token_values, micro_batches, losses, values) if values is not None and model.reports else [])
+    group = model.groups.intra_dist_opt
+    ranks: list[_Findings] = [None] * group.size()
+    dist.all_gather_object(ranks, mine, group=group)
+    return _message(model.token_values[0], ranks)
+
+
+def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [name for name, tensor in tensors if not tensor.isfinite().all()]
+
+
+def _samples(kind: str, column: str, micro_batches: list[MicroBatch], losses: list[torch.Tensor],
+             values: list[torch.Tensor]) -> list[tuple[bool, float, int, str]]:  # fmt: skip
+    """Of this rank, as in `_Findings`."""
+    found = []
+    for micro, loss, of_micro in zip(micro_batches, losses, values):  # an interleaved pipeline has losses of empty micro-batches too
+        before, lengths = micro.column(column), micro.batch.response_lengths.tolist()
+        gap = (of_micro - (0.0 if before is None else before)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        rows = zip(micro.batch.sample_ids.tolist(), of_micro.split(lengths), gap.split(lengths), strict=True)
+        for row, (sample, now, gaps) in enumerate(rows):
+            at = int(gaps.argmax())  # of a response, which has a token at least
+            was = "" if before is None else f", {before.split(lengths)[row][at]:.4g} before the step"
+            text = f"sample {sample} ({kind} {now[at]:.4g} at response token {at}{was})"
+            found.append((not loss.isfinite().item(), float(gaps[at]), sample, text))
+    return found
+
+
+def _message(kind: str, ranks: Sequence[_Findings]) -> str:
+    grad_norm = min((rank.grad_norm for rank in ranks), key=math.isfinite)
+    found = []
+    if weights := _of_ranks((rank.rank, rank.weights) for rank in ranks):
+        found.append(f"weights were not finite before it: {weights}")
+    samples = sorted((sample for rank in ranks for sample in rank.samples), reverse=True)
+    if unsound := [sample for _, gap, sample, _ in samples if not math.isfinite(gap)]:
+        found.append(f"{kind}s of {_listed('sample', unsound)} are not finite")
+    of_loss = {tuple(ids): (value, rank.rank) for rank in reversed(ranks) for value, ids in rank.losses}
+    found += [f"the loss of the micro-batch of {_listed('sample', ids)} is {value} (rank {rank})"
+              for ids, (value, rank) in [*of_loss.items()][:_NAMED]]  # fmt: skip
+    if gradients := _of_ranks((rank.rank, rank.gradients) for rank in ranks):
+        found.append(f"gradients are not finite: {gradients}")
+    worst = "; ".join(text for *_, text in samples[:_NAMED])
+    found = found or ["every gradient is finite, the sum of their squares is not"]
+    return f"the gradient norm is {grad_norm:.4g}: {'; '.join(found)}. Worst: {worst}"
+
+
+def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
+    """"a (rank 0, 1), b (rank 1) and 4 more"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, of_rank in names:
+        for name in of_rank:
+            ranks_of.setdefault(name, []).append(rank)
+    first = [f"{name} (rank {', '.join(map(str, ranks))})" for name, ranks in [*ranks_of.items()][:_NAMED]]
+    return ", ".join(first) + (f" and {len(ranks_of) - _NAMED} more" if len(ranks_of) > _NAMED else "")
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    """"sample 4", "samples 4, 7, 9 and 3 more"."""
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_NAMED]))}{more}"

@@ -1,0 +1,55 @@
+"""The optimizer updates of a step, and what becomes of those that are not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from megarl.invariants import NonFiniteUpdate
+from megarl.metrics import mean_over_updates
+from megarl.packing import MiniBatch
+
+if TYPE_CHECKING:
+    from megarl.megatron.trained_model import TrainedModel
+
+logger = logging.getLogger(__name__)
+MAX_SKIPPED_IN_A_ROW = 10
+"""The weights do not change, so more would hardly end otherwise."""
+
+
+class Updates:
+    """Of one role on one rank. Args: on_nonfinite: see --on-nonfinite."""
+
+    def __init__(self, role: str, on_nonfinite: Literal["stop", "skip"]) -> None:
+        self.role, self.skips = role, on_nonfinite == "skip"
+        self.skipped_in_a_row = 0
+
+    def over_epochs(self, model: TrainedModel, mini_batches: Sequence[MiniBatch], num_epochs: int,
+                    update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:  # fmt: skip
+        """Make them by `update`, which raises NonFiniteUpdate as `model` does.
+
+        Returns: the mean over the updates that were made of this rank's share of every metric; of skips, their number.
+        Raises: NonFiniteUpdate, on all ranks: to stop, at once; to skip, for one more than MAX_SKIPPED_IN_A_ROW."""
+        made = []
+        for epoch in range(num_epochs):
+            for number, mini_batch in enumerate(mini_batches):
+                try:
+                    made.append(update(mini_batch))
+                    self.skipped_in_a_row = 0
+                except NonFiniteUpdate as error:
+                    of_epoch = f" in epoch {epoch + 1} of {num_epochs}" if num_epochs > 1 else ""
+                    where = f"{self.role}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}"
+                    self._skip_or_stop(f"{where}: {error}", tells=model.reports_steps)
+        skipped = len(mini_batches) * num_epochs - len(made)
+        return mean_over_updates(made) | ({f"{model.prefix}/updates_skipped": skipped} if self.skips and model.reports_steps else {})
+
+    def _skip_or_stop(self, what: str, tells: bool) -> None:
+        if not self.skips:
+            raise NonFiniteUpdate(f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on without such updates.")
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteUpdate(f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip left out. "
+                                  "No weight was changed by them. Try a lower --lr.")  # fmt: skip
+        if tells:
+            logger.warning("update left out (--on-nonfinite skip): %s", what)

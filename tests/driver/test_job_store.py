@@ -1,0 +1,145 @@
+"""Who can reach a job's store, and what he can do there: real ranks, a real second process. `pytest tests/driver/test_job_store.py`"""
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl import signed_pickle
+from megarl.config.errors import ConfigError
+from megarl.signed_pickle import ForgedMessage, agree, check_secret, dumps, job_secret, loads
+from megarl.workers.mailbox import PART_BYTES, Abort, Command, Mailbox
+from tests.driver.test_torchrun import START_WITHIN_S, Job
+
+ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+class Attack:
+    """Runs a command in whoever unpickles it."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.end()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("where", ["inbox", pytest.param("cmd", marks=pytest.mark.slow)])
+def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_pickles(job, where):
+    """Of the store, of gloo's pairs and of the driver; and the whole job ends when someone writes to a rank or to the driver."""
+    process = job.start([sys.executable, "-P", "-m", "local_job", "attacked", str(job.folder)])
+    job.wait_for("ready")
+    seen = json.loads(job.read("ready"))
+    assert len(seen["listening"]) >= 3 and {host for host, _ in seen["listening"]} == {"127.0.0.1"}, seen
+    mark = job.folder / "was_here"
+    store = dist.TCPStore("127.0.0.1", seen["port"], is_master=False)
+    store = dist.PrefixStore(next(key.split("/world/")[0] for key in store.list_keys() if "/world/" in key), store)
+    attack = pickle.dumps(Attack(mark))
+    assert (pickle.loads(attack), mark.exists()) == (None, True)  # it works where nobody checks
+    mark.unlink()
+    if where == "inbox":
+        store.queue_push("inbox", b"=" + bytes(32) + attack)
+    else:
+        store.set(f"cmd/{seen['next']}", b"=" + bytes(32) + attack)
+    assert process.wait(START_WITHIN_S) == 1
+    assert f"ForgedMessage: {where}" in job.stderr() and "is not signed with the job's secret" in job.stderr(), job.stderr()
+    assert not mark.exists()
+    job.wait_until_gone(10)
+
+
+def test_what_was_changed_swapped_or_cut_is_not_unpickled(tmp_path):
+    mark = tmp_path / "was_here"
+    data = dumps(Attack(mark), "cmd/3")
+    for forged in (data[:-1] + bytes([data[-1] ^ 1]), bytes(32) + data[32:], data[:20], b"", data[32:]):
+        with pytest.raises(ForgedMessage, match="^cmd/3 in the job's store is not signed with the job's secret and was not read"):
+            loads(forged, "cmd/3")
+    with pytest.raises(ForgedMessage):
+        loads(data, "cmd/4")
+    assert not mark.exists()
+    loads(data, "cmd/3")
+    assert mark.exists()
+
+
+def test_messages_above_the_stores_limit_are_signed_as_a_whole():
+    store = dist.HashStore()
+    mailbox, command = Mailbox(store), Command("actor", (0,), "update", 1, os.urandom(3 * PART_BYTES))
+    keys = mailbox.post(0, command)
+    assert len(keys) == 5 and mailbox.next_command(0) == command
+    store.set(keys[2], store.get(keys[3]))
+    with pytest.raises(ForgedMessage):
+        mailbox.next_command(0)
+    mailbox.abort(1, 3)
+    assert mailbox.next_command(1) == Abort(3)
+
+
+@pytest.fixture
+def as_rank(tmp_path, monkeypatch):
+    """A function that makes this process a fresh one, of a rank that was given no secret, and returns its environment."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv(signed_pickle.JOB_SECRET, raising=False)
+
+    def become(rank: int, **env: str) -> dict[str, str]:
+        monkeypatch.setattr(signed_pickle, "_secret", None)
+        return ONE_NODE | {"RANK": str(rank)} | env
+
+    return become
+
+
+def test_ranks_on_one_node_agree_through_a_file_of_this_user(tmp_path, as_rank):
+    """One after the other in this process; with processes: every job of test_torchrun.py."""
+    store, folder, secrets = dist.HashStore(), tmp_path / f"megarl-{os.getuid()}", []
+    folder.mkdir(mode=0o700)
+    (folder / f"secret-{2**22 + 1}-left").touch()  # of a dead job: pids are smaller
+    for rank in range(3):
+        agree(store, as_rank(rank))
+        secrets.append(job_secret())
+        files = [(path.stat().st_mode & 0o777, path.read_text()) for path in folder.iterdir()]
+        assert files == ([(0o600, secrets[0])] if rank < 2 else [])  # the last one that reads it removes it
+    assert len(set(secrets)) == 1 and len(secrets[0]) == 64
+    assert secrets[0].encode() not in store.get("secret/file")
+
+
+def test_a_name_in_the_store_leads_to_no_other_folder(tmp_path, as_rank):
+    store = dist.HashStore()
+    (tmp_path / "known").write_text("k" * 64)
+    store.set("secret/file", str(tmp_path / "known"))
+    with pytest.raises(FileNotFoundError, match=f"megarl-{os.getuid()}/known"):
+        agree(store, as_rank(1))
+
+
+def test_a_folder_that_others_made_or_may_open_is_refused(tmp_path, as_rank):
+    folder = tmp_path / f"megarl-{os.getuid()}"
+    for make in (lambda: folder.mkdir(mode=0o755), lambda: folder.symlink_to(tmp_path)):
+        make()
+        with pytest.raises(ConfigError, match="must be a folder of this user that nobody else may open"):
+            agree(dist.HashStore(), as_rank(0))
+        folder.rmdir() if not folder.is_symlink() else folder.unlink()
+
+
+def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkeypatch):
+    two_nodes = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
+    for env in (as_rank(0, **two_nodes), as_rank(0, TORCHELASTIC_USE_AGENT_STORE="False")):
+        with pytest.raises(ConfigError, match=r"^MEGARL_JOB_SECRET \(variable, not set\): must be set unless.*Try export MEGARL_JOB_SECRET="):
+            check_secret(env)
+    check_secret(as_rank(0, WORLD_SIZE="1"))
+    for secret, accepted in (("guess me", False), ("s" * 32, True)):
+        env = as_rank(0, **two_nodes, MEGARL_JOB_SECRET=secret)
+        monkeypatch.setenv("MEGARL_JOB_SECRET", secret)
+        if accepted:
+            agree(dist.HashStore(), env)
+            assert job_secret() == secret and "MEGARL_JOB_SECRET" not in env
+        else:
+            with pytest.raises(ConfigError, match=r"MEGARL_JOB_SECRET \(variable, 8 characters\): must have at least 32 characters"):
+                check_secret(env)
