@@ -27,7 +27,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   check      Report everything that is wrong with a job, and what memory and disk it needs, without touching a device. With --gpu-memory GB
              as on GPUs of that size, wherever it is run.
   graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
-  doctor     Show what this installation and machine have, and try the parts (about 10 s): `megarl doctor --json` for programs.
+  doctor     Show what this installation and machine have, and try the parts (about 15 s): `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag

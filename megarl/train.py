@@ -69,12 +69,16 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
         end_with_parent(int(driver_pid))
     driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
     quiet_libraries()
-    from megarl.workers.mailbox import connect
-    from megarl.workers.serve import serve
+    from megarl.workers.mailbox import connect, has_own_store
+    from megarl.workers.serve import answer_for_stacks, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
-    join_world(config.placement.call_timeout_s)
-    return serve(lambda: build_roles(config, int(os.environ["WORLD_SIZE"])), rank, connect(), driver)
+    teller = answer_for_stacks(rank) if has_own_store() else None
+    try:
+        join_world(config.placement.call_timeout_s)
+    except Exception as error:  # process boundary
+        fail_to_start(error, rank)
+    return serve(lambda: build_roles(config, int(os.environ["WORLD_SIZE"])), rank, connect(), driver, teller)
 
 
 def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool = True) -> int:

@@ -9,7 +9,7 @@ from megarl.checks.fits import gb
 from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
 from megarl.checks.sizes import canonical_elements, megatron_held
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec
+from megarl.config.mesh import MeshSpec, actor_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import LoRAConfig, TrainConfig
 
@@ -40,17 +40,29 @@ def checkpoints_at_once(config: TrainConfig) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Of one checkpoint of all trained roles: fp32 weights (masters under bf16) and moments; of adapters these, and the frozen weights."""
-    total = 0
+    """Of one checkpoint of all trained roles."""
+    return sum(_of_role(of_actor, *trained) for of_actor in configs_of_actors(config).values() for trained in _trained(of_actor))
+
+
+def copy_bytes(config: TrainConfig, world_size: int) -> int:
+    """Of the copies, on the rank that has most, that are in host memory while a checkpoint is written. A role's ranks share its checkpoint."""
+    copies = dict.fromkeys(range(world_size), 0)
     for of_actor in configs_of_actors(config).values():
+        meshes = actor_meshes(of_actor, world_size)
         for folder, lora, is_critic in _trained(of_actor):
-            shape = ModelShape.load(folder, value_head=is_critic)
-            if lora.lora_rank:
-                adapters = megatron_held(shape, MeshSpec((0,)), "grouped", lora)[0].adapters
-                total += canonical_elements(shape) * (2 if of_actor.model.bf16 else 4) + adapters * (MASTER_BYTES + MOMENT_BYTES)
-            else:
-                total += canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
-    return total
+            ranks = meshes["critic" if is_critic else "actor"].ranks
+            for rank in ranks:
+                copies[rank] += _of_role(of_actor, folder, lora, is_critic) // len(ranks)
+    return max(copies.values())
+
+
+def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool) -> int:
+    """fp32 weights (masters under bf16) and moments; of adapters these, and the frozen weights."""
+    shape = ModelShape.load(folder, value_head=is_critic)
+    if not lora.lora_rank:
+        return canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
+    adapters = megatron_held(shape, MeshSpec((0,)), "grouped", lora)[0].adapters
+    return canonical_elements(shape) * (2 if config.model.bf16 else 4) + adapters * (MASTER_BYTES + MOMENT_BYTES)
 
 
 def export_bytes(config: TrainConfig) -> int:

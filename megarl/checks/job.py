@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checks.disk import disk_findings, disk_line
-from megarl.checks.fits import memory_findings, memory_table
+from megarl.checks.disk import copy_bytes, disk_findings, disk_line
+from megarl.checks.fits import gb, memory_findings, memory_table
 from megarl.checks.machine import Machine, free_bytes, this_machine
 from megarl.checks.memory import estimate
 from megarl.checks.preview import preview
@@ -55,7 +55,7 @@ def examine(config: TrainConfig, world_size: int, new_run: bool = True, ranks_pe
     findings = [*sync_findings(config, world_size), *memory_findings(config, parts, machine, ranks_per_node or world_size, new_run),
                 *disk_findings(config, free)]  # fmt: skip
     lines = [_summary(config, world_size), *dict.fromkeys(line for seen in previews.values() for line in seen.lines),
-             *_sync_lines(config), *([f"--save: {disk_line(config, free)}"] if new_run else []), *memory_table(parts, machine),
+             *_sync_lines(config), *([f"--save: {disk_line(config, free)}"] if new_run else []), *memory_table(parts, machine), *_copy_line(config, world_size),
              *(f"note: {note}" for note in version_notes())]  # fmt: skip
     return Report(tuple(findings), () if findings else tuple(lines))
 
@@ -67,6 +67,11 @@ def _summary(config: TrainConfig, world_size: int) -> str:
     actors = f"{len(config.others) + 1} actors, of the first: " if config.others else ""
     dp = role_meshes(config, world_size)["actor"].dp
     return f"ok: world size {world_size}, {actors}data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and {updates} updates"
+
+
+def _copy_line(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.checkpoint.save_interval:
+        yield f"  while a checkpoint is written, copies in host memory: up to {gb(copy_bytes(config, world_size))} on a rank"
 
 
 def _sync_lines(config: TrainConfig) -> Iterator[str]:

@@ -18,6 +18,8 @@ from megarl.reshard.report import ITEMSIZE
 
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 """Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32 moments."""
+_FSDP_SHARDS = {"no_shard": (), "optim": ("optimizer",), "optim_grads": ("optimizer", "gradients"),
+                "optim_grads_params": ("optimizer", "gradients", "parameters")}  # fmt: skip
 PHASES = ("rollout", "log-probs", "update", "sync")
 
 
@@ -91,19 +93,26 @@ def _megatron_parts(config: TrainConfig, role: str, shape: ModelShape, mesh: Mes
     parallel, bf16 = parallel_of(config, role), config.model.bf16
     away = parallel.offload if machine.has_gpu else ()  # a CPU has nowhere else to put them
     shards, expert_shards = mesh.dp * mesh.cp, mesh.expert_shape["edp"]
+    sharded = () if optimizer is None else _sharded_parts(optimizer)
     for rank, held in megatron_held(shape, mesh, parallel.qkv_layout, lora).items():
-        yield rank, Part(role, "parameters", held.total * (2 if bf16 else 4), "parameters" in away)
+        shard = -(-held.dense // shards) + -(-held.experts // expert_shards) + held.adapters
+        weights = shard if "parameters" in sharded else held.total
+        yield rank, Part(role, "parameters", weights * (2 if bf16 else 4), "parameters" in away)
         if optimizer is None:
             continue
         dense, experts = (held.adapters, 0) if lora is not None and lora.lora_rank else (held.dense, held.experts)
-        if optimizer.use_distributed_optimizer:
-            updated = -(-dense // shards) + -(-experts // expert_shards)
-        else:
-            updated = dense + experts
+        trained, shard = dense + experts, -(-dense // shards) + -(-experts // expert_shards)
         on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
-        yield rank, Part(role, "gradients", (dense + experts) * GRADIENT_BYTES, "gradients" in away)
-        state = updated * (MOMENT_BYTES + MASTER_BYTES * bf16)
+        yield rank, Part(role, "gradients", (shard if "gradients" in sharded else trained) * GRADIENT_BYTES, "gradients" in away)
+        state = (shard if "optimizer" in sharded else trained) * (MOMENT_BYTES + MASTER_BYTES * bf16)
         yield rank, Part(role, "optimizer", int(state * on_device), "optimizer" in away)
+
+
+def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
+    """What data-parallel ranks hold a share of."""
+    if optimizer.use_megatron_fsdp:
+        return _FSDP_SHARDS[optimizer.data_parallel_sharding_strategy]
+    return ("optimizer",) if optimizer.use_distributed_optimizer else ()
 
 
 def _reward_parts(config: TrainConfig, meshes: Mapping[str, MeshSpec], machine: Machine) -> Iterator[tuple[int, Part]]:

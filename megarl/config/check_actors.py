@@ -12,7 +12,6 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.role_names import kind_and_suffix
 
-
 _OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)
 
 

@@ -43,6 +43,7 @@ _FLAGS = {
     "--lr-decay-style {}": "lr-scheduler-type lr-scheduler warmup-style",
     "--clip-grad {}": "max-grad-norm grad-clip max-norm gradient-clipping",
     "--optimizer-cpu-offload": "adam-offload",
+    "--use-megatron-fsdp": "fsdp use-fsdp",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "gradient-checkpointing enable-gradient-checkpointing",
     "--max-prompt-length {}": "prompt-max-len rollout-max-prompt-len",
     "--max-response-length {}": "max-new-tokens max-completion-length generate-max-len rollout-max-response-len max-tokens response-length",
@@ -68,7 +69,7 @@ _REASONS = {
     _METRICS: "report-to use-wandb wandb-project wandb-run-name logging-steps project-name experiment-name use-tensorboard tensorboard-dir",
     "the model is a folder, and no code from it is run": "trust-remote-code",
     "roles share ranks unless --actor-ranks and the like say otherwise": "colocate colocate-all-models colocate-actor-ref",
-    "--use-distributed-optimizer shards Adam's state, which is the default": "zero-stage deepspeed deepspeed-config fsdp fsdp-config",
+    "--use-distributed-optimizer shards Adam's state, which is the default": "zero-stage deepspeed deepspeed-config",
 }
 FLAG_OF = {name: ours for ours, names in _FLAGS.items() for name in names.split()}
 REASON_OF = {name: reason for reason, names in _REASONS.items() for name in names.split()}

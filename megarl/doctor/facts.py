@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 from megarl.config.installed import apex_finding, megatron_finding
 
@@ -52,7 +53,7 @@ def _pins() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Cores, memory, what processes may use."""
-    memory = dict(line.split(":") for line in open("/proc/meminfo"))
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {

@@ -23,16 +23,19 @@ class RemoteError(RuntimeError):
 
 
 class CallTimeout(RuntimeError):
-    """A call took longer than the deadline. `ranks` are those that did not answer; `stacks` is where Python was on each rank that says so."""
+    """A call took longer than the deadline. `ranks` are those that did not answer; `stacks` is where Python was on each rank that says so;
+    None: nobody was asked."""
 
     def __init__(self, role: str, method: str, step: int | None, ranks: list[int], answered: list[int], timeout_s: float,
-                 stacks: Mapping[int, str] = {}):  # fmt: skip
+                 stacks: Mapping[int, str] | None = None):  # fmt: skip
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        silent = [] if stacks is None else [rank for rank in ranks if rank not in stacks]
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
             f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within call_timeout_s ({timeout_s:g} s). "
             "Raise --call-timeout-s if the call is merely slow."
-            + "".join(f"\n[rank {rank}] was here:\n{stack}" for rank, stack in sorted(stacks.items()))
+            + "".join(f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps Python's lock." for rank in silent)
+            + "".join(f"\n[rank {rank}] was here:\n{stack}" for rank, stack in sorted((stacks or {}).items()))
         )
         self.role, self.method, self.step, self.ranks = role, method, step, ranks
 

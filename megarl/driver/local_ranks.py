@@ -77,6 +77,11 @@ class RankDied(RuntimeError):
         else:
             super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
 
+    def at(self, where: str) -> RankDied:
+        """Say also where the job was."""
+        self.args = (f"{self} The job was {where}.",)
+        return self
+
 
 class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
@@ -106,7 +111,7 @@ class LocalRanks:
 
         self.start_ranks()
         executor = StoreExecutor(dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect())
-        self.tell_deaths(executor.fail)
+        self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
 
     def start_ranks(self) -> None:

@@ -30,6 +30,7 @@ def _keep_rows(path: Path, last: int) -> None:
 
 def _step_of(line: bytes) -> float:
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
+    return step if isinstance(step, int) else float("inf")

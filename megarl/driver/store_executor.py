@@ -19,6 +19,7 @@ from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Resul
 from megarl.workers.process import has_died
 from megarl.workers.stopping import ALL_ASKED, LEAVE, PING, PROCESS
 
+_TICK_S = 1.0  # between two looks at the clock
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
 _STACKS_S = 3.0  # that ranks may take to say where they hang
 _SOON_S, _PING_S = 0.5, 5.0  # ... or that they live
@@ -28,7 +29,7 @@ class _Future:
     """A call in flight. The executor's reader thread fills it in."""
 
     def __init__(self, executor: StoreExecutor, index: int, command: Command):
-        self.index, self.command, self.issued = index, command, time.monotonic()
+        self.index, self.command, self.issued = index, command, executor._now()
         self.values: dict[int, object] = {}
         self.seconds = self.ended = 0.0
         self._executor = executor
@@ -74,7 +75,7 @@ class StoreExecutor:
         """Asked then: whether the job is being ended, for a reason that is not what the rank raised."""
         self.on_terminated: Callable[[], None] = lambda: None
         """Called, on another thread, when a rank has got SIGTERM."""
-        self._timeout_s = call_timeout_s
+        self._timeout_s, self._stopped_s = call_timeout_s, 0.0
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
         self._changed = threading.Condition()
         self._futures: dict[int, _Future] = {}  # calls in flight, by index
@@ -108,7 +109,7 @@ class StoreExecutor:
         with self._changed:
             while self.failure is None and all(future.index in self._futures for future in futures):
                 self.stop.check()
-                self._changed.wait(self._seconds_left())
+                self._wait_for_change(self._seconds_left())
             if self.failure is not None:
                 raise self.failure
             return [future for future in futures if future.index not in self._futures]
@@ -153,7 +154,7 @@ class StoreExecutor:
 
     def leave_calls(self) -> None:
         """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value of them is of use any more."""
-        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S):
+        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S, str(self._next)):
             self._outbox.set(ALL_ASKED, "asked")
         while futures := list(self._futures.values()):
             self.wait_any(futures)
@@ -193,9 +194,19 @@ class StoreExecutor:
                 raise self.failure
             return future.index not in self._futures
 
+    def _now(self) -> float:
+        """Seconds on a clock that stands while this process is stopped (Ctrl-Z): what the ranks answered meanwhile was not late."""
+        return time.monotonic() - self._stopped_s
+
+    def _wait_for_change(self, seconds: float) -> None:
+        start, tick = time.monotonic(), min(seconds, _TICK_S)
+        self._changed.wait(tick)
+        if (lost := time.monotonic() - start - tick) > _TICK_S:
+            self._stopped_s += lost
+
     def _seconds_left(self) -> float:
         """Until the next deadline. Past one: set the failure. A rank's clock starts when its oldest call could start there."""
-        now = time.monotonic()
+        now = self._now()
         waited = {rank: now - max(self._futures[queue[0]].issued, self._free_since[rank]) for rank, queue in self._queues.items() if queue}
         slowest = max(waited, key=waited.__getitem__)
         if waited[slowest] >= self._timeout_s:
@@ -238,7 +249,7 @@ class StoreExecutor:
                 text = f"its result cannot be read by the driver: {error!r}"
                 return self.fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
             self._queues[result.rank].popleft()
-            self._free_since[result.rank] = time.monotonic()
+            self._free_since[result.rank] = self._now()
             self._answered[result.rank] = result.index
             future.seconds, future.ended = max(future.seconds, result.seconds), max(future.ended, result.ended)
             if not future.missing():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megarl.reshard.transports.shared_memory import process_start
+from megarl.rollout.engine_errors import ERRORS
 
 SHM_PREFIX = "megarl-"
 _SHM_FOLDER = Path("/dev/shm")
@@ -50,10 +51,11 @@ ENGINE_OF = "MEGARL_ENGINE_OF"
 
 
 @contextlib.contextmanager
-def engine_environment(visible_devices: str | None) -> Iterator[None]:
+def engine_environment(visible_devices: str | None, errors: str | None = None) -> Iterator[None]:
     """What processes inherit that vLLM starts meanwhile: not the variables that would make them ranks of the job.
 
-    visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves it."""
+    visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves it. errors: path of its EngineErrors; None: it
+    prints them."""
     before = dict(os.environ)
     pid = os.getpid()
     try:
@@ -61,7 +63,7 @@ def engine_environment(visible_devices: str | None) -> Iterator[None]:
             if name.startswith(_OF_TORCHRUN):
                 del os.environ[name]
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-                       ENGINE_OF: f"{pid}/{process_start(pid)}"}  # fmt: skip
+                       ENGINE_OF: f"{pid}/{process_start(pid)}"} | ({} if errors is None else {ERRORS: errors})  # fmt: skip
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         yield

@@ -28,6 +28,7 @@ from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sync import Pull, publish_atlases, sync_plan
 from megarl.reshard.vllm_atlas import TABLES
 from megarl.rollout.engine import Engine, Response, engine_arguments
+from megarl.rollout.engine_errors import EngineErrors
 from megarl.rollout.environment import (
     engine_environment,
     prepare_environment,
@@ -65,11 +66,15 @@ class OutOfProcessEngine(Engine):
         sweep_shared_memory()
         executor = "mp" if self._tp > 1 else UNIPROC
         arguments = engine_arguments(config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor)
-        with engine_environment(visible_devices(self._tp)), undisturbed():
+        self._errors = EngineErrors()
+        with engine_environment(visible_devices(self._tp), self._errors.path), undisturbed():
             from vllm import LLM
 
             register()
-            self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+            try:
+                self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+            except Exception as error:  # whose cause is in the engine
+                raise self._errors.explained(error, self.rank) from None
         LeavableEngine(self.llm.llm_engine)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self._plan: ReshardPlan | None = None
@@ -87,14 +92,14 @@ class OutOfProcessEngine(Engine):
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:
-        """As RolloutEngine.generate. Raises also: EngineDied."""
+        """As RolloutEngine.generate. Raises also: EngineFailed, EngineDied."""
         try:
             if not self._has_died():
                 return super().generate(*args, **kwargs)
-        except Exception:  # vLLM's own word for a dead engine says nothing
-            if not self._has_died():
-                raise
-        raise self._processes.death
+            failure = self._processes.death
+        except Exception as error:  # vLLM's own word for a dead engine says nothing
+            failure = self._processes.death if self._has_died() else error
+        raise self._errors.explained(failure, self.rank)
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
         """The engine process starts on the first request that it gets, so which requests share a batch, and with it the last bits of
@@ -153,11 +158,11 @@ class OutOfProcessEngine(Engine):
         thread.start()
         thread.join(timeout_s + _ANSWER_S)
         if self._has_died():
-            raise self._processes.death
+            raise self._errors.explained(self._processes.death, self.rank)
         if thread.is_alive():
             raise TimeoutError(f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s")
         if "error" in answer:
-            raise answer["error"]
+            raise self._errors.explained(answer["error"], self.rank)
         return answer["value"]
 
     def _has_died(self) -> bool:

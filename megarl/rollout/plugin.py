@@ -20,9 +20,11 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from megarl.rollout.engine_errors import tell_owner
     from megarl.rollout.environment import end_with_owner
 
     end_with_owner()
+    tell_owner()
     with contextlib.suppress(ValueError):  # vLLM's word for: registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine")
     if current_platform.is_cpu():

@@ -15,6 +15,7 @@ from megarl.checkpoint.manifest import MANIFEST
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.checkpoint.tensor_file import file_digest
+from megarl.workers.process import WRITES_CHECKPOINT
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -34,20 +35,21 @@ class CheckpointWriter:
         self._digest: str | None = None
         self._error: BaseException | None = None
 
-    def begin(self, folder: Path, model: TrainedModel, atlas: Atlas) -> None:
+    def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
         """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective, after
-        `written` has said that the one before is. When this returns the model may change."""
+        `written` has said that the one before is. When this returns the model may change. state: what else to remember, for JSON; the first
+        rank's counts."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)
         if self._plan is None:  # layouts last as long as the job
             self._plan = SavePlan.of(rectangles, self._group)
-        state = model_state(model, self._group) | {"job": {}}
+        state = model_state(model, self._group) | {"job": state}
         copies = [replace(r, values=_host_copy(r.values)) for r in self._plan.chosen(rectangles)]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._digest = self._error = None
-        self._thread = threading.Thread(target=self._write, args=(folder, copies, state), name="write_checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(folder, copies, state), name=WRITES_CHECKPOINT, daemon=True)
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:

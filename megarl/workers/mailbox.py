@@ -95,6 +95,11 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
     return dist.PrefixStore(store_prefix() if prefix is None else prefix, client)
 
 
+def has_own_store() -> bool:
+    """Whether the job has a store before its ranks have joined: torchrun's, or that of a driver which has started them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def world_store(timeout_s: float) -> dist.Store | None:
     """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its own is right. Before that, where
     all ranks are on one node, gloo and NCCL are told to stay on its loopback interface.
@@ -103,7 +108,7 @@ def world_store(timeout_s: float) -> dist.Store | None:
     (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it), so after an elastic restart gloo would find
     the addresses of dead processes and time out.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not has_own_store():
         signed_pickle.check_secret()
         return dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None  # torch's would listen on all interfaces, for nobody
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -161,9 +166,9 @@ class Mailbox:
         self._store.set("abort", "1")
         self._store.set(f"cmd/{index}", _WHOLE + signed_pickle.dumps(Abort(exit_code), f"cmd/{index}"))
 
-    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float) -> list[int]:
+    def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
         """Set one of the keys of stopping.py. Returns the ranks that have not answered in time."""
-        self._store.set(key, "asked")
+        self._store.set(key, value)
         deadline, missing = time.monotonic() + wait_s, list(ranks)
         while (missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -132,7 +132,7 @@ class MegatronRole:
     @needs("parameters", "optimizer")
     def begin_checkpoint(self, folder: str) -> None:
         """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says when it has. Collective."""
-        self.writer.begin(Path(folder), self.model, self.atlases[self.rank])
+        self.writer.begin(Path(folder), self.model, self.atlases[self.rank], {"skipped_in_a_row": self.updates.skipped_in_a_row})
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
         """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises: CheckpointError if a rank failed."""
@@ -158,7 +158,9 @@ class MegatronRole:
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as it was."""
         from megarl.megatron.training_state import load_checkpoint
 
-        return load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
+        state = load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
+        self.updates.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        return state
 
 
 def peak_memory_bytes() -> int:

@@ -12,6 +12,8 @@ import time
 import warnings
 from collections.abc import Mapping
 
+WRITES_CHECKPOINT = "write_checkpoint"
+"""Name of the thread that does."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 

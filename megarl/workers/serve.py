@@ -27,19 +27,18 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megarl.leaving import LEAVING, Left
 from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
-from megarl.workers.process import end_on_signals, end_with_parent
+from megarl.workers.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
 from megarl.workers.stopping import StopListener
 
 logger = logging.getLogger(__name__)
 _ABORT_WAIT_S = 5.0
 _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the reason
-_has_left: list[int] = []  # calls that this rank has left
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
-def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen | None = None) -> int:
+def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen | None = None,
+          teller: threading.Thread | None = None) -> int:  # fmt: skip
     """Serve the driver until it shuts the job down.
 
     Args:
@@ -48,6 +47,7 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
         rank: of this process in the world.
         store: a connection of its own, see `mailbox.connect`.
         driver: on rank 0, the process from `start_driver`.
+        teller: from `answer_for_stacks`, if that was called before.
     Returns: exit code of this worker: the driver's on rank 0, else 0. Does not return when the job fails.
     """
     end_on_signals()
@@ -55,10 +55,9 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
         end_with_parent(os.getppid(), signal.SIGKILL)  # a SIGTERM asks for more
     listener = StopListener(rank)
     mailbox = Mailbox(store)
-    teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
-    teller.start()
+    teller = teller or answer_for_stacks(rank)
     try:
-        _serve(roles, rank, mailbox)
+        _serve(roles, rank, mailbox, listener)
     except dist.DistNetworkError as error:
         logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
         _exit(1)
@@ -67,19 +66,42 @@ def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen |
     return driver.wait() if driver is not None else 0
 
 
+def answer_for_stacks(rank: int) -> threading.Thread:
+    """From now on tell the driver where the main thread is when it asks, once. Needs the job's store."""
+    teller = threading.Thread(target=_tell_stack_when_asked, args=(rank,), name="tell_stack", daemon=True)
+    teller.start()
+    return teller
+
+
+def fail_to_start(error: BaseException, rank: int) -> NoReturn:
+    """Tell the driver of an error before `serve`; where its store cannot be reached, say it here. Ends the process."""
+    failure = Failure.of(error, "worker", "start-up", None)
+    try:
+        mailbox = Mailbox(connect(timeout_s=_ABORT_WAIT_S))
+    except dist.DistError:
+        sys.stderr.write(f"[worker rank {rank}] start-up failed: {failure.error}\n{failure.traceback}\n")
+        _exit(1)
+    _fail(failure, STARTUP, rank, mailbox)
+
+
 def _tell_stack_when_asked(rank: int) -> None:
     with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
-        Mailbox(connect()).tell_stack_when_asked(rank, _main_stack)
+        Mailbox(connect()).tell_stack_when_asked(rank, _stacks)
 
 
-def _main_stack() -> str:
-    """Of the main thread, below the worker loop. Needs the GIL, which every wait in torch or gloo gives up."""
+def _stacks() -> str:
+    """Of the main thread, below the worker loop, and of the one that writes a checkpoint. Needs the GIL, which every wait in torch or gloo
+    gives up."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     inside = next((i for i, frame in enumerate(frames) if frame.name == "_run" and frame.filename == __file__), -1)
-    return "".join(traceback.format_list(frames[inside + 1 :])).rstrip()
+    told = "".join(traceback.format_list(frames[inside + 1 :])).rstrip()
+    for thread in threading.enumerate():
+        if thread.name == WRITES_CHECKPOINT and (frame := sys._current_frames().get(thread.ident)) is not None:
+            told += f"\nin its thread {thread.name}:\n" + "".join(traceback.format_stack(frame)).rstrip()
+    return told
 
 
-def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:
+def _serve(roles: Roles, rank: int, mailbox: Mailbox, listener: StopListener) -> None:
     hosted = roles if isinstance(roles, dict) else _build(roles, rank, mailbox)
     index = 0
     while isinstance(command := mailbox.next_command(index), Command):
@@ -87,7 +109,7 @@ def _serve(roles: Roles, rank: int, mailbox: Mailbox) -> None:
             if command.method == SHUTDOWN and not command.role:
                 mailbox.report(Result(index, rank, pickle.dumps(None)))
                 return
-            mailbox.report(_run(command, index, rank, hosted, mailbox))
+            mailbox.report(_run(command, index, rank, hosted, mailbox, listener))
         index += 1
     _exit(command.exit_code)
 
@@ -99,7 +121,7 @@ def _build(build_roles: Callable[[], dict[str, object]], rank: int, mailbox: Mai
         _fail(Failure.of(error, "worker", "start-up", None), STARTUP, rank, mailbox)
 
 
-def _run(command: Command, index: int, rank: int, roles: dict[str, object], mailbox: Mailbox) -> Result:
+def _run(command: Command, index: int, rank: int, roles: dict[str, object], mailbox: Mailbox, listener: StopListener) -> Result:
     start = time.perf_counter()
     try:
         if command.role not in roles:
@@ -108,8 +130,7 @@ def _run(command: Command, index: int, rank: int, roles: dict[str, object], mail
         value = pickle.dumps(getattr(roles[command.role], command.method)(*args, **kwargs))
         return Result(index, rank, value, time.perf_counter() - start, time.time())
     except BaseException as error:  # process boundary
-        if LEAVING.is_asked and (isinstance(error, Left) or _has_left):
-            _has_left.append(index)  # nobody reads the values of this step any more; what follows in it may miss them
+        if listener.is_left(index, error):
             return Result(index, rank, pickle.dumps(None), time.perf_counter() - start, time.time())
         _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
 

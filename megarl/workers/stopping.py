@@ -4,7 +4,8 @@
                      death of another rank: then that one does not answer, and the driver gives up
     stop/process     of each rank, to see on one machine at once whether it lives
     stop/ping        answered by every rank that lives
-    stop/leave       generation and rewards are to be left, see `megarl.leaving`
+    stop/leave       index of the first command that is not of the step that is dropped. Of it generation and rewards are to be left, see
+                     `megarl.leaving`
     stop/all_asked   every rank knows that
 
 The driver sets the last three in this order, or all of them to "end" when nobody will ask any more."""
@@ -21,7 +22,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megarl.leaving import LEAVING
+from megarl.leaving import LEAVING, Left
 from megarl.workers.mailbox import TERMINATED, Mailbox, Result, connect
 from megarl.workers.process import process_name
 
@@ -34,13 +35,25 @@ class StopListener:
     """Answers the driver on a thread of its own; `close` after the driver has set END."""
 
     def __init__(self, rank: int):
-        self._rank, self._pinged = rank, threading.Event()
+        self._rank, self._pinged, self._asked = rank, threading.Event(), threading.Event()
+        self._is_terminated, self._has_left, self._first_to_stay = False, False, 0
         self._thread = threading.Thread(target=self._listen, name="listen_for_stop", daemon=True)
         self._thread.start()
         _on_sigterm(self._terminated)
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
+
+    def is_left(self, index: int, error: BaseException) -> bool:
+        """Whether nobody will read the value of this command, which has raised: the job is being stopped, and its step is dropped.
+
+        After a call that was left those behind it may miss what it has not made. And what this rank has started (an engine, processes of
+        rewards) may have got the same SIGTERM."""
+        if self._is_terminated and not isinstance(error, Left):
+            self._asked.wait(_HEARD_S)
+        left = index < self._first_to_stay and (isinstance(error, Left) or self._has_left or self._is_terminated)
+        self._has_left = self._has_left or left
+        return left
 
     def _listen(self) -> None:
         with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
@@ -50,14 +63,17 @@ class StopListener:
                 return
             self._pinged.set()
             store.set(f"{PING}/{self._rank}", "1")
-            if store.get(LEAVE) == END:
+            if (first_to_stay := store.get(LEAVE)) == END:
                 return
+            self._first_to_stay = int(first_to_stay)
             LEAVING.board, LEAVING.is_asked = connect(), True
+            self._asked.set()
             store.set(f"{LEAVE}/{self._rank}", "1")
             LEAVING.are_all_asked = store.get(ALL_ASKED) == ASKED
 
     def _terminated(self) -> None:
         """On a thread. Ends this process when the driver has, or does not know of it."""
+        self._is_terminated = True
         try:
             mailbox = Mailbox(connect(timeout_s=_HEARD_S))
             mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))

@@ -30,6 +30,10 @@ _WRITE_TIMEOUT = timedelta(days=1)
 """A rank may write for long while others wait in their threads; one that ends is noticed at once."""
 
 
+_DRIVER_FIRST_S = 60.0
+"""So much longer than a call may take does a rank wait for its peers: the driver, which may have started later, knows who hangs, and where."""
+
+
 def join_world(timeout_s: float) -> None:
     """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there is a GPU.
 
@@ -39,6 +43,7 @@ def join_world(timeout_s: float) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # before vLLM replaces this function by a no-op
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout_s += _DRIVER_FIRST_S
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s),
                             store=world_store(timeout_s), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
 

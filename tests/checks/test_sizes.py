@@ -80,6 +80,8 @@ def test_bytes_of_a_parameter(job, tmp_path):  # noqa: F811
     parts = parts_of(estimate(load(job, "--bf16 --no-use-distributed-optimizer --kl-mode loss --kl-coef 0.1"), 2, CPU))
     assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [2 * n, 4 * n, 12 * n]
     assert parts["reference", "parameters"] == 2 * n
+    parts = parts_of(estimate(load(job, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"), 2, CPU))
+    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [4 * n, 4 * (n // 2), 8 * (n // 2)]
     parts = parts_of(estimate(load(job, "--rollout-ranks 1 --rollout-dtype bfloat16"), 2, CPU), rank=1)
     assert parts["rollout", "engine"] == 2 * 2 * engine_held(ModelShape.load(tmp_path / "model"), 1)  # a second buffer
 

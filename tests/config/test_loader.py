@@ -160,7 +160,8 @@ def random_value(rng, kind):
 
 def random_config(rng, num_actors=1):
     """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
-    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv"), "num_actors": num_actors}
+    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv"), "num_actors": num_actors,
+             "nproc_per_node": rng.randint(1, 1024)}  # fmt: skip
     nodes = {
         name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
         for name, cls in SECTIONS.items()

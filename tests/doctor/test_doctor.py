@@ -34,6 +34,14 @@ def test_a_part_that_kills_its_process_is_named_and_the_others_are_still_tried(t
     assert done.stderr == ""
 
 
+def test_a_torch_that_does_not_import_is_told(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libc10.so: cannot open shared object file')\n")
+    done = doctor(PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and done.stdout.endswith("\nnot ok\n"), done.stdout + done.stderr
+    assert ("  FAILED rank 0 starts: rank 0 of the test ended with exit code 1: ImportError: libc10.so: cannot open shared object file (0.0 s)\n"
+            in done.stdout)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_whole_machine_fits_on_one_screen():

@@ -271,8 +271,9 @@ class InOrder:
 
     def run(self, *calls: tuple) -> None:
         executor = self.executor
-        pids = executor.call("actor", "setup").result()
-        (self.folder / "pids").write_text(" ".join(map(str, pids)))
+        if executor.step is None:
+            pids = executor.call("actor", "setup").result()
+            (self.folder / "pids").write_text(" ".join(map(str, pids)))
         executor.step, executor.stop.is_armed = 3, True
         with limited_stop(self.grace_s, lambda: "nothing is saved"):
             try:
@@ -291,13 +292,17 @@ def stops(executor, folder: Path) -> None:
     InOrder(executor, folder).run(("left", "generate", 60.0), ("right", "sleep", 2.0))
 
 
+def stops_with_children(executor, folder: Path) -> None:
+    InOrder(executor, folder).run(("left", "generate", 60.0), ("right", "use_child", 60.0))
+
+
 def stops_after_update(executor, folder: Path) -> None:
     """The step is finished: nothing is raised before the next one."""
     order = InOrder(executor, folder)
     order.run(("actor", "update", -1), ("right", "sleep", 3.0), ("left", "note", 1))
     (folder / "finished").touch()
     executor.stop.step_is_whole()
-    order.run()
+    order.run(("left", "note", 2))
 
 
 def stops_too_slowly(executor, folder: Path) -> None:

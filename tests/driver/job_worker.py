@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,11 @@ class Role:
         for _ in range(int(seconds / 0.02)):
             LEAVING.check()
             time.sleep(0.02)
+
+    def use_child(self, seconds: float):
+        """As an engine in a process of its own, which SIGTERM ends."""
+        if subprocess.run(["sleep", str(seconds)], check=False).returncode != 0:
+            raise RuntimeError("the engine has died")
 
     def double(self, data: bytes):
         return data + data

@@ -91,8 +91,8 @@ def test_a_ranks_death_is_told_and_not_what_it_does_to_its_peers(job):
     launcher = job.start([*DRIVER, "dies", str(job.folder)])
     assert launcher.wait(START_WITHIN_S) == 1
     job.wait_until_gone(END_WITHIN_S)
-    killed = "[rank 1: actor, right] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).\n"
-    assert job.stderr() == killed
+    killed = "[rank 1: actor, right] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg). "
+    assert job.stderr() == killed + "The job was at step 2, waiting for actor.die on rank 0, 1.\n"
 
 
 @pytest.mark.timeout(120)

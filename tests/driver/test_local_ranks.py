@@ -33,8 +33,10 @@ def test_one_job_after_another_in_one_process(job):
     assert text.startswith("[actor rank 1] update failed at step 7: ValueError: learning rate (-1) must be positive\nTraceback")
     assert seen["raises"]["told"] == ["KeyError", '"the loop\'s own mistake"']
     assert seen["rank_killed"]["told"] == [
-        "RuntimeError", "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."]  # fmt: skip
-    assert seen["cannot_start"]["told"] == ["RuntimeError", "[rank 1] ended with exit code 3; stderr may say why."]
+        "RankDied", "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg). "
+        "The job was at step 7, waiting for actor.die on rank 0, 1."]  # fmt: skip
+    kind, text = seen["cannot_start"]["told"]
+    assert kind == "RankDied" and text.startswith("[rank 1: actor] ended with exit code 3; stderr may say why. The job was ")
     assert all(job["left"] == [] and job["end_s"] < END_WITHIN_S for job in seen.values()), seen
     assert job.stderr() == ""
     job.wait_until_gone(5)

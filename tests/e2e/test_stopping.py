@@ -122,15 +122,22 @@ class KilledJob:
                                        env=dict([*os.environ.items(), mark.split("=")], PYTHONSAFEPATH="1"))  # fmt: skip
         try:
             wait_until(lambda: f"step={after_step}/" in (folder / "out").read_text() or process.poll() is not None, 200)
-            for pid in processes(mark):
-                if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and os.getsid(pid) == pid:
-                    os.kill(pid, signal.SIGKILL)
+            (rank_1,) = [pid for pid in processes(mark) if is_rank(pid, 1)]
+            os.kill(rank_1, signal.SIGKILL)
             self.returncode = process.wait(300)
             wait_until(lambda: not processes(mark), 10)
         finally:
             for pid in processes(mark):
                 os.kill(pid, signal.SIGKILL)
         self.run, self.output = folder / "run", (folder / "out").read_text()
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    """Not so for the processes that it has started."""
+    try:
+        return f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and os.getsid(pid) == pid
+    except OSError:  # it has ended meanwhile
+        return False
 
 
 @pytest.mark.timeout(600)

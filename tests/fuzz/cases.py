@@ -1,7 +1,7 @@
 """What the tests of this folder share: how many cases are drawn, how long one may take, and which errors are clear ones.
 
-    pytest tests/fuzz              200 cases each, the same every time
-    pytest tests/fuzz -m slow -rP  5,000 others each, drawn anew; -rP prints how many there were. A failure prints how to repeat it."""
+    pytest tests/fuzz              up to 100 cases each, the same every time
+    pytest tests/fuzz -m slow -rP  most of them 5,000 others each, drawn anew; -rP prints how many there were. A failure prints how to repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-QUICK, FULL = 200, 5000
+QUICK, FULL = 100, 5000
 CASE_S = 10.0
 """Of the processor, that one case may take: hundreds of times what it takes, so no other load reaches it, and no hang stays below it."""
 

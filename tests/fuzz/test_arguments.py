@@ -43,7 +43,7 @@ pieces = st.one_of(flags, words, st.sampled_from(["@a", "@b.args", "@sub/../b.ar
 texts = st.one_of(st.lists(pieces, max_size=12).map(" ".join).map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=200))
 
 
-@fuzz(st.lists(pieces, max_size=8), texts, texts)
+@fuzz(st.lists(pieces, max_size=8), texts, texts, quick=60)
 def test_anything_as_flags_and_files(folder: Path, argv: list[str], a: bytes, b: bytes) -> None:
     (folder / "a").write_bytes(a)
     (folder / "b.args").write_bytes(b)
@@ -120,7 +120,7 @@ def job(folder: Path, algorithm: str, argv: list[str]) -> TrainConfig:
     return load_config([*given, "--train-iters", "1", *argv], REGISTRY)
 
 
-@fuzz(jobs())
+@fuzz(jobs(), quick=60)
 def test_what_is_written_reads_the_same(folder: Path, drawn: tuple[str, list[str]]) -> None:
     """By the text of the tree, in which NaN equals NaN."""
     with may_refuse(ConfigError):
@@ -132,7 +132,7 @@ def test_what_is_written_reads_the_same(folder: Path, drawn: tuple[str, list[str
         assert write_args(again) == text
 
 
-@fuzz(jobs(), st.integers(1, 8))
+@fuzz(jobs(), st.integers(1, 8), quick=60)
 def test_every_configuration_is_checked(folder: Path, drawn: tuple[str, list[str]], world_size: int) -> None:
     """What passes has a mesh for every role."""
     with may_refuse(ConfigError):

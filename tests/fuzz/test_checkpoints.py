@@ -23,9 +23,11 @@ from megarl.checkpoint.save import save
 from megarl.checkpoint.sources import open_weights
 from megarl.checkpoint.tensor_file import TensorFile, TensorFileError
 from megarl.checkpoint.torch_dist import megatron_folder, read_metadata
+from megarl.config.checkpoint_folders import JobFileError, file_digest, read_job, write_job
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.data.sums_model import write_model_folder
+from megarl.driver.run_history import cut_after
 from megarl.reshard.atlas import hf_sizes
 from tests.fuzz.cases import fuzz, may_refuse
 
@@ -144,6 +146,50 @@ def test_files_of_tensors(folder: Path, drawn: list | bytes, first: int, last: i
             assert file.read(key, first, last).shape[0] == last - first >= 0
 
 
+JOB_BODY = {"step": 7, "weight_version": 7, "roles": {}, "models": {"actor": {"layers": 2}}, "actors": {"": {"cursor": {"pass": 0}}}, "random_states": [{"torch": "AA=="}],
+            "metrics": {"reward/mean": 0.5}, "arguments": "--lr 1"}  # fmt: skip
+
+
+@fuzz(edits, damages, st.booleans())
+def test_files_of_jobs(folder: Path, drawn: list, damage: list, lies: bool) -> None:
+    """Damaged ones, and ones that somebody wrote so, of whose digest nothing is to be seen."""
+    root = saved(folder) / "job"
+    root.mkdir()
+    shutil.copytree(folder / "sound", root / "actor")
+    body = JOB_BODY | {"roles": {"actor": file_digest(root / "actor" / MANIFEST)}}
+    if lies:
+        for at, new, how in drawn:
+            body = edited(body, at, new, how)
+    if not isinstance(body, dict):
+        return
+    try:
+        write_job(root, body)
+    except ValueError:  # NaN, which megarl writes nowhere
+        return
+    if not lies:
+        (root / "job.json").write_bytes(damaged((root / "job.json").read_bytes(), damage))
+    with may_refuse(JobFileError, naming=str(root)):
+        assert read_job(root) == json.loads(json.dumps(body)) or lies
+
+
+rows = st.dictionaries(st.sampled_from(["step", "reward/mean"]), json_values, max_size=2).map(json.dumps) | st.integers(0, 9).map('{{"step": {}}}'.format)
+ends = st.sampled_from(["\n", "\n", "\n", "", "\r\n"])
+
+
+@fuzz(st.lists(st.tuples(rows | st.text(max_size=6) | st.just("[" * 100_000), ends), max_size=5), st.integers(0, 9))
+def test_rows_of_a_run_that_goes_on(folder: Path, drawn: list[tuple[str, str]], last: int) -> None:
+    """Rows of earlier steps stay, byte for byte, and no other."""
+    (folder / "rollouts").mkdir(exist_ok=True)
+    path = folder / "metrics.jsonl"
+    path.write_bytes("".join(row + end for row, end in drawn).encode(errors="replace"))
+    before = path.read_bytes().splitlines(keepends=True)
+    cut_after(folder, last)
+    kept = path.read_bytes().splitlines(keepends=True)
+    assert all(isinstance(json.loads(line)["step"], int) and json.loads(line)["step"] <= last for line in kept)
+    assert [line for line in before if line in kept] == kept
+    assert last == 0 or all(line in kept for line in before if line in [b'{"step": %d}\n' % step for step in range(last + 1)])
+
+
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
     """A damaged pickle may ask for tens of gigabytes, and this machine has other work."""
@@ -186,7 +232,7 @@ def model(folder: Path) -> Path:
     return shutil.copytree(folder / "model", folder / "changed", ignore=shutil.ignore_patterns("tokenizer*"))
 
 
-@fuzz(st.sampled_from(["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]), edits, damages, st.booleans())
+@fuzz(st.sampled_from(["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]), edits, damages, st.booleans(), quick=30)
 def test_model_folders(folder: Path, name: str, drawn: list, damage: list, is_text: bool) -> None:
     changed = model(folder)
     path, index = changed / name, {"metadata": {}, "weight_map": dict.fromkeys(TensorFile(changed / "model.safetensors").keys(), "model.safetensors")}

@@ -89,7 +89,10 @@ def test_events_of_tensorboard(folder: Path, step: int, metrics: dict[str, float
     assert event.step == step and len(event.summary.value) == len(metrics)
 
 
-@fuzz(st.lists(st.dictionaries(metric_names, numbers, max_size=4), max_size=3), st.booleans())
+shown_names = st.builds("{}/{}".format, st.sampled_from(["reward", "eval", "policy_2", "response", "time_3"]), st.text(max_size=6))
+
+
+@fuzz(st.lists(st.dictionaries(shown_names | st.sampled_from(["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s"]), numbers, max_size=4), max_size=3), st.booleans())
 def test_what_is_shown_of_steps(folder: Path, steps: list[dict[str, float | int]], terminal: bool) -> None:
     stream = io.StringIO()
     progress = Progress(len(steps), stream, terminal)

@@ -45,12 +45,12 @@ latex = st.recursive(
 answers = st.one_of(st.builds("{}\\boxed{{{}}}{}".format, anything, latex, anything), st.builds("${}$".format, latex), responses, st.builds("\\boxed{{{}}}".format, repeated.filter(lambda text: len(text) < 2000)))
 
 
-@fuzz(answers, st.sampled_from(["17", "\\frac{1}{2}", "x^2-1", "[0,1)", "\\{1,2\\}"]), quick=20)
+@fuzz(answers, st.sampled_from(["17", "\\frac{1}{2}", "x^2-1", "[0,1)", "\\{1,2\\}"]), quick=10)
 def test_mathematics(folder: Path, answer: str, truth: str) -> None:
     assert judge(math_reward, RewardSample("math", answer, truth)) in (0.0, 1.0)
 
 
-@fuzz(latex | responses, quick=10, full=2000)
+@fuzz(latex | responses, quick=5, full=2000)
 def test_right_answers_of_mathematics(folder: Path, truth: str) -> None:
     with may_refuse(ValueError, naming="ground_truth"):
         assert judge(math_reward, RewardSample("math", "\\boxed{17}", truth)) in (0.0, 1.0)
@@ -91,7 +91,7 @@ programs = st.one_of(responses.map("```python\n{}\n```".format), st.sampled_from
     "```python\n" + "x = 1;" * 20_000 + "\n```", "```python\nprint(input(), end='\\udcff')\n```", "```python\ndef f(*a): return f\n```", "```python\ndef f(*a): raise SystemExit(0)\n```"]))  # fmt: skip
 
 
-@fuzz(programs, st.sampled_from(['{"inputs": ["a\\u0000\\ud800"], "outputs": ["a"]}', '{"fn_name": "f", "inputs": [[1]], "outputs": [[]]}', '{"asserts": ["assert f(1) is None"]}']), quick=6, full=400)
+@fuzz(programs, st.sampled_from(['{"inputs": ["a\\u0000\\ud800"], "outputs": ["a"]}', '{"fn_name": "f", "inputs": [[1]], "outputs": [[]]}', '{"asserts": ["assert f(1) is None"]}']), quick=4, full=400)
 def test_programs_in_the_sandbox(folder: Path, response: str, truth: str) -> None:
     """Each starts a process or two, so there are fewer cases."""
     reward = CodeReward(DataConfig(train_data=("x",), reward="code", code_timeout_s=5, allow_unsandboxed_code=bool(missing())))

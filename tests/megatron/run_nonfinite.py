@@ -53,7 +53,7 @@ class Trained:
         layout = LAYOUTS[name]
         self.model, _ = build(folder, layout, role)
         batch = make_batch(MODELS[layout.model]["vocab_size"])
-        mini_batch = plan(self.model, batch, 30)
+        mini_batch = plan(self.model, batch, 60)
         self.num_tokens = mini_batch.num_tokens
         self.micros = [MicroBatch.of(batch.select_samples(ids)) for ids in mini_batch.micro_batches[self.model.groups.dp.rank()]]
 
@@ -69,8 +69,8 @@ class Trained:
             if self.model.is_last_stage and here:  # the mini-batch's last micro-batch, on one data-parallel rank
                 last = micros[-1].batch.select(range(len(micros[-1].batch)))
                 last.advantages = last.advantages.clone()
-                last.advantages[last.response_mask.nonzero()[-1]] = math.nan
-                micros[-1], sample = MicroBatch.of(last), int(last.sample_ids[-1])
+                last.advantages[last.response_mask] = math.nan  # of all tokens: each context-parallel rank has some
+                micros[-1], sample = MicroBatch.of(last), int(last.sample_ids[0])
         elif fault == "gradient" and here:  # before ranks sum theirs
             weight = next(p for name, p in self.model.named_parameters() if name.endswith("linear_fc1.weight"))
             undo.append(weight.register_hook(lambda gradient: gradient * math.nan).remove)

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from tests.e2e.conftest import sums_data  # noqa: F401
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-table", action="store_true", help="put what the tests of tests/faults measure into docs/reliability.md")

@@ -1,0 +1,82 @@
+"""On the PYTHONPATH of a job under test: every process of it imports this at its start, and one of them fails where FAULT says.
+
+FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target` ("module:Class.method"),
+writes the file `hit`, and then does `action`: raise, SIGKILL and SIGSTOP (of itself), sleep, or wait until the file `struck` is there,
+while the test does something to another process."""
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def this_process() -> str:
+    command = Path("/proc/self/cmdline").read_bytes()
+    if b"pool_worker" in command:
+        return "reward process"
+    if b"multiprocessing.resource_tracker" in command:
+        return "tracker"
+    if "MEGARL_ENGINE_OF" in os.environ:
+        return "engine"
+    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "driver"
+
+
+class Fault(importlib.abc.MetaPathFinder):
+    """Wraps the target when its module has been imported."""
+
+    def __init__(self, action: str, target: str, call: int, hit: str, struck: str, **_):
+        self.action, self.call, self.hit, self.struck, self.calls = action, call, Path(hit), Path(struck), 0
+        self.module, self.path = target.split(":")
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_plant(module):
+            execute(module)
+            self.plant(module)
+
+        spec.loader.exec_module = execute_and_plant
+        return spec
+
+    def plant(self, owner) -> None:
+        *parents, name = self.path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        original = getattr(owner, name)
+
+        def planted(*args, **kwargs):
+            self.calls += 1
+            if self.calls == self.call:
+                self.happen()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, planted)
+
+    def happen(self) -> None:
+        new = self.hit.with_suffix(".new")
+        new.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
+        new.rename(self.hit)
+        match self.action:
+            case "raise":
+                raise RuntimeError("planted fault")
+            case "SIGKILL" | "SIGSTOP":
+                os.kill(os.getpid(), getattr(signal, self.action))
+            case "sleep":
+                time.sleep(1e6)
+            case "wait":
+                while not self.struck.exists():
+                    time.sleep(0.01)
+
+
+if "FAULT" in os.environ:
+    wanted = json.loads(os.environ["FAULT"])
+    if wanted.pop("process") == this_process():
+        sys.meta_path.insert(0, Fault(**wanted))
