@@ -102,7 +102,7 @@ class Case:
         flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
         if self.victim == "reward process":
-            flags += ["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.5"]  # every process is hit, on both ranks
+            flags += ["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.5"]  # all are hit
         return flags
 
     @property
