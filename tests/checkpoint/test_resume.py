@@ -1,8 +1,7 @@
 """A job that is interrupted and goes on leaves what one that was not leaves, to the last bit; and what happens where it cannot.
 
 Supervised fine-tuning on one rank, all jobs in one process (run_resume.py); tests/e2e/test_resume.py does the same with engines and ranks.
-Mutations that made these fail: cursor, moments or schedule not restored; rows of later steps not cut; a manifest not compared with job.json;
-the newest checkpoint removed in place of the oldest; one named before its threads have ended; live memory written in place of a copy."""
+Mutations that made these fail: the cursor, or the moments, not restored; rows of later steps not cut."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ CALL_TIMEOUT_S = float(os.environ.get("FAULTS_CALL_TIMEOUT_S", "30"))  # of the 
 RESHARD_TIMEOUT_S, REWARD_TIMEOUT_S = 10.0, 3.0
 PAUSE_S = CALL_TIMEOUT_S + 5.0
 DRIVER_START_S = 15.0  # a call's time begins when the driver makes it, and the first ranks may be there before the driver is
+REST_S = 30.0  # of a job that goes on
 STEP = 2  # in which it happens, where it is not the start
 
 PLACES = {  # phase -> in a rank: where, which call of it is that of STEP, and how the message calls it
@@ -90,8 +91,9 @@ class Case:
 
     @property
     def limit_s(self) -> float:
-        """After `noticed_after`, to the end of everything; of a job that goes on too."""
-        return END_WITHIN_S + (DRIVER_START_S if self.phase == "join" and self.hangs else 0.0)
+        """After `noticed_after`, to the end of everything; of a job that goes on, which then has a step and its export before it, too."""
+        starting = DRIVER_START_S if self.phase == "join" and self.hangs else 0.0
+        return REST_S if self.goes_on else END_WITHIN_S + starting
 
     @property
     def flags(self) -> list[str]:
@@ -100,7 +102,7 @@ class Case:
         flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
         if self.victim == "reward process":
-            flags += ["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.1"]
+            flags += ["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.5"]  # all are hit
         return flags
 
     @property

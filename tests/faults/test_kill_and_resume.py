@@ -41,7 +41,7 @@ def command(data: Path, save: Path, flags: tuple[str, ...]) -> list[str]:
 def run_to_the_end(folder: Path, command: list[str]) -> Job:
     job = Job(folder, command)
     try:
-        assert job.launcher.wait(240) == 0, job.stderr()
+        assert job.launcher.wait(600) == 0, job.stderr()
     finally:
         job.end()
     return job

@@ -1,7 +1,9 @@
 """What the tests of this folder share: how many cases are drawn, how long one may take, and which errors are clear ones.
 
-    pytest tests/fuzz              up to 100 cases each, the same every time
-    pytest tests/fuzz -m slow -rP  most of them 5,000 others each, drawn anew; -rP prints how many there were. A failure prints how to repeat it."""
+pytest tests/fuzz              up to 100 cases each, the same every time
+pytest tests/fuzz -m slow -rP  most of them 5,000 others each, drawn anew; -rP prints how many
+
+A failure prints how to repeat it."""
 
 from __future__ import annotations
 
@@ -39,11 +41,23 @@ def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -
                 assert slowest < CASE_S
 
             # Health checks are about speed and about inputs that are drawn in vain; the cases here read and write files.
-            settings(max_examples=cases, deadline=None, database=None, print_blob=True, derandomize=cases == quick,
-                     suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.explain})(given(st.tuples(*strategies))(case))()  # fmt: skip
+            settings(
+                max_examples=cases,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                derandomize=cases == quick,
+                suppress_health_check=list(HealthCheck),
+                phases=set(Phase) - {Phase.explain},
+            )(given(st.tuples(*strategies))(case))()
             print(f"{ran} cases, the slowest took {slowest:.3f} s of the processor")
 
-        test.__module__, test.__name__, test.__qualname__, test.__doc__ = check.__module__, check.__name__, check.__qualname__, check.__doc__
+        test.__module__, test.__name__, test.__qualname__, test.__doc__ = (
+            check.__module__,
+            check.__name__,
+            check.__qualname__,
+            check.__doc__,
+        )
         return test
 
     return decorate

@@ -31,16 +31,58 @@ NAMES = sorted({name for flags in FLAGS.values() for name in flags} | {"algorith
 GIVEN = {"algorithm", "model", "train-data", "save", "train-iters"}
 
 numbers = st.one_of(
-    st.integers(-3, 70).map(str), st.integers().map(str), st.floats().map(repr), st.integers(15, 5000).map("9".__mul__),
-    st.sampled_from(["1e400", "-1e-400", "0x10", "1_0", "٣", "1.", ".5", "+1", "-0", "nan", "-inf", "1e5", "true", "none"]))  # fmt: skip
-words = st.one_of(numbers, st.text(max_size=12), st.sampled_from(["", "-", "--", "@", "#", "'", '"', "\\", "0-3", "0,2", "a=0-1", "{}", '{"a": [1]}', "model",
-                                                                 "auto", "\ud800", "\x00", "x" * 5000, "../..", "/dev/null", "[" * 3000, '{"a":' * 3000]))  # fmt: skip
-names = st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES).map("no-".__add__), st.text(max_size=20),
-                  st.builds("{}-{}-{}".format, st.sampled_from(["actor", "critic", "rollout", "reward", "no-actor"]), numbers, st.sampled_from(NAMES)))  # fmt: skip
+    st.integers(-3, 70).map(str),
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.integers(15, 5000).map("9".__mul__),
+    st.sampled_from(["1e400", "-1e-400", "0x10", "1_0", "٣", "1.", ".5", "+1", "-0", "nan", "-inf", "1e5", "true", "none"]),
+)
+words = st.one_of(
+    numbers,
+    st.text(max_size=12),
+    st.sampled_from(
+        [
+            "",
+            "-",
+            "--",
+            "@",
+            "#",
+            "'",
+            '"',
+            "\\",
+            "0-3",
+            "0,2",
+            "a=0-1",
+            "{}",
+            '{"a": [1]}',
+            "model",
+            "auto",
+            "\ud800",
+            "\x00",
+            "x" * 5000,
+            "../..",
+            "/dev/null",
+            "[" * 3000,
+            '{"a":' * 3000,
+        ]
+    ),
+)
+names = st.one_of(
+    st.sampled_from(NAMES),
+    st.sampled_from(NAMES).map("no-".__add__),
+    st.text(max_size=20),
+    st.builds("{}-{}-{}".format, st.sampled_from(["actor", "critic", "rollout", "reward", "no-actor"]), numbers, st.sampled_from(NAMES)),
+)
 flags = st.builds("--{}{}{}".format, names, st.sampled_from([" ", "=", "\n", " '", ""]), words)
-pieces = st.one_of(flags, words, st.sampled_from(["@a", "@b.args", "@sub/../b.args", "@.", "@missing", "@loop", "@\x00", "@" + "x" * 300, "@/dev/null", "-x"]),
-                   st.sampled_from([" ", "\n", "\t", "\r\n", "\\\n", " # ", "'", '"', "\\", "\x00", "\x1c", "\u2028", "\ufeff"]))  # fmt: skip
-texts = st.one_of(st.lists(pieces, max_size=12).map(" ".join).map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=200))
+pieces = st.one_of(
+    flags,
+    words,
+    st.sampled_from(["@a", "@b.args", "@sub/../b.args", "@.", "@missing", "@loop", "@\x00", "@" + "x" * 300, "@/dev/null", "-x"]),
+    st.sampled_from([" ", "\n", "\t", "\r\n", "\\\n", " # ", "'", '"', "\\", "\x00", "\x1c", "\u2028", "\ufeff"]),
+)
+texts = st.one_of(
+    st.lists(pieces, max_size=12).map(" ".join).map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=200)
+)
 
 
 @fuzz(st.lists(pieces, max_size=8), texts, texts, quick=60)
@@ -61,11 +103,13 @@ plain = st.text(st.sampled_from("ab1-=.,:/ü\u2028 \t\n\r'\"\\#\\\n  "), max_siz
 @pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
 @fuzz(st.lists(plain, min_size=50, max_size=50), quick=8, full=200)
 def test_words_are_those_of_bash(folder: Path, texts: list[str]) -> None:
-    """50 texts at once, as starting bash takes longest. A text that one of them refuses, both must. Bash ends words at spaces, tabs and line
-    ends; carriage returns are our own addition, for files from other systems."""
+    """50 texts at once, as starting bash takes longest. A text that one of them refuses, both must. Bash ends words at spaces, tabs and
+    line ends; carriage returns are our own addition, for files from other systems."""
     texts = [text.replace("\r", "") + "\n" for text in texts]
     tell = "do printf '%s\\0' \"$word\"; done; printf '\\1\\0'; } || printf '\\2\\0'"
-    script = "\n".join(f"eval {shell_quoted(f'words=({chr(10)}{text}{chr(10)})')} 2>/dev/null && {{ for word in \"${{words[@]}}\"; {tell}" for text in texts)
+    script = "\n".join(
+        f'eval {shell_quoted(f"words=({chr(10)}{text}{chr(10)})")} 2>/dev/null && {{ for word in "${{words[@]}}"; {tell}' for text in texts
+    )
     found = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=60).stdout.decode().split("\0")[:-1]
     for text in texts:
         expected: list[str] | None = []
@@ -88,8 +132,13 @@ def values(flag: Flag) -> st.SearchStrategy[list[str]]:
     if kind.choices:
         one = st.sampled_from([str(choice) for choice in kind.choices])
     else:
-        of = {"int": st.integers(0, 9).map(str), "float": st.one_of(st.floats(0, 2), st.floats()).map(repr), "str": st.text(max_size=8),
-              "json": st.dictionaries(st.text(max_size=3), st.floats() | st.text(max_size=3)).map(json.dumps), "bool": st.sampled_from(["true", "false"])}  # fmt: skip
+        of = {
+            "int": st.integers(0, 9).map(str),
+            "float": st.one_of(st.floats(0, 2), st.floats()).map(repr),
+            "str": st.text(max_size=8),
+            "json": st.dictionaries(st.text(max_size=3), st.floats() | st.text(max_size=3)).map(json.dumps),
+            "bool": st.sampled_from(["true", "false"]),
+        }
         one = st.one_of(*(of[base] for base in kind.bases))
     good = st.lists(one, max_size=3) if kind.many else one.map(lambda word: [word])
     return st.one_of(good, good, good, words.map(lambda word: [word]))
@@ -141,10 +190,17 @@ def test_every_configuration_is_checked(folder: Path, drawn: tuple[str, list[str
         assert role_meshes(config, world_size)
 
 
-lists_of_ranks = st.one_of(st.text(max_size=12), st.lists(st.one_of(numbers, st.builds("{}-{}".format, numbers, numbers), st.text(max_size=3)), max_size=5).map(",".join))
+lists_of_ranks = st.one_of(
+    st.text(max_size=12),
+    st.lists(st.one_of(numbers, st.builds("{}-{}".format, numbers, numbers), st.text(max_size=3)), max_size=5).map(",".join),
+)
 
 
-@fuzz(lists_of_ranks, st.integers(1, 16), st.lists(st.one_of(st.text(max_size=8), st.builds("{}={}".format, st.sampled_from(["a", "b", "ä"]), lists_of_ranks))))
+@fuzz(
+    lists_of_ranks,
+    st.integers(1, 16),
+    st.lists(st.one_of(st.text(max_size=8), st.builds("{}={}".format, st.sampled_from(["a", "b", "ä"]), lists_of_ranks))),
+)
 def test_ranks_and_pools(folder: Path, text: str, world_size: int, pools: list[str]) -> None:
     with may_refuse(ValueError, naming="must"):
         ranks = parse_ranks(text, world_size)

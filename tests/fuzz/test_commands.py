@@ -22,10 +22,43 @@ from megarl.driver.progress import Progress
 from tests.config.conftest import QWEN3
 from tests.fuzz.cases import fuzz
 
-words = st.one_of(st.text(max_size=10), st.integers(-2, 9).map(str), st.sampled_from(["1e400", "9" * 5000, "1000000", "1000000000000", "nan", "", "-", "\x00", "\ud800", "/dev/null", ".", "\N{COMBINING ACUTE ACCENT}"]))
-names = st.sampled_from(["--model", "--load", "--save", "--to", "--dtype", "--max-shard-size", "--tensor-model-parallel-size", "--expert-model-parallel-size", "--svg", "--world-size",
-                         "--ranks-per-node", "--link-bandwidth", "--algorithm", "--train-iters", "--nproc-per-node", "--rollout-tensor-parallel-size", "--help", "-h", "--version", "--lr", "--num-actors",
-                         "--actor-ranks", "--rollout-ranks", "--pools", "--critic-model", "--reward-model"])  # fmt: skip
+words = st.one_of(
+    st.text(max_size=10),
+    st.integers(-2, 9).map(str),
+    st.sampled_from(
+        ["1e400", "9" * 5000, "1000000", "1000000000000", "nan", "", "-", "\x00", "\ud800", "/dev/null", ".", "\N{COMBINING ACUTE ACCENT}"]
+    ),
+)
+names = st.sampled_from(
+    [
+        "--model",
+        "--load",
+        "--save",
+        "--to",
+        "--dtype",
+        "--max-shard-size",
+        "--tensor-model-parallel-size",
+        "--expert-model-parallel-size",
+        "--svg",
+        "--world-size",
+        "--ranks-per-node",
+        "--link-bandwidth",
+        "--algorithm",
+        "--train-iters",
+        "--nproc-per-node",
+        "--rollout-tensor-parallel-size",
+        "--help",
+        "-h",
+        "--version",
+        "--lr",
+        "--num-actors",
+        "--actor-ranks",
+        "--rollout-ranks",
+        "--pools",
+        "--critic-model",
+        "--reward-model",
+    ]
+)
 argvs = st.lists(st.one_of(names, words, st.builds("{}={}".format, names, words)), max_size=6)
 
 
@@ -37,8 +70,22 @@ def test_every_command_ends_with_a_code(folder: Path, command: str, complete: bo
         model.mkdir()
         (model / "config.json").write_text(json.dumps(QWEN3))
         (folder / "train.jsonl").write_text("{}\n")
-    flags = {"check": ["--algorithm", "grpo", "--model", str(model), "--random-init", "--train-data", str(folder / "train.jsonl"), "--save", str(folder / "run"), "--train-iters", "1"],
-             "convert": ["--model", str(model), "--save", str(folder / "out")]}  # fmt: skip
+    flags = {
+        "check": [
+            "--algorithm",
+            "grpo",
+            "--model",
+            str(model),
+            "--random-init",
+            "--train-data",
+            str(folder / "train.jsonl"),
+            "--save",
+            str(folder / "run"),
+            "--train-iters",
+            "1",
+        ],
+        "convert": ["--model", str(model), "--save", str(folder / "out")],
+    }
     flags |= {"graph": flags["check"][:5], "reshard-plan": flags["check"][:5]}
     with contextlib.chdir(folder):
         code, out, error = run([command, *(flags.get(command, []) if complete else []), *argv])
@@ -57,12 +104,23 @@ def run(argv: list[str]) -> tuple[int, str, str]:
     return code or 0, out.buffer.getvalue().decode(), error.buffer.getvalue().decode()
 
 
-@fuzz(st.one_of(words, st.builds("{}{}".format, st.floats().map(repr) | st.integers().map(str) | st.just("9" * 400), st.sampled_from(["KB", "mb", "GB", "TB", "", "B"]))))
+@fuzz(
+    st.one_of(
+        words,
+        st.builds(
+            "{}{}".format,
+            st.floats().map(repr) | st.integers().map(str) | st.just("9" * 400),
+            st.sampled_from(["KB", "mb", "GB", "TB", "", "B"]),
+        ),
+    )
+)
 def test_sizes_of_shards(folder: Path, text: str) -> None:
     assert (size := shard_bytes(text)) is None or size >= 1
 
 
-metric_names = st.text(min_size=1, max_size=8) | st.sampled_from(["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s", "nonfinite", "step"])
+metric_names = st.text(min_size=1, max_size=8) | st.sampled_from(
+    ["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s", "nonfinite", "step"]
+)
 numbers = st.floats() | st.integers(-(2**63), 2**64) | st.floats(width=32) | st.booleans()
 
 
@@ -92,7 +150,17 @@ def test_events_of_tensorboard(folder: Path, step: int, metrics: dict[str, float
 shown_names = st.builds("{}/{}".format, st.sampled_from(["reward", "eval", "policy_2", "response", "time_3"]), st.text(max_size=6))
 
 
-@fuzz(st.lists(st.dictionaries(shown_names | st.sampled_from(["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s"]), numbers, max_size=4), max_size=3), st.booleans())
+@fuzz(
+    st.lists(
+        st.dictionaries(
+            shown_names | st.sampled_from(["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s"]),
+            numbers,
+            max_size=4,
+        ),
+        max_size=3,
+    ),
+    st.booleans(),
+)
 def test_what_is_shown_of_steps(folder: Path, steps: list[dict[str, float | int]], terminal: bool) -> None:
     stream = io.StringIO()
     progress = Progress(len(steps), stream, terminal)

@@ -22,33 +22,83 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.rewards.classifier import encode_conversation
 from megarl.rewards.judge_prompt import JudgePrompt
 from tests.fuzz.cases import fuzz, may_refuse
+from tests.fuzz.templates import TEMPLATES
 
 COLUMNS = ["prompt", "messages", "question", "answer", "response", "reward_model", "data_source", "extra_info", "other"]
-strings = st.one_of(st.text(max_size=20), st.text(st.characters(codec=None), max_size=6), st.sampled_from(
-    ["", "#### 1,234", "user", "assistant", "system", "tool", "\ud800", "\x00", "<|end|>", "<|user|>", "</think>", "{{ 1 }}", "\u2028", "x" * 3000]))  # fmt: skip
+strings = st.one_of(
+    st.text(max_size=20),
+    st.text(st.characters(codec=None), max_size=6),
+    st.sampled_from(
+        [
+            "",
+            "#### 1,234",
+            "user",
+            "assistant",
+            "system",
+            "tool",
+            "\ud800",
+            "\x00",
+            "<|end|>",
+            "<|user|>",
+            "</think>",
+            "{{ 1 }}",
+            "\u2028",
+            "x" * 3000,
+        ]
+    ),
+)
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), strings, st.just(10**4000), st.just(-(2**63) - 1))
 json_values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3), max_leaves=8)
 roles = st.sampled_from(["user", "assistant", "system", "tool", "User", ""]) | strings
-messages = st.lists(st.fixed_dictionaries({"role": roles, "content": strings | json_values}, optional={
-    "name": strings, "tool_calls": json_values, "reasoning_content": json_values, "tool_call_id": json_values}) | json_values, max_size=4)  # fmt: skip
-good_messages = st.lists(st.fixed_dictionaries({"role": roles, "content": strings}, optional={"tool_calls": json_values}), min_size=1, max_size=4)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": roles, "content": strings | json_values},
+        optional={"name": strings, "tool_calls": json_values, "reasoning_content": json_values, "tool_call_id": json_values},
+    )
+    | json_values,
+    max_size=4,
+)
+good_messages = st.lists(
+    st.fixed_dictionaries({"role": roles, "content": strings}, optional={"tool_calls": json_values}), min_size=1, max_size=4
+)
 rows = st.one_of(
     st.dictionaries(st.sampled_from(COLUMNS), json_values, max_size=6),
-    st.fixed_dictionaries({"prompt": strings | messages | good_messages}, optional={
-        "data_source": strings, "reward_model": st.fixed_dictionaries({"ground_truth": json_values}), "extra_info": json_values, "response": strings}),
+    st.fixed_dictionaries(
+        {"prompt": strings | messages | good_messages},
+        optional={
+            "data_source": strings,
+            "reward_model": st.fixed_dictionaries({"ground_truth": json_values}),
+            "extra_info": json_values,
+            "response": strings,
+        },
+    ),
     st.fixed_dictionaries({"messages": messages | good_messages}),
     st.fixed_dictionaries({"question": strings, "answer": strings}),
     json_values,
-)  # fmt: skip
+)
 
 
 lines = st.one_of(
     rows.map(lambda row: json.dumps(row).encode()),
     rows.map(lambda row: json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")),
-    st.binary(max_size=40), st.text(max_size=20).map(lambda text: text.encode(errors="replace")),
-    st.sampled_from([b"", b"\xef\xbb\xbf{}", "{}".encode("utf-16"), b"[" * 100_000, b'{"prompt":' * 5000 + b"1" + b"}" * 5000, b"9" * 5000, b"NaN", b"null", b'{"prompt": "a", "prompt": "b"}',
-                     b'{"extra_info": ' + b"[" * 500 + b"]" * 500 + b', "prompt": "a"}', b'{"prompt": [{"role": "user", "content": "x", "a": ' + b"[" * 900 + b"]" * 900 + b"}]}"]),
-)  # fmt: skip
+    st.binary(max_size=40),
+    st.text(max_size=20).map(lambda text: text.encode(errors="replace")),
+    st.sampled_from(
+        [
+            b"",
+            b"\xef\xbb\xbf{}",
+            "{}".encode("utf-16"),
+            b"[" * 100_000,
+            b'{"prompt":' * 5000 + b"1" + b"}" * 5000,
+            b"9" * 5000,
+            b"NaN",
+            b"null",
+            b'{"prompt": "a", "prompt": "b"}',
+            b'{"extra_info": ' + b"[" * 500 + b"]" * 500 + b', "prompt": "a"}',
+            b'{"prompt": [{"role": "user", "content": "x", "a": ' + b"[" * 900 + b"]" * 900 + b"}]}",
+        ]
+    ),
+)
 needs = st.sampled_from([None, "ground_truth", "response"])
 
 
@@ -56,12 +106,22 @@ def use(dataset: PromptDataset) -> None:
     """What training does with prompts besides encoding them: sends them to other processes and writes them down."""
     assert len(dataset) > 0
     for prompt in dataset:
-        record = {"prompt": prompt.messages, "ground_truth": prompt.ground_truth, "response": prompt.response, "data_source": prompt.data_source}
+        record = {
+            "prompt": prompt.messages,
+            "ground_truth": prompt.ground_truth,
+            "response": prompt.response,
+            "data_source": prompt.data_source,
+        }
         assert json.loads(json.dumps(record, ensure_ascii=False).encode()) is not None
         assert pickle.loads(pickle.dumps(prompt)).index == prompt.index
 
 
-@fuzz(st.lists(lines, max_size=4), st.sampled_from([b"\n", b"\r\n", b"\r", b"\n\n"]), needs, st.sampled_from(["prompt", "messages", "other", ""]))
+@fuzz(
+    st.lists(lines, max_size=4),
+    st.sampled_from([b"\n", b"\r\n", b"\r", b"\n\n"]),
+    needs,
+    st.sampled_from(["prompt", "messages", "other", ""]),
+)
 def test_jsonl(folder: Path, drawn: list[bytes], end: bytes, need: str | None, prompt_key: str) -> None:
     path = folder / "train.jsonl"
     path.write_bytes(end.join(drawn))
@@ -79,11 +139,34 @@ def test_rows(folder: Path, row: object, need: str | None, prompt_key: str) -> N
 
 
 types = st.recursive(
-    st.sampled_from([pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.int64(), pyarrow.uint8(), pyarrow.float64(), pyarrow.float16(), pyarrow.bool_(),
-                     pyarrow.timestamp("ns"), pyarrow.timestamp("us", "UTC"), pyarrow.date32(), pyarrow.duration("ns"), pyarrow.time64("ns"), pyarrow.decimal128(20, 3), pyarrow.null(),
-                     pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())]), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())]),
-    lambda inner: st.one_of(inner.map(pyarrow.list_), inner.map(lambda of: pyarrow.struct([("ground_truth", of), ("role", pyarrow.string()), ("content", of)])),
-                            inner.map(lambda of: pyarrow.map_(pyarrow.string(), of))), max_leaves=3)  # fmt: skip
+    st.sampled_from(
+        [
+            pyarrow.string(),
+            pyarrow.large_string(),
+            pyarrow.binary(),
+            pyarrow.int64(),
+            pyarrow.uint8(),
+            pyarrow.float64(),
+            pyarrow.float16(),
+            pyarrow.bool_(),
+            pyarrow.timestamp("ns"),
+            pyarrow.timestamp("us", "UTC"),
+            pyarrow.date32(),
+            pyarrow.duration("ns"),
+            pyarrow.time64("ns"),
+            pyarrow.decimal128(20, 3),
+            pyarrow.null(),
+            pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())]),
+            pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
+        ]
+    ),
+    lambda inner: st.one_of(
+        inner.map(pyarrow.list_),
+        inner.map(lambda of: pyarrow.struct([("ground_truth", of), ("role", pyarrow.string()), ("content", of)])),
+        inner.map(lambda of: pyarrow.map_(pyarrow.string(), of)),
+    ),
+    max_leaves=3,
+)
 
 
 def array_of(kind: pyarrow.DataType, length: int, data: bytes) -> pyarrow.Array:
@@ -103,14 +186,24 @@ def array_of(kind: pyarrow.DataType, length: int, data: bytes) -> pyarrow.Array:
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
         binary = pyarrow.array([data] * length, pyarrow.large_binary() if kind == pyarrow.large_string() else pyarrow.binary())
         return pyarrow.Array.from_buffers(kind, length, binary.buffers())
-    return pyarrow.Array.from_buffers(kind, length, [None, pyarrow.py_buffer((data * (16 * length + 16))[: 16 * length + 16] if data else bytes(16 * length + 16))])
+    return pyarrow.Array.from_buffers(
+        kind, length, [None, pyarrow.py_buffer((data * (16 * length + 16))[: 16 * length + 16] if data else bytes(16 * length + 16))]
+    )
 
 
 columns = st.dictionaries(st.sampled_from(COLUMNS), types, min_size=1, max_size=4)
 contents = st.binary(min_size=1, max_size=8) | st.text(min_size=1, max_size=8).map(lambda text: text.encode(errors="replace"))
 
 
-@fuzz(columns, contents, st.integers(0, 3), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4), st.floats(0, 1), st.booleans(), needs)
+@fuzz(
+    columns,
+    contents,
+    st.integers(0, 3),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4),
+    st.floats(0, 1),
+    st.booleans(),
+    needs,
+)
 def test_parquet(folder: Path, kinds: dict, data: bytes, num_rows: int, damage: list, cut: float, whole: bool, need: str | None) -> None:
     """Sound files of any columns, and damaged ones."""
     path = folder / "train.parquet"
@@ -125,21 +218,6 @@ def test_parquet(folder: Path, kinds: dict, data: bytes, num_rows: int, damage: 
     path.write_bytes(content if whole else content[: int(cut * len(content)) or None])
     with may_refuse(ValueError, naming=f"{path}"):
         use(PromptDataset.load(path, "prompt", need))
-
-
-QWEN = """{%- if tools %}{{ tools | tojson }}{% endif %}{%- if messages[0].role == 'system' %}<|system|>{{ messages[0].content }}<|end|>{% endif %}
-{%- set ns = namespace(multi_step_tool=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}{%- if ns.multi_step_tool and message.role == 'user' and message.content is string and not(message.content.startswith('<tool>')) %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for message in messages %}{%- set reasoning = '' %}{%- if message.reasoning_content is string %}{%- set reasoning = message.reasoning_content %}
-{%- elif '</think>' in message.content %}{%- set reasoning = message.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}{%- endif %}
-<|{{ message.role }}|>{{ reasoning + message.content }}{%- for tool_call in message.tool_calls or [] %}{%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}{{ tool_call.name + '(' }}{{ tool_call.arguments | tojson }}){%- endfor %}<|end|>{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"""
-MISTRAL = """{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set messages = messages[1:] %}{%- endif %}
-{%- for message in messages %}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate: ' + message['role']) }}{%- endif %}
-{%- if message.tool_calls is defined %}{%- for call in message.tool_calls %}{%- if call.id|length != 9 %}{{- raise_exception('no id') }}{%- endif %}{{ call.function | tojson }}{%- endfor %}{%- endif %}[INST] {{ message['content'] | trim }} [/INST]{%- endfor %}"""
-NOWHERE = "{{ messages[7].content.x.y }}{{ 'a' + 1 }}"
-DIVIDES = "{{ messages | length / 0 }}"
-GROWS = "{% for m in messages %}{{ m.content | int + m.content | length ** 9 }}{{ '%d' | format(m.content) }}{{ strftime_now(m.content) }}{% endfor %}"
-TEMPLATES = {"qwen": QWEN, "mistral": MISTRAL, "nowhere": NOWHERE, "divides": DIVIDES, "grows": GROWS}
 
 
 @pytest.fixture(scope="module", autouse=True)

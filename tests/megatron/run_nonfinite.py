@@ -35,9 +35,10 @@ RANK = 1  # where a fault is planted
 def state(model: TrainedModel) -> dict[str, torch.Tensor]:
     """Everything that an update changes on this rank: weights, moments, step counts, fp32 masters."""
     found = {name: p.clone() for name, p in model.parameters.items()}
-    for i, inner in enumerate(model.optimizer.chained_optimizers):
+    for i, inner in enumerate(getattr(model.optimizer, "chained_optimizers", [model.optimizer])):
         for j, p in enumerate(p for group in inner.optimizer.param_groups for p in group["params"]):
-            found |= {f"{i}/{j}/{k}": torch.as_tensor(v).clone() for k, v in [("main", p.data), *inner.optimizer.state[p].items()]}
+            kept = [("main", p.data), *inner.optimizer.state[p].items()]
+            found |= {f"{i}/{j}/{k}": torch.as_tensor(getattr(v, "_local_tensor", v)).clone() for k, v in kept}
     return found
 
 

@@ -21,7 +21,7 @@ QUICK = ("dp2/actor/loss", "dp2_do/actor/gradient", "tp2_sp/actor/copy", "pp2/ac
 FAULTS = ("loss", "gradient", "copy", "overflow")
 ALL = ("one", "tp2", "tp2_sp", "tp2_sp_tied", "pp2", "pp2_tied", "cp2", "dp2", "dp2_do", "dp2_do_overlap", "pp2_vpp2", "tp2_sp_ep2",
        "tp2_sp_bf16", "pp2_bf16", "dp2_do_bf16")  # fmt: skip
-CASES = dict.fromkeys([*QUICK, "tp2_sp/critic/loss", "dp2_do/critic/loss"]
+CASES = dict.fromkeys([*QUICK, "tp2_sp/critic/loss", "dp2_do/critic/loss", "dp2_fsdp/actor/loss", "dp2_fsdp_bf16/actor/loss"]
                       + [f"{name}/actor/{fault}" for name in ALL for fault in FAULTS if not (fault == "copy" and "_do" in name)])
 """With the distributed optimizer there are no copies: each rank applies a part."""
 
