@@ -7,6 +7,8 @@ CASES = (
     ("qwen3", "pp2_vpp2", ("tp2",)),
     ("qwen2", "dp2+sharded+bf16", ("tp2_sp+bf16", "pp2+sharded+bf16")),
     ("qwen2", "pp2+sharded", ("dp2",)),
+    ("qwen3", "dp2+fsdp", ("tp2_sp", "cp2+fsdp")),
+    ("qwen2", "dp2+fsdp+bf16", ("pp2+sharded+bf16",)),
     ("qwen3_moe", "ep2+sharded", ("one", "tp2_sp_ep2")),
     ("deepseek_v3", "tp2_sp_ep2+sharded", ("pp2",)),
     ("qwen3_critic", "pp2", ("dp2+sharded",)),

@@ -72,7 +72,7 @@ class Job:
         model = ModelConfig(model=str(folder), bf16="bf16" in flags)
         # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
         optimizer = OptimizerConfig(lr=1e-3, lr_warmup_iters=3, lr_decay_style="linear", adam_eps=1e-5,
-                                    use_distributed_optimizer="sharded" in flags, use_megatron_fsdp="fsdp" in flags)  # fmt: skip
+                                    use_distributed_optimizer=not {"sharded", "fsdp"}.isdisjoint(flags), use_megatron_fsdp="fsdp" in flags)  # fmt: skip
         lora = LoRAConfig(lora_rank=4) if folder.name.endswith("_lora") else None
         self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10, lora=lora)
         self.atlas = megatron_atlases(shape, self.mesh, parallel)[dist.get_rank()]

@@ -144,8 +144,8 @@ class Done:
 class Record:
     """In place of the run folder."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.steps = folder, []
 
     def begin_step(self, step: int) -> None:
         pass
@@ -180,7 +180,7 @@ def run(placement: str, folder: Path, data: Path) -> None:
             roles |= {rollout: FixedRollout(roles[rollout].mesh, plane, of_actor.batch.seed, suffix), f"reward{suffix}": FixedReward(plane, suffix)}
         if (actor := f"actor{suffix}") in roles:
             roles[actor].rollout_mesh = None  # no engine wants weights
-    executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record()
+    executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record(folder)
     job = Job(config, executor, record, {suffix: Inputs(shape, range(100), None) for suffix in configs_of_actors(config)}, WORLD_SIZE)
     for role in job.meshes:
         executor.call(role, "setup")
