@@ -51,8 +51,8 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
         217, 218, 219, 117, 241, 280, 282)),
 }  # fmt: skip
 _NOBODY = 65534
-_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Version of Landlock -> how many kinds of access to files it can forbid."""
+_RIGHTS_OF_ABI = {3: 15, 4: 15, 5: 16}
+"""Version of Landlock -> how many kinds of access to files it can forbid. Before 3 (Linux 6.2) it cannot forbid to empty them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,8 @@ def _confine_files(folder: str) -> None:
     """Landlock: from here on this process and its children have these files and no others."""
     libc = _libc()
     abi = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION))
+    if abi < min(_RIGHTS_OF_ABI):
+        raise OSError(errno.ENOSYS, f"Landlock has version {abi}, which cannot keep a program from emptying files")
     every = (1 << _RIGHTS_OF_ABI.get(abi, 16)) - 1
     handled = struct.pack("=Q", every)
     rules = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, handled, len(handled), 0))
