@@ -36,7 +36,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C."""
+    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C; 143 after SIGTERM."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("--help", "-h", "--version"):
         sys.stdout.write(f"megarl {megarl.__version__}\n" if command == "--version" else USAGE)

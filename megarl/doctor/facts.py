@@ -100,7 +100,8 @@ def features() -> dict[str, tuple[bool, str]]:
         "Triton kernels": (gpu and _is_there("triton"), "compiled" if gpu else f"{no_gpu}: PyTorch computes; tests interpret them"),
         "extension megarl._C": _extension(gpu),
         "weights between processes": (True, "CUDA IPC" if gpu else "shared memory"),
-        "sandbox of --reward code": (not lacking, f"{' and '.join(lacking)} missing; see docs/security.md" if lacking else "namespaces, Landlock, seccomp"),
+        "sandbox of --reward code": (not lacking, f"{' and '.join(lacking)} missing; see docs/security.md" if lacking
+                                     else "namespaces, Landlock, seccomp"),
         "loopback only on one node": (os.path.exists("/sys/class/net/lo"), "gloo and NCCL use the interface lo"),
         "open files": (open_files >= _FEW_FILES, f"{open_files}" + ("" if open_files >= _FEW_FILES else f": try ulimit -n {_FEW_FILES}")),
     }  # fmt: skip

@@ -41,8 +41,9 @@ def _probes() -> Iterator[Iterator[dict]]:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONSAFEPATH": "1"}
     env.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryFile("w+") as stderr:
+        # Unbuffered: a line that waits in a buffer here is one that the selector does not see.
         processes = [subprocess.Popen([sys.executable, "-P", "-m", "megarl.doctor.probe", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      stderr=stderr, text=True, env=env, start_new_session=True) for rank in range(2)]  # fmt: skip
+                                      stderr=stderr, bufsize=0, env=env, start_new_session=True) for rank in range(2)]  # fmt: skip
         try:
             yield _lines(processes, stderr)
         finally:
@@ -68,11 +69,13 @@ def _lines(processes: list[subprocess.Popen], stderr) -> Iterator[dict]:
                         if begun[0] == "rank 0 starts":  # rank 1 waits for its port
                             return
                     continue
+                if not line.startswith(b'{"'):
+                    continue  # a library's own words
                 said = json.loads(line)
                 begun[key.data] = said.get("begins", begun[key.data])
                 if "port" in said:
-                    processes[1].stdin.write(f"{said['port']}\n")
-                    processes[1].stdin.flush()
+                    with contextlib.suppress(BrokenPipeError):  # it has died, which its stdout will tell
+                        processes[1].stdin.write(f"{said['port']}\n".encode())
                 yield said
     for rank in running:
         yield {"test": begun[rank], "ok": False, "text": f"rank {rank} of the test did not end within {_DEADLINE_S:g} s", "seconds": _DEADLINE_S}
