@@ -33,7 +33,7 @@ def compile_template(source: str, where: str) -> Any:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # jinja2's own, or of the Python that it compiles the template to: blocks nested too deep
         raise ValueError(f"{where} is not a jinja template: {error}") from error
 
 

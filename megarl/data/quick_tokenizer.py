@@ -44,7 +44,10 @@ class QuickTokenizer:
         special = {**config, **_read_object(os.path.join(path, "special_tokens_map.json"), flag)}
         self._special = {name: text for name in _SPECIAL if (text := _content(special.get(name))) is not None}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        later = {_content(token): int(index) for index, token in (config.get("added_tokens_decoder") or {}).items()}
+        added = config.get("added_tokens_decoder") or {}
+        if not isinstance(added, dict) or not all(index.isdecimal() for index in added):
+            raise ValueError(f"{flag} ({path}): added_tokens_decoder in its tokenizer_config.json must be an object of token ids.")
+        later = {_content(token): int(index) for index, token in added.items()}
         self.vocab_size = max([*vocabulary.values(), *later.values()], default=-1) + 1
         eos = self._special.get("eos_token")
         if eos is None:
@@ -78,8 +81,6 @@ class QuickTokenizer:
         return [self.decode(ids) for ids in sequences]
 
     def _render(self, messages: Messages) -> str:
-        import jinja2
-
         if self._template_source is None:
             raise ValueError(
                 f"the tokenizer in {self.name} has no chat template, but the prompts are lists of messages. "
@@ -89,8 +90,9 @@ class QuickTokenizer:
             self._template = compile_template(self._template_source, f"the chat template in {self.name}")
         try:
             return self._template.render(messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special)
-        except (jinja2.TemplateError, TypeError) as error:  # a template may add a text and what is none
-            raise ValueError(f"the chat template in {self.name} refuses the prompt {list(messages)!r}: {error}") from error
+        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+            shown = f"{list(messages)!r:.500}"
+            raise ValueError(f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error
 
 
 def _read_object(path: str, flag: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
         raise ValueError(f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} must hold a JSON object.")
