@@ -20,7 +20,7 @@ _FLAGS = {
     "--save-interval {}": "save-steps save-freq save-every checkpoint-interval",
     "--eval-interval {}": "eval-steps test-freq eval-freq val-period",
     "--train-iters {}": "max-steps num-steps total-steps total-training-steps num-rollout num-updates",
-    "--num-prompts {}": "rollout-batch-size num-prompts-per-step prompts-per-step",
+    "--num-prompts {}": "data.train-batch-size rollout-batch-size num-prompts-per-step prompts-per-step",
     "--num-samples-per-prompt {}": "rollout-n num-generations n-samples-per-prompt num-generations-per-prompt group-size samples-per-prompt",
     "--global-batch-size {}": "train-batch-size ppo-mini-batch-size mini-batch-size",
     "--num-epochs {}": "ppo-epochs num-ppo-epochs num-iterations max-epochs",
@@ -47,7 +47,8 @@ _FLAGS = {
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "gradient-checkpointing enable-gradient-checkpointing",
     "--max-prompt-length {}": "prompt-max-len rollout-max-prompt-len",
     "--max-response-length {}": "max-new-tokens max-completion-length generate-max-len rollout-max-response-len max-tokens response-length",
-    "--kl-coef {} --kl-mode loss": "beta init-kl-coef kl-loss-coef kl-beta kl-ctrl-kl-coef",
+    "--kl-coef {} --kl-mode loss": "beta kl-loss-coef kl-beta",
+    "--kl-coef {} --kl-mode reward": "init-kl-coef kl-ctrl-kl-coef",
     "--clip-eps-low {} --clip-eps-high {}": "eps-clip cliprange clip-ratio epsilon clip-eps",
     "--clip-eps-low {}": "clip-ratio-low epsilon-low eps-clip-low",
     "--clip-eps-high {}": "clip-ratio-high epsilon-high eps-clip-high",
@@ -76,5 +77,6 @@ REASON_OF = {name: reason for reason, names in _REASONS.items() for name in name
 
 
 def our_name(name: str) -> str:
-    """As in the tables: of data.train_batch_size train-batch-size."""
-    return name.rpartition(".")[2].replace("_", "-")
+    """As in the tables: of trainer.save_freq save-freq; of data.train_batch_size all, as verl counts prompts and OpenRLHF samples."""
+    name = name.replace("_", "-")
+    return name if name in FLAG_OF else name.rpartition(".")[2]
