@@ -112,7 +112,8 @@ class MoEConfig:
 
     moe_routing_replay: Literal["none", "policy", "engine"] = "none"
     """Experts that the actor's updates send each token to. none: those that the router favours now. policy: those of the pass that made the
-    old log-probs. engine: those of the engine that sampled, for that pass too (not connected yet). Their weights are always the router's of now."""
+    old log-probs. engine: those of the engine that sampled, for that pass too (needs one on a GPU with its prefix cache; not run yet). Their
+    weights are always the router's of now."""
 
     def __post_init__(self) -> None:
         require(self, at_least={"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0})
