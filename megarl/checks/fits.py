@@ -22,7 +22,9 @@ def memory_findings(config: TrainConfig, parts: Parts, machine: Machine, ranks_p
     who, needed, there = found
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):
-        if not job_findings(changed, len(parts), new_run) and _shortage(estimate(changed, len(parts), machine), machine, ranks_per_node) is None:
+        if job_findings(changed, len(parts), new_run):
+            continue
+        if _shortage(estimate(changed, len(parts), machine, new_run), machine, ranks_per_node) is None:
             advice = f"Try {flags}."
             break
     elsewhere = "" if machine.has_gpu else " A job for GPUs: megarl check --gpu-memory GB."

@@ -51,7 +51,7 @@ def examine(config: TrainConfig, world_size: int, new_run: bool = True, ranks_pe
         return Report(tuple(findings), ())  # what follows is about layouts that are right
     machine = machine or this_machine()
     free = free_bytes(Path(config.run.save)) if new_run else None
-    parts = estimate(config, world_size, machine)
+    parts = estimate(config, world_size, machine, new_run)
     findings = [*sync_findings(config, world_size), *memory_findings(config, parts, machine, ranks_per_node or world_size, new_run),
                 *disk_findings(config, free)]  # fmt: skip
     lines = [_summary(config, world_size), *dict.fromkeys(line for seen in previews.values() for line in seen.lines),

@@ -41,12 +41,13 @@ Parts = dict[int, tuple[Part, ...]]
 """Rank -> what is on it."""
 
 
-def estimate(config: TrainConfig, world_size: int, machine: Machine) -> Parts:
-    """Of a configuration without findings."""
+def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: bool = True) -> Parts:
+    """Of a configuration without findings. Not `trains`: of `megarl eval`, which sets up the first actor and its engines alone."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
     for suffix, of_actor in configs_of_actors(config).items():
         for rank, part in _of_actor(of_actor, world_size, machine):
-            parts[rank].append(replace(part, role=part.role + suffix))
+            if trains or part.role + suffix in ("actor", "rollout"):
+                parts[rank].append(replace(part, role=part.role + suffix))
     return {rank: tuple(of_rank) for rank, of_rank in parts.items()}
 
 
