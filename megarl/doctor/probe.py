@@ -42,6 +42,7 @@ def main(rank: int) -> None:
         store = loopback_store()
         tell(port=store.port)
         attempt("two ranks add over gloo", lambda: add(store, rank))
+        tell(begins="devices and features are looked at")
         from megarl.doctor.facts import devices, features
 
         tell(devices=devices(), features=features())
