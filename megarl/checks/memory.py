@@ -79,6 +79,8 @@ def _of_actor(config: TrainConfig, world_size: int, machine: Machine) -> Iterato
     critic_folder = config.model.critic_model or config.model.model
     shapes = {"actor": shape, "reference": shape,
               **({"critic": ModelShape.load(critic_folder, value_head=True)} if "critic" in meshes else {})}  # fmt: skip
+    if config.lora.lora_rank and shape.is_dense and meshes.get("reference") == meshes["actor"] and config.reference == config.actor:
+        del shapes["reference"]  # the actor's model without its adapters, as build_roles has it
     for role, of_role in shapes.items():
         if role in meshes:
             optimizer, lora = {"actor": (config.optimizer, config.lora), "critic": (config.critic_optimizer, config.critic_lora)}.get(role, (None, None))
