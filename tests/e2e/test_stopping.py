@@ -1,6 +1,7 @@
 """SIGTERM at a job that trains: the last whole step is a checkpoint, and a run that goes on from it is the one that was never stopped.
 
-    pytest tests/e2e/test_stopping.py"""
+    pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
+    pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers
 
 from __future__ import annotations
 
@@ -80,6 +81,7 @@ def stop(job: SlowJob, together: bool = True) -> None:
 TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp_path):
     job = SlowJob(sums_data, tmp_path, *TP2)

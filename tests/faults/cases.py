@@ -168,4 +168,4 @@ CASES = [
         ("reward process", "reward"))),
     Case("Ctrl-Z", "driver", "update"),
 ]  # fmt: skip
-QUICK = ("raise-rank_1-start", "SIGKILL-rank_1-rollout")
+QUICK = ("SIGKILL-rank_1-rollout",)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-QUICK, FULL = 100, 5000
+QUICK, FULL = 50, 5000
 CASE_S = 10.0
 """Of the processor, that one case may take: hundreds of times what it takes, so no other load reaches it, and no hang stays below it."""
 
