@@ -1,7 +1,7 @@
 """SIGTERM at a job that trains: the last whole step is a checkpoint, and a run that goes on from it is the one that was never stopped.
 
     pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
-    pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers
+    pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers"""
 
 from __future__ import annotations
 
