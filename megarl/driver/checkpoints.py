@@ -76,10 +76,13 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Begin one, of the state between this step and the next: returns when every rank has copied its own. Waits for the one before.
+        Does nothing if the run has one of this step.
 
         Raises: RemoteError if a rank cannot; OSError if the folder cannot be written."""
         self.wait()
         folder = folder_of_step(self.run_folder, step)
+        if step in self._metrics:  # the folder of another cannot have its name
+            return
         partial = folder.with_name(f".{folder.name}.partial")
         with self.executor.stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
