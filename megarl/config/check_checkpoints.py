@@ -38,11 +38,15 @@ def checkpoint_findings(config: TrainConfig) -> list[str]:
     return list(_disagreements(config, *found)) if found is not None else []
 
 
+def is_savable(config: TrainConfig) -> bool:
+    """Whether there can be checkpoints of the job: not with --optimizer-cpu-offload."""
+    return not any(of_role is not None and of_role.optimizer_cpu_offload for of_actor in configs_of_actors(config).values()
+                   for of_role in (of_actor.optimizer, of_actor.critic_optimizer))  # fmt: skip
+
+
 def _unsavable(config: TrainConfig) -> Iterator[str]:
     load, interval = config.checkpoint.load, config.checkpoint.save_interval
-    offloaded = any(of_role is not None and of_role.optimizer_cpu_offload for of_actor in configs_of_actors(config).values()
-                    for of_role in (of_actor.optimizer, of_actor.critic_optimizer))  # fmt: skip
-    if offloaded and (interval or load is not None):
+    if (interval or load is not None) and not is_savable(config):
         flag = f"--save-interval ({interval})" if interval else f"--load ({load})"
         yield f"{flag}: the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
 

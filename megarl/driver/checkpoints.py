@@ -76,10 +76,13 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Begin one, of the state between this step and the next: returns when every rank has copied its own. Waits for the one before.
+        Does nothing if the run has one of this step.
 
         Raises: RemoteError if a rank cannot; OSError if the folder cannot be written."""
         self.wait()
         folder = folder_of_step(self.run_folder, step)
+        if step in self._metrics:  # the folder of another cannot have its name
+            return
         partial = folder.with_name(f".{folder.name}.partial")
         with self.executor.stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
@@ -120,8 +123,7 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             if all((partial / role).is_dir() for role in self.roles):
                 self._publish({role: file_digest(partial / role / MANIFEST) for role in self.roles})
-            else:
-                shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
 
     def restore(self) -> int:
         """Bring every role, and what the driver keeps, to where --load is. After the roles are set up.
@@ -165,11 +167,11 @@ class Checkpoints:
         }  # fmt: skip
 
     def _publish(self, digests: Mapping[str, str]) -> None:
-        saving, self._saving = self._saving, None
-        folder = folder_of_step(self.run_folder, saving.step)
+        saving, folder = self._saving, folder_of_step(self.run_folder, self._saving.step)
         write_job(saving.partial, {**saving.body, "roles": dict(digests)})
         _sync(saving.partial)
         saving.partial.rename(folder)
+        self._saving = None  # from here on `abandon` has nothing to do
         _sync(folder.parent)
         self._metrics[saving.step] = saving.body["metrics"]
         self._prune()

@@ -110,6 +110,8 @@ def run_to_the_end(main: Callable[[StoreExecutor], object], connect: Callable[[]
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
     try:
+        if (signum := signal_since()) is not None:  # between two attempts, where nobody heeds one
+            raise Stopped(signum)
         _running.executor = executor = connect()
         # A dead rank makes the collectives of its peers raise; by the time its death is known to all it is known why.
         executor.death_first_s, executor.is_ending, executor.on_terminated = _DEATH_FIRST_S, _is_ending, _terminate
@@ -117,6 +119,7 @@ def run_to_the_end(main: Callable[[StoreExecutor], object], connect: Callable[[]
         executor.shutdown()
         if processes is not None:
             processes.end(_EXIT_S)
+        _running.has_unwound.set()
         return 0
     except BaseException as error:  # process boundary
         _ignore_signals()
@@ -251,11 +254,13 @@ def _limit_unwinding(code: int) -> None:
 
 def _leave(code: int, job: _Running) -> None:
     """At once, with all ranks."""
-    if job.processes is not None:
-        job.processes.kill()
-    elif job.executor is not None:
-        _abort(job.executor, code)
-    os._exit(code)
+    try:
+        if job.processes is not None:
+            job.processes.kill()
+        elif job.executor is not None:
+            _abort(job.executor, code)
+    finally:
+        os._exit(code)
 
 
 def _ignore_signals() -> None:

@@ -103,6 +103,7 @@ class LocalRanks:
         self._deaths: list[RankDied] = []
         self._tell: Callable[[RankDied], None] = self._deaths.append
         self._processes: dict[int, subprocess.Popen] = {}
+        self._not_started: list[OSError] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, call_timeout_s: float) -> StoreExecutor:
@@ -115,12 +116,15 @@ class LocalRanks:
         return executor
 
     def start_ranks(self) -> None:
+        """Raises: OSError if one cannot be started."""
         started = threading.Barrier(self._world_size + 1)
         self._threads = [threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
                          for rank in range(self._world_size)]  # fmt: skip
         for thread in self._threads:
             thread.start()
         started.wait()
+        if self._not_started:
+            raise self._not_started[0]
 
     def _connect(self) -> dist.Store:
         from megarl.workers.mailbox import connect
@@ -173,6 +177,9 @@ class LocalRanks:
             process = subprocess.Popen(self._command, env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.DEVNULL,
                                        start_new_session=True)  # fmt: skip
             self._processes[process.pid] = process
+        except OSError as error:  # thread boundary: of processes, say, the machine has no more
+            self._not_started.append(error)
+            return
         finally:
             started.wait()
         code = process.wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ def continued(config: TrainConfig) -> TrainConfig:
     if begins_elsewhere and not checkpoints_in(run):
         if run.is_dir():
             cut_after(run, 0)
+            shutil.rmtree(run / "tensorboard", ignore_errors=True)
         for mark in MARKS:
             with contextlib.suppress(FileNotFoundError):
                 (run / mark).unlink()

@@ -12,11 +12,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
@@ -80,7 +81,8 @@ class Run:
         self._lock: int | None = None
         if not goes_on(config):
             check_folder_is_free(config.run.save)
-            self._open("x", None)  # "x": of two jobs that start at once, one gets the folder
+            with self._unlocked_if_failed():
+                self._open("x", None)  # "x": of two jobs that start at once, one gets the folder
         elif self.folder.exists():
             self._lock = lock_folder(self.folder)
         self.progress = Progress(config.batch.train_iters) if progress is None else progress
@@ -131,16 +133,14 @@ class Run:
 
     def close(self) -> None:
         """Write everything that was recorded. Raises the first error of the background thread."""
-        try:
+        with contextlib.ExitStack() as last:  # each of these also after an error of another: on a full disk closing a file fails too
+            last.callback(self.progress.close)
+            last.callback(self._unlock)
+            if self._metrics_file is not None:
+                last.callback(self._metrics_file.close)
+            last.callback(self._background.shutdown)
             self._write_row()
             self._write(self._close_events)
-        finally:
-            self._background.shutdown(wait=True)
-            if self._metrics_file is not None:
-                self._metrics_file.close()
-            if self._lock is not None:
-                os.close(self._lock)
-            self.progress.close()
         self._raise_errors()
 
     def __enter__(self) -> Run:
@@ -148,6 +148,20 @@ class Run:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextlib.contextmanager
+    def _unlocked_if_failed(self) -> Iterator[None]:
+        """Nobody will close this run then, and the next attempt may be of this process."""
+        try:
+            yield
+        except BaseException:
+            self._unlock()
+            raise
 
     def _write_row(self) -> None:
         if self._row is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.check_checkpoints import is_savable
 from megarl.config.checkpoint_folders import checkpoints_in, folder_of_step
 from megarl.driver.ending import Stopped, limited_stop
 from megarl.driver.stop_request import StopRequested
@@ -42,6 +43,8 @@ def _checkpoint_of_last_step(job: Job) -> str:
     checkpoints, step = job.checkpoints, job.last_step
     if step == 0:
         return "before the end of the first step; there is no checkpoint yet"
+    if not is_savable(job.config):
+        return f"after step {step}; there is no checkpoint: the state of --optimizer-cpu-offload cannot be saved yet"
     job.drop_step()
     if checkpoints.last_step == step:
         checkpoints.wait()

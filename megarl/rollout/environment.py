@@ -136,6 +136,7 @@ def sweep_shared_memory() -> list[str]:
     for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}*"):
         pid = path.name.split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+            with contextlib.suppress(PermissionError):  # another user's
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
     return removed
