@@ -24,6 +24,9 @@ BF16 = dict(output=0.2, loss=1e-2, grad_norm=2e-2, gradient=0.1, weight=5e-2)
 """Sanity: 8 bits. A gradient that is lost or comes twice is off by a third or more."""
 
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the job of them all: two to five minutes
+
+
 @pytest.fixture(scope="module")
 def reports(request, tmp_path_factory) -> list[dict]:
     """Of each rank, about all cases of this file that are to be tested, and the same in fp32."""

@@ -132,7 +132,7 @@ def run(config, moves: bool) -> dict:
 
 def errors(model) -> dict[str, str]:
     """What each use of a part that is away says."""
-    uses = {"parameters": lambda: model.parameters, "gradients": lambda: model._update([], None, None), "optimizer": model.step,
+    uses = {"parameters": lambda: model.parameters, "gradients": lambda: model._update([], None, None, None), "optimizer": model.step,
             "forward": lambda: model.values([])}  # fmt: skip
     told = {}
     for name, use in uses.items():
