@@ -24,7 +24,7 @@ PLACES = {  # phase -> in a rank: where, which call of it is that of STEP, and h
     "log-probs": ("megarl.workers.actor:ActorRole.log_probs", 2, "actor log_probs"),
     "update": ("megarl.workers.actor:ActorRole.update", 2, "actor update"),
     "sync": ("megarl.workers.rollout:RolloutRole.sync", 3, "rollout sync"),  # the first is before step 1
-    "save": ("megarl.workers.checkpoint_writer:CheckpointWriter._write", 2, "actor checkpoint_written"),  # beside step 3
+    "save": ("megarl.checkpoint.save:SavePlan.write", 2, "actor checkpoint_written"),  # beside step 3
 }
 IN_ENGINE = {
     "rollout": ("vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model", 20, "rollout generate"),
