@@ -15,6 +15,7 @@ from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import CheckpointError, Manifest, Part, StoredTensor, part_key
 from megarl.checkpoint.rectangles import Box, Rectangle, tiling_problem
 from megarl.checkpoint.tensor_file import Entry, write_tensors
+from megarl.config.checkpoint_folders import sync_folder
 
 Offer = tuple[str, str, Box, tuple[int, ...], torch.dtype]
 """What a rank could write: (kind, name, box, shape, dtype)."""
@@ -144,12 +145,3 @@ def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
     sync_folder(partial)
     partial.rename(folder)
     sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names of its files are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,9 +17,10 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from megarl.checkpoint.manifest import WEIGHTS, CheckpointError, Manifest, Part, StoredTensor
 from megarl.checkpoint.rectangles import matrix_size, whole
 from megarl.checkpoint.save import publish as publish_checkpoint
-from megarl.checkpoint.save import start_folder, sync_folder
+from megarl.checkpoint.save import start_folder
 from megarl.checkpoint.sources import WeightSource
 from megarl.checkpoint.tensor_file import Entry, write_tensors
+from megarl.config.checkpoint_folders import sync_folder
 from megarl.config.hf_config import ModelShape
 from megarl.reshard import transfer
 from megarl.reshard.atlas import KEPT_IN_FP32, hf_sizes

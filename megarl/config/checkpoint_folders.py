@@ -103,3 +103,12 @@ def file_digest(path: Path) -> str:
 
 def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of its files are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

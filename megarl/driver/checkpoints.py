@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from megarl.config.checkpoint_folders import (
     is_one_checkpoint,
     read_job,
     step_of,
+    sync_folder,
     write_job,
 )
 from megarl.config.loader import write_args
@@ -169,10 +169,10 @@ class Checkpoints:
     def _publish(self, digests: Mapping[str, str]) -> None:
         saving, folder = self._saving, folder_of_step(self.run_folder, self._saving.step)
         write_job(saving.partial, {**saving.body, "roles": dict(digests)})
-        _sync(saving.partial)
+        sync_folder(saving.partial)
         saving.partial.rename(folder)
         self._saving = None  # from here on `abandon` has nothing to do
-        _sync(folder.parent)
+        sync_folder(folder.parent)
         self._metrics[saving.step] = saving.body["metrics"]
         self._prune()
 
@@ -257,12 +257,3 @@ def _metrics_of(folder: Path) -> dict[str, float]:
         return read_job(folder)["metrics"]
     except JobFileError:
         return {}
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names of its files are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
