@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +9,9 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.rectangles import Box, tiling_problem, whole
-from megarl.checkpoint.tensor_file import file_digest
+from megarl.config.checkpoint_json import file_digest, read_json, write_json
 
-MANIFEST, VERSION = "checkpoint.json", 1
+MANIFEST, VERSION, _FORM = "checkpoint.json", 1, "megarl checkpoint"
 WEIGHTS = "weights"
 """The kind that every checkpoint has. Others: the optimizer's."""
 
@@ -66,29 +63,17 @@ class Manifest:
                                  "parts": [[number[part.file], *part.box] for part in t.parts]}
                           for name, t in of_kind.items()} for kind, of_kind in self.tensors.items()}  # fmt: skip
         body = {"files": [[name, *self.files[name]] for name in names], "tensors": tensors, "state": self.state}
-        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump({"format": "megarl checkpoint", "version": VERSION, "sha256": _digest(body), **body}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_json(folder / MANIFEST, _FORM, VERSION, body)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises: CheckpointError if the folder holds no checkpoint, or a damaged one; a file of the wrong size is damage."""
         path = folder / MANIFEST
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            body = read_json(path, _FORM, VERSION, CheckpointError)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is not a megarl checkpoint: it has no {MANIFEST}"
                                   f"{', so writing it did not end' if any(folder.glob('*.safetensors')) else ''}.") from None  # fmt: skip
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
-        if not isinstance(stored, dict) or stored.get("format") != "megarl checkpoint":
-            raise CheckpointError(f"{path} is not a megarl checkpoint's.")
-        if stored.get("version") != VERSION:
-            raise CheckpointError(f"{path} has version {stored.get('version')} of the format; this megarl reads {VERSION}.")
-        body = {key: stored.get(key) for key in ("files", "tensors", "state")}
-        if stored.get("sha256") != _digest(body):
-            raise CheckpointError(f"{path} is damaged: its digest does not fit its content.")
         try:
             files = {name: (size, digest) for name, size, digest in body["files"]}
             tensors = {kind: {name: _stored_tensor(t, list(files)) for name, t in of_kind.items()} for kind, of_kind in body["tensors"].items()}
@@ -97,7 +82,7 @@ class Manifest:
             if not isinstance(body["state"], dict):
                 raise TypeError("its state is no object")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path} is not a megarl checkpoint's: {type(error).__name__}: {error}.") from error
+            raise CheckpointError(f"{path} is not of a megarl checkpoint: {type(error).__name__}: {error}.") from error
         manifest = cls(files, tensors, body["state"])
         manifest.check_sizes(folder)
         return manifest
@@ -142,7 +127,3 @@ def raise_problems(what: str, problems: Sequence[str]) -> None:
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{what} do not fit the model: {'; '.join(problems[:5])}{more}.")
-
-
-def _digest(body: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -139,9 +139,3 @@ def _place(item: dict[str, object]) -> tuple[torch.dtype, tuple[int, ...], int, 
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError(f"shape {list(shape)} and offsets {start} and {end} must be whole numbers from 0 on")
     return DTYPES[item["dtype"]], shape, start, end
-
-
-def file_digest(path: str | os.PathLike) -> str:
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,16 +7,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.config.checkpoint_json import file_digest, read_json, write_json
 from megarl.config.schema import TrainConfig
 
-CHECKPOINTS, JOB, MANIFEST, VERSION = "checkpoints", "job.json", "checkpoint.json", 1
+CHECKPOINTS, JOB, MANIFEST = "checkpoints", "job.json", "checkpoint.json"
+_FORM, VERSION = "megarl job", 1
 _PARTS = {"step": int, "roles": dict, "models": dict, "actors": dict, "random_states": list, "metrics": dict}
 _STEP = re.compile(r"step_(\d{6,})")
 
@@ -62,28 +61,16 @@ def goes_on(config: TrainConfig) -> bool:
 
 def write_job(folder: Path, body: Mapping[str, object]) -> None:
     """And wait until it is on the disk. body: what JSON can hold."""
-    with open(folder / JOB, "w", encoding="utf-8") as file:
-        json.dump({"format": "megarl job", "version": VERSION, "sha256": _digest(body), **body}, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
+    write_json(folder / JOB, _FORM, VERSION, body)
 
 
 def read_job(folder: Path) -> dict[str, object]:
     """Raises: JobFileError naming the file and what is wrong, also with the manifests of its roles."""
     path = folder / JOB
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path, _FORM, VERSION, JobFileError)
     except FileNotFoundError:
         raise JobFileError(f"{folder} is not a checkpoint of a job: it has no {JOB}.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise JobFileError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(stored, dict) or stored.get("format") != "megarl job":
-        raise JobFileError(f"{path} is not of a megarl job.")
-    if stored.get("version") != VERSION:
-        raise JobFileError(f"{path} has version {stored.get('version')} of the format; this megarl reads {VERSION}.")
-    body = {key: value for key, value in stored.items() if key not in ("format", "version", "sha256")}
-    if stored.get("sha256") != _digest(body):
-        raise JobFileError(f"{path} is damaged: its digest does not fit its content.")
     for name, kind in _PARTS.items():
         if not isinstance(body.get(name), kind):
             raise JobFileError(f"{path} is not of a megarl job: it has no {name}.")
@@ -94,21 +81,3 @@ def read_job(folder: Path) -> dict[str, object]:
         if file_digest(manifest) != digest:
             raise JobFileError(f"{manifest} is damaged: its SHA-256 is not the one that was written.")
     return body
-
-
-def file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(body: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names of its files are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,16 +23,15 @@ from megarl.config.checkpoint_folders import (
     MANIFEST,
     JobFileError,
     checkpoints_in,
-    file_digest,
     folder_of_step,
     found_by,
     goes_on,
     is_one_checkpoint,
     read_job,
     step_of,
-    sync_folder,
     write_job,
 )
+from megarl.config.checkpoint_json import file_digest, sync_folder
 from megarl.config.loader import write_args
 from megarl.driver.executor import Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
@@ -73,6 +72,11 @@ class Checkpoints:
         """Step of each checkpoint in the run folder -> the metrics of that step."""
         self._has_noted = False
         """That a step has no --best-metric."""
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Of the step that was restored: it has held-out scores."""
+        return any(name.startswith("eval/") for name in self.restored_metrics)
 
     def save(self, step: int) -> None:
         """Begin one, of the state between this step and the next: returns when every rank has copied its own. Waits for the one before.

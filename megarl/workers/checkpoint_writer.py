@@ -14,7 +14,7 @@ from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import MANIFEST
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
-from megarl.checkpoint.tensor_file import file_digest
+from megarl.config.checkpoint_json import file_digest
 from megarl.workers.process import WRITES_CHECKPOINT
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def test_folders_that_are_none(folder: Path, tmp_path: Path):
     (folder / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="is not a megarl checkpoint: it has no checkpoint.json, so writing it did not end"):
         Checkpoint(folder)
-    for text, reason in (("", "cannot be read"), ("[" * 100_000, "cannot be read: maximum recursion depth"), ("[]", "is not a megarl checkpoint's"), ("{}", "is not a megarl checkpoint's"),
+    for text, reason in (("", "cannot be read"), ("[" * 100_000, "cannot be read: maximum recursion depth"), ("[]", "is not of a megarl checkpoint"), ("{}", "is not of a megarl checkpoint"),
                          (json.dumps({"format": "megarl checkpoint", "version": 2}), "has version 2 of the format; this megarl reads 1")):  # fmt: skip
         (folder / MANIFEST).write_text(text)
         with pytest.raises(CheckpointError, match=reason):
@@ -105,7 +105,7 @@ def test_a_manifest_that_does_not_say_where_all_is_is_refused(folder: Path, chan
     change(body)
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     (folder / MANIFEST).write_text(json.dumps({**stored, **body, "sha256": digest}))
-    with pytest.raises(CheckpointError, match=f"{folder / MANIFEST} is not a megarl checkpoint's: .*{reason}"):
+    with pytest.raises(CheckpointError, match=f"{folder / MANIFEST} is not of a megarl checkpoint: .*{reason}"):
         Checkpoint(folder)
 
 
