@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.config.checkpoint_folders import CHECKPOINTS, JOB, MANIFEST, JobFileError, checkpoints_in, found_by, goes_on, read_job
+from megarl.config.checkpoint_folders import (
+    CHECKPOINTS,
+    JOB,
+    MANIFEST,
+    JobFileError,
+    checkpoints_in,
+    found_by,
+    goes_on,
+    is_one_checkpoint,
+    read_job,
+    step_of,
+)
 from megarl.config.flags import numbered
 from megarl.config.hf_config import ModelShape
 from megarl.config.roles import configs_of_actors
@@ -28,7 +39,7 @@ def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
 
 def checkpoint_findings(config: TrainConfig) -> list[str]:
     """Of a job whose models can be read."""
-    findings = [*_unsavable(config)]
+    findings = [*_unsavable(config), *_unclear_restart(config)]
     if config.checkpoint.load is None or findings:
         return findings
     try:
@@ -45,10 +56,22 @@ def is_savable(config: TrainConfig) -> bool:
 
 
 def _unsavable(config: TrainConfig) -> Iterator[str]:
-    load, interval = config.checkpoint.load, config.checkpoint.save_interval
-    if (interval or load is not None) and not is_savable(config):
-        flag = f"--save-interval ({interval})" if interval else f"--load ({load})"
+    load, interval, restarts = config.checkpoint.load, config.checkpoint.save_interval, config.checkpoint.max_restarts
+    if (interval or load is not None or restarts) and not is_savable(config):
+        flag = f"--save-interval ({interval})" if interval else f"--load ({load})" if load is not None else f"--max-restarts ({restarts})"
         yield f"{flag}: the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
+
+
+def _unclear_restart(config: TrainConfig) -> Iterator[str]:
+    """A restart takes the newest checkpoint of --save: if the first attempt fails before it has removed those that it is to do without, that
+    would be one of them."""
+    restarts, load = config.checkpoint.max_restarts, config.checkpoint.load
+    if not restarts or load is None or not goes_on(config) or not is_one_checkpoint(Path(load)):
+        return
+    newest = checkpoints_in(Path(config.run.save))[:1]
+    if newest and step_of(newest[0]) > step_of(Path(load)):
+        yield (f"--max-restarts ({restarts}): a restart goes on from the newest checkpoint of --save, and --load ({load}) is an older one of the "
+               f"same run, whose newest is {newest[0]}. Remove the newer ones, or try --max-restarts 0.")  # fmt: skip
 
 
 def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:

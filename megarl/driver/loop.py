@@ -17,9 +17,9 @@ def train_rl(job: Job) -> None:
     """PPO, GRPO and their relatives."""
     training = Training(job)
     training.set_up()
-    if training.step == 0:
-        job.evaluate_if_due(step=0)
-    elif training.step == job.config.batch.train_iters:
+    if not job.checkpoints.is_evaluated:  # of a run that goes on: SIGTERM may have ended its evaluation
+        job.evaluate_if_due(training.step)
+    if training.step == job.config.batch.train_iters:
         job.export(training.step)  # the job before may have ended just then
     for step in training.steps():
         batch = training.rollout()

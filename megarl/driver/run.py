@@ -112,10 +112,20 @@ class Run:
         self.progress.update(step, self._row)
 
     def record_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Add the scores to the row of `step` (step 0 has a row of its own)."""
-        self._row = {**(self._row or {"step": step}), **scores}
+        """Add the scores to the row of `step` (step 0 has a row of its own), also to one that was written before it was evaluated."""
+        self._row = {**(self._row or self._take_back(step)), **scores}
         self.progress.show_evaluation(step, scores)
         self._write_row()
+
+    def _take_back(self, step: int) -> dict[str, object]:
+        """The last row of metrics.jsonl, out of the file, if it is of this step; else an empty one."""
+        path = self.folder / "metrics.jsonl"
+        last = (path.read_bytes().splitlines(keepends=True) or [b"{}"])[-1]
+        row = json.loads(last)
+        if row.get("step") != step:
+            return {"step": step}
+        os.truncate(path, path.stat().st_size - len(last))  # what is written next is appended
+        return row | {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
 
     def row_of(self, step: int) -> dict[str, float | int]:
         """What metrics.jsonl has of this step, which is the last one; written if it was not yet. {} if nothing was recorded."""

@@ -103,6 +103,10 @@ WRONG = (
      None),
     ("--load weights", "--load (weights): is a checkpoint of one model, not of a job. Make a Hugging Face folder of it by `megarl convert` and give "
      "that as --model.", "--load old"),
+    ("--load old/checkpoints/step_000004 --save old --max-restarts 2", "--max-restarts (2): a restart goes on from the newest checkpoint of --save, and "
+     "--load (old/checkpoints/step_000004) is an older one of the same run, whose newest is old/checkpoints/step_000010. Remove the newer ones, or try "
+     "--max-restarts 0.", "--load old/checkpoints/step_000004 --save old --max-restarts 0"),
+    ("--optimizer-cpu-offload --max-restarts 2", "--max-restarts (2): the state of --optimizer-cpu-offload cannot be saved", "--max-restarts 2"),
     ("--load old --save old", "--load (old): holds no whole checkpoint. ", None),
 )  # fmt: skip
 
@@ -111,7 +115,7 @@ WRONG = (
 def test_what_is_wrong_and_what_works(here, flags, message, works):
     Path("weights").mkdir()
     Path("weights/checkpoint.json").write_text("{}")
-    if flags.endswith("--save old"):
+    if flags == "--load old --save old":
         for folder in checkpoints_in(Path("old")):
             (folder / "job.json").write_text("{")
     found = findings(flags)

@@ -161,6 +161,23 @@ def test_later_steps_are_forgotten_and_recorded_again(tmp_path):
     assert (folder / "resolved.args").read_text() == "--train-iters 4\n"
 
 
+def test_a_step_that_was_not_evaluated_any_more_gets_its_scores_later(tmp_path):
+    """SIGTERM came between the end of the step and that of its evaluation."""
+    folder = tmp_path / "run"
+    with open_run(folder) as run:
+        for step in (1, 2):
+            run.begin_step(step)
+            run.finish_step(step, {"reward/mean": 0.5, "policy/loss": math.nan}, num_tokens=1)
+    before = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with Run(going_on(folder), "", Progress(3, StringIO())) as run:
+        run.go_on_after(2)
+        run.record_evaluation(2, {"eval/accuracy": 0.75})
+        run.begin_step(3)
+        run.finish_step(3, {"reward/mean": 1.0}, num_tokens=1)
+    rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[:2] == [before[0], before[1] | {"eval/accuracy": 0.75}] and [row["step"] for row in rows] == [1, 2, 3]
+
+
 def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
     make_run(tmp_path / "run")
     with Run(going_on(tmp_path / "run"), "", Progress(3, StringIO())) as run:
