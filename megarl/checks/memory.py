@@ -18,8 +18,7 @@ from megarl.reshard.report import ITEMSIZE
 
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 """Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32 moments."""
-_FSDP_SHARDS = {"no_shard": (), "optim": ("optimizer",), "optim_grads": ("optimizer", "gradients"),
-                "optim_grads_params": ("optimizer", "gradients", "parameters")}  # fmt: skip
+_FSDP_SHARDS = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 PHASES = ("rollout", "log-probs", "update", "sync")
 
 
@@ -98,9 +97,7 @@ def _megatron_parts(config: TrainConfig, role: str, shape: ModelShape, mesh: Mes
     shards, expert_shards = mesh.dp * mesh.cp, mesh.expert_shape["edp"]
     sharded = () if optimizer is None else _sharded_parts(optimizer)
     for rank, held in megatron_held(shape, mesh, parallel.qkv_layout, lora).items():
-        shard = -(-held.dense // shards) + -(-held.experts // expert_shards) + held.adapters
-        weights = shard if "parameters" in sharded else held.total
-        yield rank, Part(role, "parameters", weights * (2 if bf16 else 4), "parameters" in away)
+        yield rank, Part(role, "parameters", held.total * (2 if bf16 else 4), "parameters" in away)
         if optimizer is None:
             continue
         dense, experts = (held.adapters, 0) if lora is not None and lora.lora_rank else (held.dense, held.experts)

