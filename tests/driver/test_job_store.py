@@ -13,7 +13,7 @@ from megarl import signed_pickle
 from megarl.config.errors import ConfigError
 from megarl.signed_pickle import ForgedMessage, agree, check_secret, dumps, job_secret, loads
 from megarl.workers.mailbox import PART_BYTES, Abort, Command, Mailbox
-from tests.driver.test_torchrun import START_WITHIN_S, Job
+from tests.driver.jobs import START_WITHIN_S
 
 ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -26,13 +26,6 @@ class Attack:
 
     def __reduce__(self):
         return Path.touch, (self.file,)
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path)
-    yield job
-    job.end()
 
 
 @pytest.mark.timeout(120)

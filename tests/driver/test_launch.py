@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.test_torchrun import END_WITHIN_S, START_WITHIN_S, Job
+from tests.driver.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S
 
 HERE = Path(__file__).parent
-DRIVER = [sys.executable, "-P", "-m", "job_driver"]
 LAUNCH_RANKS = "import sys; from megarl.driver.launch import launch_ranks; sys.exit(launch_ranks([], 2, 'dying'))"
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path)
-    yield job
-    job.end()
 
 
 @pytest.mark.timeout(120)

@@ -9,16 +9,9 @@ import time
 
 import pytest
 
-from tests.driver.test_torchrun import END_WITHIN_S, Job
+from tests.driver.jobs import END_WITHIN_S
 
 COMMAND = [sys.executable, "-P", "-m", "local_job"]
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path)
-    yield job
-    job.end()
 
 
 @pytest.mark.timeout(200)

@@ -8,15 +8,7 @@ import time
 
 import pytest
 
-from tests.driver.test_launch import DRIVER
-from tests.driver.test_torchrun import END_WITHIN_S, TORCHRUN, Job
-
-
-@pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path)
-    yield job
-    job.end()
+from tests.driver.jobs import DRIVER, END_WITHIN_S, TORCHRUN, Job
 
 
 def started(job: Job, scenario: str, command: list[str] = DRIVER):

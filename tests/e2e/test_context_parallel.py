@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import Job, train
+from tests.e2e.jobs import Job, check_first_step, train
 from tests.rewards.models import write_classifier
 
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
 OFFLOAD = ("--offload", "parameters", "gradients", "optimizer", "--no-reshard-alias")
-SAME = ("response/length_mean", "batch/tokens")
-CLOSE = ("reward/mean", "policy/grad_norm", "critic/grad_norm", "policy/entropy", "critic/loss", "kl/per_response")
 
 pytestmark = pytest.mark.slow
-
-
-def check(job: Job, other: Job) -> None:
-    """Both ran with the gate on, and the first step is the same but for rounding."""
-    for one in (job, other):
-        assert one.returncode == 0, one.output
-        assert all(row["mismatch/max_abs"] <= 1e-4 for row in one.steps) and len(one.steps) == 3
-    ours, theirs = job.steps[0], other.steps[0]
-    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
-    shared = ours.keys() & {*CLOSE}
-    assert shared and {key: ours[key] for key in shared} == pytest.approx({key: theirs[key] for key in shared}, rel=1e-3, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +27,12 @@ def ppo(sums_data, tmp_path_factory) -> Job:
 
 @pytest.mark.parametrize("flags", [(), (*OFFLOAD, "--rollout-tensor-parallel-size", "2")])
 def test_grpo(sums_data, tmp_path, grpo, flags):
-    check(train(sums_data, tmp_path / "cp2", "--context-parallel-size", "2", *flags), grpo)
+    check_first_step(train(sums_data, tmp_path / "cp2", "--context-parallel-size", "2", *flags), grpo, rel=1e-3)
 
 
 def test_a_critic_with_context_parallelism_beside_an_actor_with_tensor_parallelism(sums_data, tmp_path, ppo):
     layout = ("--actor-tensor-model-parallel-size", "2", "--critic-context-parallel-size", "2")
-    check(train(sums_data, tmp_path / "split", *PPO, *layout), ppo)
+    check_first_step(train(sums_data, tmp_path / "split", *PPO, *layout), ppo, rel=1e-3)
 
 
 def test_every_size_above_one(sums_data, tmp_path, ppo):
@@ -53,7 +40,7 @@ def test_every_size_above_one(sums_data, tmp_path, ppo):
     layout = ("--nproc-per-node", "4", "--actor-tensor-model-parallel-size", "2", "--actor-context-parallel-size", "2", "--actor-sequence-parallel",
               "--critic-context-parallel-size", "2", "--critic-pipeline-model-parallel-size", "2", "--reference-tensor-model-parallel-size", "1",
               "--reference-context-parallel-size", "4", "--no-reference-sequence-parallel")  # fmt: skip
-    check(train(sums_data, tmp_path / "split", *PPO, *layout), ppo)
+    check_first_step(train(sums_data, tmp_path / "split", *PPO, *layout), ppo, rel=1e-3)
 
 
 def test_a_reward_model_scores_the_same(sums_data, tmp_path):
@@ -61,7 +48,7 @@ def test_a_reward_model_scores_the_same(sums_data, tmp_path):
     flags = ("--reward-model", str(tmp_path / "classifier"), "--reward-model-backend", "megatron")
     split, whole = (train(sums_data, tmp_path / name, *flags, *size)
                     for name, size in (("cp2", ("--reward-context-parallel-size", "2")), ("dp2", ())))  # fmt: skip
-    check(split, whole)
+    check_first_step(split, whole, rel=1e-3)
     assert split.steps[0]["reward/reward_model_mean"] == pytest.approx(whole.steps[0]["reward/reward_model_mean"], abs=1e-5)
     assert split.steps[0]["reward/failed"] == whole.steps[0]["reward/failed"] == 0
 

@@ -1,0 +1,10 @@
+import pytest
+
+from tests.driver.jobs import Job
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.end()
