@@ -127,7 +127,7 @@ class Case:
             where = f"{when.strip() or 'before the first step'}, waiting for .*{call} on rank "
             waiting = "" if self.phase == "join" else rf".*The job was {where}"
             return rf"\[rank {rank}: actor, rollout\] was killed by SIGKILL{waiting}"
-        return rf"\[{role}\] {method} timed out{when}: no answer from rank(?s:.*)\[rank 0\] (was|does)(?s:.*)\[rank 1\] (was|does)"
+        return rf"\[{role}\] {method} timed out{when}: no answer from rank(?=(?s:.*)\[rank 0\] (was|does))(?=(?s:.*)\[rank 1\] (was|does))"
 
     def problems(self, outcome: Outcome) -> list[str]:
         """What is not as it must be."""

@@ -29,10 +29,7 @@ def rows(document: str) -> dict[str, str]:
     return found
 
 
-def row(case: Case, outcome: Outcome | None) -> str:
-    """None: it was not measured."""
-    if outcome is None:
-        return f"{key(case)} not measured | {case.limit_s:g} s | | |"
+def row(case: Case, outcome: Outcome) -> str:
     said = next(iter(outcome.stderr.splitlines()), "").replace("|", "\\|")
     said = f"`{said[:_WIDTH]}{'...' if len(said) > _WIDTH else ''}`" if said else "-"
     name, wait_s = case.noticed_after

@@ -28,11 +28,9 @@ def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(case: 
         table.write(case, outcome)
 
 
-def test_the_documented_table_has_a_row_for_every_case_and_those_that_were_measured_kept_their_limits():
+def test_the_documented_table_has_every_case_measured_within_its_limit():
     documented = table.rows(table.DOCUMENT.read_text())
     assert list(documented) == [table.key(case) for case in CASES]
     for case in CASES:
-        if documented[table.key(case)] == table.row(case, None):
-            continue
         seconds, limit = (float(cell.removesuffix(" s ").split()[-1]) for cell in documented[table.key(case)].split("|")[4:6])
         assert seconds <= limit == case.limit_s
