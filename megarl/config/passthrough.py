@@ -14,6 +14,7 @@ ENGINE_REFUSED = {
     "the engine runs the actor's model. Set --model.": """
         model model_weights hf_config_path hf_overrides config_format model_class_overrides revision code_revision hf_token
         download_dir""",
+    "the model is a folder, and no code from it is run.": "trust_remote_code",
     "the engine takes its weights from the actor, not from files.": """
         load_format model_loader_extra_config ignore_patterns safetensors_* use_tqdm_on_load pt_load_map_location
         weight_transfer_config""",
