@@ -1,6 +1,6 @@
 """Whole jobs whose models are interleaved pipelines: two stages of two chunks each, into engines with TP=1.
 
-pytest tests/e2e/test_interleaved.py        20 s"""
+pytest tests/e2e/test_interleaved.py -m slow"""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.e2e.jobs import train
 
 INTERLEAVED = ("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2")
 OFFLOAD = ("--offload", "gradients", "optimizer")
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,6 @@ def test_the_export_holds_every_chunk(job, model):
     assert start.keys() == end.keys() and not any(start[name].equal(end[name]) for name in start)
 
 
-@pytest.mark.slow
 def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
     one = train(sums_data, tmp_path / "run", "--model", str(model), "--kl-mode", "loss", "--kl-coef", "0.01", "--nproc-per-node", "1")
     for ours, other in zip(job.steps, one.steps, strict=True):
@@ -55,7 +56,6 @@ def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
         assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_an_interleaved_critic_beside_an_interleaved_actor(sums_data, model, tmp_path):
     job = train(sums_data, tmp_path / "run", "--model", str(model), "--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01",
                 "--critic-lr", "1e-2", *INTERLEAVED, *OFFLOAD)  # fmt: skip
