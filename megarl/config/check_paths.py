@@ -5,15 +5,36 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.checkpoint_folders import goes_on
+from megarl.config.flags import numbered
 from megarl.config.near import nearest, try_path
 from megarl.config.schema import TrainConfig
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
+
+
+def unreachable_paths(config: TrainConfig) -> Iterator[str]:
+    """One line per path that the system does not even look at: a name that is too long, a folder that this user may not enter."""
+    seen = set()
+    for number, of_actor in enumerate((config, *config.others), 1):
+        model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
+        of_flag = {"model": [model.model], "tokenizer-model": [model.tokenizer_model], "critic-model": [model.critic_model],
+                   "train-data": data.train_data, "eval-data": data.eval_data, "reward-function": [(data.reward_function or "").rpartition(":")[0]],
+                   "reward-model": rewards.reward_model, "judge-template": [rewards.judge_template], "save": [of_actor.run.save],
+                   "load": [of_actor.checkpoint.load]}  # fmt: skip
+        for flag, path in ((flag, path) for flag, paths in of_flag.items() for path in paths if path and path not in seen):
+            seen.add(path)
+            try:
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # other rules say whether it must be there
+            except (OSError, ValueError) as error:
+                yield f"--{numbered(flag, number)} ({path}): {getattr(error, 'strerror', error)}. Give another path."
 
 
 def path_findings(config: TrainConfig, new_run: bool = True) -> Iterator[str]:

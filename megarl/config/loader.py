@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 
 from megarl.config.argsfile import Occurrence, Reader
+from megarl.config.check_paths import unreachable_paths
 from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
 from megarl.config.flags import OF_JOB, OF_ROLES, ROLES, SECTIONS, Flag, algorithm_flags, build_flags, number_and_name, numbered
 from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names
@@ -41,8 +42,8 @@ def load_config(argv: Sequence[str], algorithms: Mapping[str, type], prog: str =
         argv: flags and @files, without the program's name.
         algorithms: name -> frozen dataclass; --algorithm chooses one, its fields are flags.
         prog: for the usage line of --help.
-    Raises: ConfigError listing every error; SystemExit(0) after printing the help text, for --help or -h; TypeError if the registry
-        calls an algorithm otherwise than it calls itself, as write_args could then not name it.
+    Raises: ConfigError listing every error, then every path that the system does not look at; SystemExit(0) after printing the help text,
+        for --help or -h; TypeError if the registry calls an algorithm otherwise than it calls itself, as write_args could then not name it.
     """
     for name, cls in algorithms.items():
         if algorithm_name(cls) != name:
@@ -60,7 +61,9 @@ def load_config(argv: Sequence[str], algorithms: Mapping[str, type], prog: str =
     errors = [*reader.errors, *_without_actor(reader.occurrences, len(loaders)), *(error for loader in loaders for error in loader.errors)]
     raise_findings(list(dict.fromkeys(errors)))
     first, *others = sections
-    return TrainConfig(**first, others=tuple(TrainConfig(**of_actor) for of_actor in others))
+    config = TrainConfig(**first, others=tuple(TrainConfig(**of_actor) for of_actor in others))
+    raise_findings(list(unreachable_paths(config)))
+    return config
 
 
 def _without_actor(occurrences: Sequence[Occurrence], num_actors: int) -> Iterator[str]:

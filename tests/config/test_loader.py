@@ -489,3 +489,13 @@ def test_configurations_are_frozen():
 def test_a_number_that_no_actor_can_have_is_no_number():
     with pytest.raises(ConfigError, match="no such flag"):
         load(f"--actor-{'9' * 5000}-lr", "1")
+
+
+def test_paths_that_the_system_does_not_look_at(tmp_path):
+    """pathlib raises for them where it is asked whether they are there."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    long = "9" * 300
+    assert errors("--eval-data", long, "--judge-template", str(tmp_path / "loop"), "--reward-function", f"{long}1:score") == (
+        f"--eval-data ({long}): File name too long. Give another path.",
+        f"--reward-function ({long}1): File name too long. Give another path.",
+        f"--judge-template ({tmp_path}/loop): Too many levels of symbolic links. Give another path.")
