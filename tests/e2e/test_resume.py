@@ -15,7 +15,7 @@ from megarl.checkpoint.load import Checkpoint
 from tests.e2e.jobs import Job, train
 from tests.e2e.test_experts import EXPERTS
 
-VARYING = ("time/", "throughput/", "memory/")
+VARYING = ("time/", "time_2/", "throughput/", "memory/", "memory_2/")
 TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.05", "--kl-controller", "adaptive", "--kl-target", "0.5",
        "--kl-horizon", "100", "--critic-lr", "1e-2", "--critic-tensor-model-parallel-size", "2")  # fmt: skip
