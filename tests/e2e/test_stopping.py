@@ -109,6 +109,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(sums_data, tmp_path, layout):
     assert weights[0] == weights[1] and whole.returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_evaluation_that_was_left_is_made_up_for(sums_data, tmp_path):
+    flags = ("--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "2", "--eval-num-prompts", "8")
+    job = SlowJob(sums_data, tmp_path, *flags)  # in the evaluation after step 2
+    try:
+        os.killpg(job.process.pid, signal.SIGTERM)
+        assert job.process.wait(40) == 143, job.output()
+    finally:
+        job.end()
+    assert [("eval/accuracy" in row) for row in rows(tmp_path / "run")] == [True, False, False]
+    again = train(sums_data, tmp_path / "run", "--train-iters", "5", *flags, "--load", str(tmp_path / "run"))
+    whole = train(sums_data, tmp_path / "whole", "--train-iters", "5", *flags)
+    assert (again.returncode, whole.returncode) == (0, 0), again.output + whole.output
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert [("eval/accuracy" in row) for row in rows(tmp_path / "run")] == [True, False, True, False, True, True]
+
+
 # ------------------------------------------------------------------ restarts
 
 
@@ -189,6 +207,6 @@ def test_the_same_failure_uses_up_the_restarts(sums_data, tmp_path):
     told = [line for line in job.output.splitlines() if line.startswith("[driver]")]
     failed = "[driver] failed at step 1: megarl.driver.gate.GateError: "
     beginning = "from the beginning: there is no checkpoint yet."
-    assert [line.startswith(failed) for line in told] == [True, False, True, False, True]
+    assert [line.startswith(failed) for line in told] == [True, False, True, False, True, True]
     again = "It was the same failure as before, at the same step, and nothing was saved since."
     assert told[1::2] == [f"[driver] restart 1 of 2, {beginning}", f"[driver] restart 2 of 2, {beginning} {again}"]
