@@ -1,19 +1,13 @@
 """The scheduler with real processes: torchrun, two ranks, a driver. `pytest tests/driver/test_flow_job.py`"""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("test_torchrun", Path(__file__).with_name("test_torchrun.py"))
-torchrun = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(torchrun)
-job = torchrun.job
+from tests.driver.jobs import TORCHRUN
 
 
 @pytest.mark.timeout(120)
 def test_a_flow_overlaps_and_ends_with_the_error_of_a_node(job):
-    launched = job.start([*torchrun.TORCHRUN, "-m", "job_worker", "flows", str(job.folder)])
+    launched = job.start([*TORCHRUN, "-m", "job_worker", "flows", str(job.folder)])
     assert launched.wait(100) == 1, job.stderr()
     seen = job.seen()
     # Two nodes that sleep 1 s on disjoint meshes: one after the other they take 2 s.
