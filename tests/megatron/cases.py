@@ -37,5 +37,5 @@ def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:
     """A script of this folder under torchrun; its ranks write to `out`."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
                            str(Path(__file__).with_name(script)), str(out), *arguments],
-                          capture_output=True, text=True, timeout=600, cwd=out)  # fmt: skip
+                          capture_output=True, text=True, timeout=1200, cwd=out)  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

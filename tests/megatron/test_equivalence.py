@@ -24,7 +24,7 @@ BF16 = dict(output=0.2, loss=1e-2, grad_norm=2e-2, gradient=0.1, weight=5e-2)
 """Sanity: 8 bits. A gradient that is lost or comes twice is off by a third or more."""
 
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for the job of them all: two to five minutes
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for the job of them all: two to eight minutes
 
 
 @pytest.fixture(scope="module")
