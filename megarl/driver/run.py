@@ -124,7 +124,8 @@ class Run:
         row = json.loads(last)
         if row.get("step") != step:
             return {"step": step}
-        os.truncate(path, path.stat().st_size - len(last))  # what is written next is appended
+        os.truncate(path, path.stat().st_size - len(last))
+        self._metrics_file.seek(0, os.SEEK_END)  # a new run's file was not opened to append
         return row | {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
 
     def row_of(self, step: int) -> dict[str, float | int]:

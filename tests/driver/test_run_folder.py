@@ -77,6 +77,17 @@ def test_a_finished_step_is_on_disk_when_the_next_begins(tmp_path):
         assert strict((run.folder / "metrics.jsonl").read_text())["step"] == 1  # through another handle: it was flushed
 
 
+def test_scores_of_a_second_evaluation_go_to_the_same_row(tmp_path):
+    with open_run(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.begin_step(step)
+            run.finish_step(step, {"reward/mean": 0.5}, num_tokens=1)
+            run.record_evaluation(step, {"eval/accuracy": 0.25})
+            run.record_evaluation(step, {"eval/accuracy": 0.75, "eval/more": 1.0})
+    rows = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward/mean"], row["eval/accuracy"], row["eval/more"]) for row in rows] == [(1, 0.5, 0.75, 1.0), (2, 0.5, 0.75, 1.0)]
+
+
 @pytest.mark.parametrize("mark", ["resolved.args", "metrics.jsonl"])
 def test_a_folder_that_holds_a_run_is_refused_with_a_name_that_works(tmp_path, mark):
     folder = tmp_path / "run"
