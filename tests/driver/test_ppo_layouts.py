@@ -20,6 +20,9 @@ REPORTED = ("policy/loss", "critic/loss", "policy/grad_norm", "critic/grad_norm"
             "critic/explained_variance", "kl/per_response", "kl/coef", "advantage/max_abs", "reward/mean", "reward/failed")  # fmt: skip
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.tail]
+
+
 @pytest.fixture(scope="module")
 def placements(tmp_path_factory) -> Path:
     from megarl.data.sums_files import make_sums

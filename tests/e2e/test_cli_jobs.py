@@ -129,6 +129,8 @@ def test_fine_tuning_stops_at_the_loss_and_exports(sums_data, tmp_path):
 # ------------------------------------------------------------------ Ctrl-C
 
 
+@pytest.mark.slow
+@pytest.mark.tail
 def test_ctrl_c_ends_a_training_job_with_one_line_and_no_orphans(sums_data, tmp_path):
     """With real engines, which bring signal handlers and shared memory of their own."""
     job = [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl"), "--save", "run"]

@@ -130,7 +130,8 @@ def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("fault, step", [pytest.param("temperature_not_applied", 1, marks=pytest.mark.slow), ("labels_off_by_one", 1)])
+@pytest.mark.parametrize("fault, step", [pytest.param("temperature_not_applied", 1, marks=pytest.mark.slow),
+    pytest.param("labels_off_by_one", 1, marks=(pytest.mark.slow, pytest.mark.tail))])  # fmt: skip
 def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
     job = train(sums_data, tmp_path / "run", fault=fault)
     assert job.returncode != 0

@@ -15,8 +15,6 @@ from tests.e2e.jobs import train
 INTERLEAVED = ("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2")
 OFFLOAD = ("--offload", "gradients", "optimizer")
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def model(sums_data, tmp_path_factory) -> Path:
@@ -36,6 +34,8 @@ def job(sums_data, model, tmp_path_factory):
                  *INTERLEAVED, *OFFLOAD)  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.tail
 def test_actor_and_reference_train_with_the_gate_on(job):
     assert job.returncode == 0, job.output
     assert len(job.steps) == 3
@@ -43,11 +43,14 @@ def test_actor_and_reference_train_with_the_gate_on(job):
         assert row["mismatch/max_abs"] <= 1e-4 and row["policy/grad_norm"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.tail
 def test_the_export_holds_every_chunk(job, model):
     start, end = load_file(model / "model.safetensors"), load_file(job.folder / "hf" / "model.safetensors")
     assert start.keys() == end.keys() and not any(start[name].equal(end[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
     one = train(sums_data, tmp_path / "run", "--model", str(model), "--kl-mode", "loss", "--kl-coef", "0.01", "--nproc-per-node", "1")
     for ours, other in zip(job.steps, one.steps, strict=True):
@@ -56,6 +59,7 @@ def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
         assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_an_interleaved_critic_beside_an_interleaved_actor(sums_data, model, tmp_path):
     job = train(sums_data, tmp_path / "run", "--model", str(model), "--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01",
                 "--critic-lr", "1e-2", *INTERLEAVED, *OFFLOAD)  # fmt: skip

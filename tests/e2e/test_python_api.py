@@ -52,6 +52,8 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.tail
 def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
     flags = ("--train-iters", "5", "--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "2", "--eval-num-prompts", "4",
              "--num-rollouts-to-log", "-1")  # fmt: skip

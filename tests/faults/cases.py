@@ -168,4 +168,4 @@ CASES = [
         ("reward process", "reward"))),
     Case("Ctrl-Z", "driver", "update"),
 ]  # fmt: skip
-QUICK = ("SIGKILL-rank_1-rollout",)
+TAIL = ("SIGKILL-rank_1-rollout",)  # of those the one that continuous integration runs

@@ -9,12 +9,12 @@ import pytest
 
 from tests.e2e.jobs import COMMON, replace_flags
 from tests.faults import table
-from tests.faults.cases import CASES, QUICK, Case
+from tests.faults.cases import CASES, TAIL, Case
 from tests.faults.harness import Job, megarl
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES])  # fmt: skip
+    pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.tail] if case.name in TAIL else [])]) for case in CASES])  # fmt: skip
 def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(case: Case, sums_data, tmp_path, request):
     data = ["--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")]
     arguments = [*COMMON, *data, "--save", str(tmp_path / "run")]

@@ -64,6 +64,8 @@ def check_kernels(tmp_path, *arguments):
     return done.returncode, done.stdout + done.stderr, {(row["kernel"], row["capability"]): row for row in rows}
 
 
+@pytest.mark.slow
+@pytest.mark.tail
 def test_every_kernel_of_ours_compiles_without_spills(tmp_path):
     returncode, output, rows = check_kernels(tmp_path)
     assert returncode == 0, output

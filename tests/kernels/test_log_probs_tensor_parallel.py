@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("run_tensor_parallel.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=(pytest.mark.slow, pytest.mark.tail))])
 def test_ranks_equal_one(kernels, num_ranks, tmp_path):
     command = [sys.executable, "-P", str(SCRIPT)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

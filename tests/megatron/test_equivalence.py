@@ -56,7 +56,7 @@ def faults(reports: list[dict], case: str) -> Iterator[str]:
     yield from (f"copies of {where} differ" for where, count in Counter(where for where, _ in copies).items() if count > 1)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else (pytest.mark.slow, pytest.mark.tail)) for case in CASES])
 def test_layout_equals_one_rank(reports, case):
     assert [*faults(reports, case)] == []
 

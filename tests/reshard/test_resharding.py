@@ -105,7 +105,7 @@ def is_right(case: Case, plan: ReshardPlan) -> bool:
         for rank, expected in case.expected.items())  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [*range(6), *(pytest.param(block, marks=pytest.mark.slow) for block in range(6, 20))])
+@pytest.mark.parametrize("block", [*range(6), *(pytest.param(block, marks=(pytest.mark.slow, pytest.mark.tail)) for block in range(6, 20))])
 def test_random_layouts_equal_gather_then_split(block):
     for seed in range(100 * block, 100 * block + 100):
         case = make_case(random.Random(seed))
