@@ -1,4 +1,4 @@
-"""A PPO step does not depend on where its roles are. `pytest tests/driver/test_ppo_layouts.py`"""
+"""A PPO step does not depend on where its roles are. `pytest tests/driver/test_ppo_layouts.py -m slow`"""
 
 from __future__ import annotations
 
