@@ -29,17 +29,18 @@ from megarl.workers.process import process_name
 PROCESS, PING, LEAVE, ALL_ASKED = "stop/process", "stop/ping", "stop/leave", "stop/all_asked"
 ASKED, END = b"asked", b"end"
 _HEARD_S = 4.0  # that the driver may take to ask who lives
+_SAME_SIGNAL_S = 0.3  # within which a signal reaches all processes that it is sent to
 
 
 class StopListener:
-    """Answers the driver on a thread of its own; `close` after the driver has set END."""
+    """Answers the driver on a thread of its own; `join` after the driver has set END."""
 
     def __init__(self, rank: int):
-        self._rank, self._pinged, self._asked = rank, threading.Event(), threading.Event()
-        self._is_terminated, self._has_left, self._first_to_stay = False, False, 0
+        self._rank, self._terminated, self._pinged, self._asked = rank, threading.Event(), threading.Event(), threading.Event()
+        self._has_left, self._first_to_stay = False, 0
         self._thread = threading.Thread(target=self._listen, name="listen_for_stop", daemon=True)
         self._thread.start()
-        _on_sigterm(self._terminated)
+        _on_sigterm(self._end)
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -48,10 +49,10 @@ class StopListener:
         """Whether nobody will read the value of this command, which has raised: the job is being stopped, and its step is dropped.
 
         After a call that was left those behind it may miss what it has not made. And what this rank has started (an engine, processes of
-        rewards) may have got the same SIGTERM."""
-        if self._is_terminated and not isinstance(error, Left):
+        rewards) may have got the same SIGTERM, and have got it first."""
+        if not isinstance(error, Left) and self._terminated.wait(_SAME_SIGNAL_S):
             self._asked.wait(_HEARD_S)
-        left = index < self._first_to_stay and (isinstance(error, Left) or self._has_left or self._is_terminated)
+        left = index < self._first_to_stay and (isinstance(error, Left) or self._has_left or self._terminated.is_set())
         self._has_left = self._has_left or left
         return left
 
@@ -71,9 +72,9 @@ class StopListener:
             store.set(f"{LEAVE}/{self._rank}", "1")
             LEAVING.are_all_asked = store.get(ALL_ASKED) == ASKED
 
-    def _terminated(self) -> None:
+    def _end(self) -> None:
         """On a thread. Ends this process when the driver has, or does not know of it."""
-        self._is_terminated = True
+        self._terminated.set()
         try:
             mailbox = Mailbox(connect(timeout_s=_HEARD_S))
             mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
