@@ -15,7 +15,7 @@ SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
-	@echo 'make test-slow                          run the long tail: every layout, real size, faults; 45 minutes, 20 GB of memory'
+	@echo 'make test-slow                          run the long tail: every layout, real size, faults; hours, 20 GB of memory'
 	@echo 'make clean                              remove the environment and everything that was built; runs/ stays'
 	@echo ''
 	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'

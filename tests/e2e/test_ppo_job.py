@@ -75,6 +75,8 @@ def reward_flags(folders: list[Path]) -> tuple[str, ...]:
             "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "40", "--judge-temperature", "1.0", "--reward-max-failed-share", "1")  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.tail
 def test_three_reward_models(sums_data, tmp_path, reward_folders):
     job = train(sums_data, tmp_path / "run", *PPO, *reward_flags(reward_folders), "--reward-ranks", "0-1", "1", "0", "--train-iters", "2")
     assert job.returncode == 0, job.output
