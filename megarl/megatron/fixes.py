@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -129,6 +131,16 @@ def distributed_optimizer_in_place() -> None:
     buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = _reduce_scatter_in_place, _all_gather_in_place
 
 
+@_fix("distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py", 3607, "with _coalescing_manager(", on_cpu_only=True)
+def gathers_of_their_own() -> None:
+    """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk detected"). Of a group's two threads
+    each writes the name of what it has finished into one string, without a lock; two that do it at once free the same memory, if the name
+    is longer than 15 characters. ALLGATHER_COALESCED is; ALLREDUCE, BROADCAST and _ALLGATHER_BASE, which all others are, are not."""
+    import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
+
+    buffers._coalescing_manager = _not_coalesced
+
+
 @contextlib.contextmanager
 def world_is(group: dist.ProcessGroup) -> Iterator[None]:
     """optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, which would wait for ranks that are not on
@@ -153,6 +165,19 @@ def _p2p_ops(*, tensor_send_prev: torch.Tensor | None, tensor_recv_prev: torch.T
                 ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives)]  # fmt: skip
     in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]  # even ranks send first, odd ones receive
     return {name: start(tensor, peer, group=channel) for name, start, tensor, peer, channel in in_order if tensor is not None}
+
+
+@contextlib.contextmanager
+def _not_coalesced(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[SimpleNamespace]:
+    """In the place of torch.distributed._coalescing_manager: yields what waits for the gathers that are started inside."""
+    works, gather = [], dist.all_gather_into_tensor
+
+    def noted(*args: object, **kwargs: object) -> dist.Work | None:
+        works.append(gather(*args, **kwargs))
+        return works[-1]
+
+    with patch.object(dist, "all_gather_into_tensor", noted):
+        yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
 
 def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megarl.config import installed
 from megarl.megatron import fixes
@@ -21,6 +23,21 @@ PACKAGE = Path(fixes.__file__).parent
 def test_the_line_is_what_the_fix_says(fix):
     assert fix.says in (CORE / fix.file).read_text().splitlines()[fix.line - 1]
     assert fix.apply.__doc__
+
+
+def test_gathers_of_fsdp_are_started_one_by_one(monkeypatch):
+    """And what stands for them waits for them all. That the heap stays whole only a sanitizer would show in every run."""
+    fixes.fix_megatron()
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import _coalescing_manager
+
+    waited = []
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda name: SimpleNamespace(wait=lambda: waited.append(name)))
+    with _coalescing_manager(dist.group.WORLD, async_ops=True) as gathers:
+        assert dist.all_gather_into_tensor("first").wait() is None and waited == ["first"]
+        dist.all_gather_into_tensor("second")
+    dist.all_gather_into_tensor("not of these")
+    gathers.wait()
+    assert waited == ["first", "first", "second"]
 
 
 def test_another_version_is_refused_before_anything_is_replaced(monkeypatch):
