@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.rectangles import Box, tiling_problem, whole
+from megarl.config.checkpoint_folders import MANIFEST
 from megarl.config.checkpoint_json import file_digest, read_json, write_json
 
-MANIFEST, VERSION, _FORM = "checkpoint.json", 1, "megarl checkpoint"
+VERSION, _FORM = 1, "megarl checkpoint"
 WEIGHTS = "weights"
 """The kind that every checkpoint has. Others: the optimizer's."""
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.load import Checkpoint
-from megarl.checkpoint.manifest import MANIFEST, WEIGHTS, CheckpointError, check_tensors
+from megarl.checkpoint.manifest import WEIGHTS, CheckpointError, check_tensors
 from megarl.checkpoint.rectangles import Box, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
 from megarl.checkpoint.torch_dist import MegatronWeights, megatron_folder
+from megarl.config.checkpoint_folders import MANIFEST
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import OUTPUT, hf_sizes
 from megarl.reshard.transfer import IGNORED_SUFFIXES, prediction_tensors, weight_files

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.crew import Crew
-from megarl.checkpoint.manifest import MANIFEST
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
+from megarl.config.checkpoint_folders import MANIFEST
 from megarl.config.checkpoint_json import file_digest
 from megarl.workers.process import WRITES_CHECKPOINT
 

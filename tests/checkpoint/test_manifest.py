@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megarl.checkpoint.load import Checkpoint, load
-from megarl.checkpoint.manifest import MANIFEST, CheckpointError
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import Box, Rectangle
 from megarl.checkpoint.save import save
+from megarl.config.checkpoint_folders import MANIFEST
 
 VALUES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

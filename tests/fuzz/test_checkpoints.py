@@ -13,11 +13,11 @@ import torch
 from hypothesis import strategies as st
 
 from megarl.checkpoint.load import Checkpoint, load
-from megarl.checkpoint.manifest import MANIFEST, CheckpointError
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import Box, Rectangle
 from megarl.checkpoint.save import save
 from megarl.checkpoint.tensor_file import TensorFile, TensorFileError
-from megarl.config.checkpoint_folders import JobFileError, read_job, write_job
+from megarl.config.checkpoint_folders import MANIFEST, JobFileError, read_job, write_job
 from megarl.config.checkpoint_json import file_digest
 from megarl.driver.run_history import cut_after
 from tests.fuzz.cases import fuzz, may_refuse
