@@ -133,9 +133,9 @@ def distributed_optimizer_in_place() -> None:
 
 @_fix("distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py", 3607, "with _coalescing_manager(", on_cpu_only=True)
 def gathers_of_their_own() -> None:
-    """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk detected"). Of a group's two threads
-    each writes the name of what it has finished into one string, without a lock; two that do it at once free the same memory, if the name
-    is longer than 15 characters. ALLGATHER_COALESCED is; ALLREDUCE, BROADCAST and _ALLGATHER_BASE, which all others are, are not."""
+    """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk detected"). AddressSanitizer:
+    a group's two threads free the same 20 bytes in ProcessGroupGloo::runLoop; most likely the name ALLGATHER_COALESCED, noted without a lock.
+    Gathers that are not coalesced, and reductions, do not do it: their names are short enough to need no memory of their own."""
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
 
     buffers._coalescing_manager = _not_coalesced
