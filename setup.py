@@ -40,7 +40,9 @@ def cuda_choice() -> tuple[str | None, str]:
     nvcc = find_nvcc()
     if wish == "ON":
         if nvcc is None:
-            raise ValueError("MEGARL_CUDA=ON needs nvcc: put it on PATH, name it in CUDACXX, or use MEGARL_CUDA=AUTO.")
+            raise ValueError(
+                "MEGARL_CUDA=ON needs nvcc: put it on PATH, name it in CUDACXX, or use MEGARL_CUDA=AUTO."
+            )
         return nvcc, "MEGARL_CUDA=ON"
     if nvcc is None:
         return None, "nvcc was not found"
@@ -48,7 +50,10 @@ def cuda_choice() -> tuple[str | None, str]:
         return nvcc, "nvcc and an NVIDIA driver were found"
     if torch_has_cuda():
         return nvcc, "nvcc and a CUDA build of PyTorch were found"
-    return None, "nvcc was found, but neither an NVIDIA driver nor a CUDA build of PyTorch (MEGARL_CUDA=ON builds it anyway)"
+    return (
+        None,
+        "nvcc was found, but neither an NVIDIA driver nor a CUDA build of PyTorch (MEGARL_CUDA=ON builds it anyway)",
+    )
 
 
 class CMakeBuild(build_ext):
@@ -58,7 +63,9 @@ class CMakeBuild(build_ext):
         nvcc, reason = cuda_choice()
         configured = self.configure(ext, nvcc, reason)
         if not configured and nvcc and os.environ.get("MEGARL_CUDA", "AUTO").upper() == "ON":
-            raise RuntimeError("MEGARL_CUDA=ON, but CMake could not set up the CUDA build: see its messages above.")
+            raise RuntimeError(
+                "MEGARL_CUDA=ON, but CMake could not set up the CUDA build: see its messages above."
+            )
         if not configured and nvcc:
             nvcc, reason = None, f"{nvcc} does not work here"
             configured = self.configure(ext, nvcc, reason)
@@ -72,8 +79,13 @@ class CMakeBuild(build_ext):
 
     def configure(self, ext: Extension, nvcc: str | None, reason: str) -> bool:
         command = ["cmake", "--fresh", "-S", str(ROOT), "-B", self.build_temp, "-DCMAKE_BUILD_TYPE=Release"]
-        command += [f"-DPython_EXECUTABLE={sys.executable}", f"-DMEGARL_BUILD_INFO={build_info(nvcc, reason)}"]
-        command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={Path(self.get_ext_fullpath(ext.name)).resolve().parent}"]
+        command += [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DMEGARL_BUILD_INFO={build_info(nvcc, reason)}",
+        ]
+        command += [
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={Path(self.get_ext_fullpath(ext.name)).resolve().parent}"
+        ]
         if shutil.which("ninja"):
             command += ["-G", "Ninja"]
         if nvcc:

@@ -17,7 +17,13 @@ with megarl.Trainer(megarl.load_config(*sys.argv[1:])) as trainer:
             if batch.rewards[sample] is not None:  # None: its reward failed
                 batch.rewards[sample] -= PRICE_OF_A_TOKEN * length
         metrics = trainer.update(batch)
-        print(f"step {step}: reward {metrics['reward/mean']:.3f}, length {metrics['response/length_mean']:.1f}", flush=True)
-        if step % trainer.config.run.eval_interval == 0 and trainer.evaluate()["eval/accuracy"] >= GOOD_ENOUGH:
+        print(
+            f"step {step}: reward {metrics['reward/mean']:.3f}, length {metrics['response/length_mean']:.1f}",
+            flush=True,
+        )
+        if (
+            step % trainer.config.run.eval_interval == 0
+            and trainer.evaluate()["eval/accuracy"] >= GOOD_ENOUGH
+        ):
             break
     trainer.roles.actor.export_hf(f"{trainer.config.run.save}/hf").result()

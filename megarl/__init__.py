@@ -5,18 +5,28 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME = {
-    "Trainer": "megarl.driver.trainer", "PPOTrainer": "megarl.driver.trainer", "GRPOTrainer": "megarl.driver.trainer",
-    "load_config": "megarl.driver.configure", "DeviceMap": "megarl.config.placement", "ConfigError": "megarl.config.errors",
-    "RemoteError": "megarl.driver.executor", "CallTimeout": "megarl.driver.executor", "GateError": "megarl.driver.gate",
-    "symbolic_roles": "megarl.flow", "dataflow": "megarl.flow", "FlowError": "megarl.flow",
-}  # fmt: skip
+    "Trainer": "megarl.driver.trainer",
+    "PPOTrainer": "megarl.driver.trainer",
+    "GRPOTrainer": "megarl.driver.trainer",
+    "load_config": "megarl.driver.configure",
+    "DeviceMap": "megarl.config.placement",
+    "ConfigError": "megarl.config.errors",
+    "RemoteError": "megarl.driver.executor",
+    "CallTimeout": "megarl.driver.executor",
+    "GateError": "megarl.driver.gate",
+    "symbolic_roles": "megarl.flow",
+    "dataflow": "megarl.flow",
+    "FlowError": "megarl.flow",
+}
 """Where the Python API lives. Imported when first used, so that `import megarl` costs nothing."""
 __all__ = [*_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module 'megarl' has no attribute {name!r}. The Python API: {', '.join(_HOME)}.")
+        raise AttributeError(
+            f"module 'megarl' has no attribute {name!r}. The Python API: {', '.join(_HOME)}."
+        )
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

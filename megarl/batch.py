@@ -46,15 +46,27 @@ class Batch:
     """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer; anything in layers without experts."""
 
     @staticmethod
-    def from_samples(sample_ids: list[int], prompts: list[list[int]], responses: list[list[int]],
-                     rollout_log_probs: list[list[float]] | None = None) -> Batch:
+    def from_samples(
+        sample_ids: list[int],
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        rollout_log_probs: list[list[float]] | None = None,
+    ) -> Batch:
         """Pack prompts and responses (lists of token ids); log-probs are of the response tokens."""
         prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
         response_lengths = torch.tensor([len(r) for r in responses], dtype=torch.int64)
-        tokens = torch.tensor([t for p, r in zip(prompts, responses, strict=True) for ids in (p, r) for t in ids], dtype=torch.int64)
+        tokens = torch.tensor(
+            [t for p, r in zip(prompts, responses, strict=True) for ids in (p, r) for t in ids],
+            dtype=torch.int64,
+        )
         segments = torch.stack([prompt_lengths, response_lengths], dim=1).flatten()
         mask = torch.tensor([False, True]).repeat(len(prompts)).repeat_interleave(segments)
-        batch = Batch(torch.tensor(sample_ids, dtype=torch.int64), tokens, _cumulative(prompt_lengths + response_lengths), mask)
+        batch = Batch(
+            torch.tensor(sample_ids, dtype=torch.int64),
+            tokens,
+            _cumulative(prompt_lengths + response_lengths),
+            mask,
+        )
         if rollout_log_probs is not None:
             batch.rollout_log_probs = batch.scatter([x for row in rollout_log_probs for x in row])
         return batch
@@ -90,7 +102,11 @@ class Batch:
     @property
     def columns(self) -> dict[str, torch.Tensor]:
         """The columns that are there, by name."""
-        return {name: column for name in (*TOKEN_COLUMNS, "routed_experts") if (column := getattr(self, name)) is not None}
+        return {
+            name: column
+            for name in (*TOKEN_COLUMNS, "routed_experts")
+            if (column := getattr(self, name)) is not None
+        }
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] fp32 token column under its name, without its gradient, on the CPU.
@@ -98,8 +114,10 @@ class Batch:
         Raises: ValueError for a name that is no token column, another shape or another dtype."""
         check_column_names([name])
         if column.shape != self.tokens.shape or column.dtype != torch.float32:
-            raise ValueError(f"column {name} ({list(column.shape)} {column.dtype}) must be one torch.float32 per token, "
-                             f"{list(self.tokens.shape)}. Batch.scatter makes it from values of the response tokens.")
+            raise ValueError(
+                f"column {name} ({list(column.shape)} {column.dtype}) must be one torch.float32 per token, "
+                f"{list(self.tokens.shape)}. Batch.scatter makes it from values of the response tokens."
+            )
         setattr(self, name, column.detach().cpu())
 
     def select(self, rows: list[int]) -> Batch:
@@ -121,8 +139,13 @@ class Batch:
         """One batch of all samples, in order. Raises: ValueError for a column that some of the batches have and others have not."""
         present = batches[0].columns.keys()
         if odd := sorted({name for b in batches for name in b.columns.keys() ^ present}):
-            raise ValueError(f"column {odd[0]} is in some of the {len(batches)} batches only. Set it in all of them, or in none.")
-        parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("sample_ids", "tokens", "response_mask", *present)}
+            raise ValueError(
+                f"column {odd[0]} is in some of the {len(batches)} batches only. Set it in all of them, or in none."
+            )
+        parts = {
+            name: torch.cat([getattr(b, name) for b in batches])
+            for name in ("sample_ids", "tokens", "response_mask", *present)
+        }
         return Batch(cu_seqlens=_cumulative(torch.cat([b.lengths for b in batches])), **parts)
 
 

@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"megarl {megarl.__version__}\n" if command == "--version" else USAGE)
         return 0
     if command not in COMMANDS:
-        sys.stderr.write(f"megarl {command}: no such command.{did_you_mean(command, COMMANDS, prefix='')}\n{USAGE}")
+        sys.stderr.write(
+            f"megarl {command}: no such command.{did_you_mean(command, COMMANDS, prefix='')}\n{USAGE}"
+        )
         return 2
     try:
         return COMMANDS[command](rest)
@@ -60,7 +62,9 @@ def train(argv: list[str]) -> int:
 
     config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
-        sys.stderr.write("megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n")
+        sys.stderr.write(
+            "megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n"
+        )
         return 2
     check_everything(config, config.placement.nproc_per_node)
     if config.placement.executor == "inline":
@@ -106,9 +110,15 @@ def check(argv: list[str]) -> int:
     parser.add_argument("--gpu-memory", type=float)
     options, rest = parser.parse_known_args(argv)
     if options.gpu_memory is not None and not options.gpu_memory > 0:
-        raise ConfigError([f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."])
+        raise ConfigError(
+            [f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."]
+        )
     config = load_config(rest, _registry(), "megarl check [--gpu-memory GB]")
-    machine = None if options.gpu_memory is None else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9))
+    machine = (
+        None
+        if options.gpu_memory is None
+        else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9))
+    )
     report = examine(config, config.placement.nproc_per_node, machine=machine)
     raise_findings(report.findings)
     sys.stdout.write("\n".join(report.lines) + "\n")
@@ -124,7 +134,9 @@ def reshard_plan(argv: list[str]) -> int:
     options, rest = parse(argv)
     config, meshes = _load_layout(rest, "megarl reshard-plan", options.world_size)
     if "rollout" not in meshes:
-        raise ConfigError(["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."])
+        raise ConfigError(
+            ["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."]
+        )
     for suffix, of_actor in configs_of_actors(config).items():
         train = "bfloat16" if of_actor.model.bf16 else "float32"
         rollout = train if of_actor.rollout.dtype == "auto" else of_actor.rollout.dtype
@@ -142,7 +154,11 @@ def graph(argv: list[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     config, meshes = _load_layout(rest, "megarl graph")
     if not config.algorithm.needs_rollout:
-        raise ConfigError(["--algorithm (sft): has no flow; a step is one update on rows of the data. Try --algorithm grpo."])
+        raise ConfigError(
+            [
+                "--algorithm (sft): has no flow; a step is one update on rows of the data. Try --algorithm grpo."
+            ]
+        )
     from megarl.algorithms.base import flow_of_actors
 
     flow = flow_of_actors(config, meshes)
@@ -150,7 +166,11 @@ def graph(argv: list[str]) -> int:
         try:
             Path(options.svg).write_text(flow.svg(meshes))
         except OSError as error:
-            raise ConfigError([f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a folder that exists."]) from error
+            raise ConfigError(
+                [
+                    f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a folder that exists."
+                ]
+            ) from error
     sys.stdout.write(flow.text(meshes))
     return 0
 
@@ -161,13 +181,17 @@ def doctor(argv: list[str]) -> int:
     return examine(argv)
 
 
-def _load_layout(argv: list[str], prog: str, world_size: int | None = None) -> tuple[TrainConfig, dict[str, MeshSpec]]:
+def _load_layout(
+    argv: list[str], prog: str, world_size: int | None = None
+) -> tuple[TrainConfig, dict[str, MeshSpec]]:
     """The configuration and the meshes of the roles, without what only a run needs: run folder, data, steps."""
     from megarl.config.check import check_layout
     from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes
 
-    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:  # a file that comes first is overridden by all that follow
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".args"
+    ) as unneeded:  # a file that comes first is overridden by all that follow
         unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
         unneeded.flush()
         config = load_config([f"@{unneeded.name}", *argv], _registry(), prog)

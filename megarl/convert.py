@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
     from megarl.checkpoint.sources import WeightSource
 
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -53,17 +58,40 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("megarl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--model", required=True, help="Hugging Face folder: config.json, tokenizer files, and the weights if --load is not given")
-    parser.add_argument("--load", help="weights of this model: a megarl checkpoint, a Megatron checkpoint, or another Hugging Face folder")
+    parser = argparse.ArgumentParser(
+        "megarl convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="Hugging Face folder: config.json, tokenizer files, and the weights if --load is not given",
+    )
+    parser.add_argument(
+        "--load",
+        help="weights of this model: a megarl checkpoint, a Megatron checkpoint, or another Hugging Face folder",
+    )
     parser.add_argument("--save", required=True, help="folder to write; must not exist, or be empty")
-    parser.add_argument("--to", choices=("hf", "checkpoint"), default="hf", help="what to write; default: hf, a Hugging Face folder")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="default: that of the files; into a Hugging Face folder of a megarl checkpoint, that of the model that was trained")  # fmt: skip
+    parser.add_argument(
+        "--to",
+        choices=("hf", "checkpoint"),
+        default="hf",
+        help="what to write; default: hf, a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: that of the files; into a Hugging Face folder of a megarl checkpoint, that of the model that was trained",
+    )
     parser.add_argument("--max-shard-size", default="5GB", help="of a file, such as 500MB; default: 5GB")
     for name in SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="go through Megatron's shards on ranks, at this layout")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            help="go through Megatron's shards on ranks, at this layout",
+        )
     return parser.parse_args(argv)
 
 
@@ -74,13 +102,23 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         problems.append(f"--save ({save}): exists and is not empty. Try --save {free_name(save)}.")
     if arguments.load is None and not any(Path(arguments.model).glob("*.safetensors")):
-        problems.append(f"--model ({arguments.model}): holds no *.safetensors. Give a folder with weights, or --load.")
+        problems.append(
+            f"--model ({arguments.model}): holds no *.safetensors. Give a folder with weights, or --load."
+        )
     if arguments.load is not None and not Path(arguments.load).is_dir():
         problems.append(f"--load ({arguments.load}): there is no such folder.")
-    if arguments.to == "checkpoint" and arguments.dtype == "float16" and any(getattr(arguments, name) is not None for name in SIZES):
-        problems.append("--dtype (float16): Megatron's shards are float32 or bfloat16 here. Leave the parallel sizes out, or try --dtype bfloat16.")
+    if (
+        arguments.to == "checkpoint"
+        and arguments.dtype == "float16"
+        and any(getattr(arguments, name) is not None for name in SIZES)
+    ):
+        problems.append(
+            "--dtype (float16): Megatron's shards are float32 or bfloat16 here. Leave the parallel sizes out, or try --dtype bfloat16."
+        )
     if shard_bytes(arguments.max_shard_size) is None:
-        problems.append(f"--max-shard-size ({arguments.max_shard_size}): must be a number and KB, MB or GB. Try 5GB.")
+        problems.append(
+            f"--max-shard-size ({arguments.max_shard_size}): must be a number and KB, MB or GB. Try 5GB."
+        )
     for name in SIZES:
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             problems.append(f"--{name.replace('_', '-')} ({getattr(arguments, name)}): must be at least 1.")
@@ -98,8 +136,14 @@ def load_shape(arguments: argparse.Namespace) -> ModelShape:
     except (OSError, ValueError, AttributeError):
         names = []  # ModelShape.load says it better
     if arguments.load is not None and (manifest := Path(arguments.load) / "checkpoint.json").is_file():
-        names = ["ForSequenceClassification"] if '"score.weight"' in manifest.read_text(encoding="utf-8", errors="replace") else []
-    return ModelShape.load(arguments.model, value_head=any(name.endswith("ForSequenceClassification") for name in names))
+        names = (
+            ["ForSequenceClassification"]
+            if '"score.weight"' in manifest.read_text(encoding="utf-8", errors="replace")
+            else []
+        )
+    return ModelShape.load(
+        arguments.model, value_head=any(name.endswith("ForSequenceClassification") for name in names)
+    )
 
 
 def shard_bytes(text: str) -> int | None:
@@ -184,12 +228,16 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.load or arguments.model)
     source = open_weights(folder, shape)
     if not isinstance(source, (CheckpointWeights, HFWeights)):
-        raise ValueError(f"--load ({folder}): Megatron's checkpoints are converted without ranks. Leave the parallel sizes out, or convert it first.")
+        raise ValueError(
+            f"--load ({folder}): Megatron's checkpoints are converted without ranks. Leave the parallel sizes out, or convert it first."
+        )
     stored = {dtype for dtype, _ in source.tensors.values()}
     dtype = wanted_dtype(arguments, source) or (stored.pop() if len(stored) == 1 else torch.float32)
     create_groups(mesh)
     bf16 = dtype == torch.bfloat16  # else fp32, which holds every value of fp16
-    model = (ValueModel if shape.value_head else Policy)(shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel)
+    model = (ValueModel if shape.value_head else Policy)(
+        shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel
+    )
     atlases = megatron_atlases(shape, mesh, parallel)
     atlas = atlases[dist.get_rank()]
     if isinstance(source, HFWeights):
@@ -197,7 +245,15 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     else:
         load_checkpoint(folder, model, atlas, weights_only=True)
     if arguments.to == "hf":
-        save_hf(arguments.save, arguments.model, shape, atlases, model.parameters, dtype=dtype, max_shard_bytes=shard_bytes(arguments.max_shard_size))
+        save_hf(
+            arguments.save,
+            arguments.model,
+            shape,
+            atlases,
+            model.parameters,
+            dtype=dtype,
+            max_shard_bytes=shard_bytes(arguments.max_shard_size),
+        )
     else:
         if dist.get_rank() == 0 and Path(arguments.save).exists():
             Path(arguments.save).rmdir()
@@ -214,10 +270,18 @@ def compare(source: WeightSource, written: WeightSource, folder: Path, save: str
     """Read both again and compare every tensor, in the dtype of the second. Raises RuntimeError naming those that differ."""
     from megarl.checkpoint.stream import row_blocks
 
-    different = [name for name, (dtype, _) in written.tensors.items()
-                 if not all(source.read(name, *rows).to(dtype).equal(written.read(name, *rows)) for rows in row_blocks(source, name))]  # fmt: skip
+    different = [
+        name
+        for name, (dtype, _) in written.tensors.items()
+        if not all(
+            source.read(name, *rows).to(dtype).equal(written.read(name, *rows))
+            for rows in row_blocks(source, name)
+        )
+    ]
     if different:
-        raise RuntimeError(f"{len(different)} tensors changed on the way, first {different[0]}: this is a bug in megarl, please report it")
+        raise RuntimeError(
+            f"{len(different)} tensors changed on the way, first {different[0]}: this is a bug in megarl, please report it"
+        )
     dtypes = " and ".join(sorted({str(dtype) for dtype, _ in written.tensors.values()}))
     sys.stdout.write(f"{len(written.tensors)} tensors, equal to {folder} in {dtypes}: {save}\n")
 

@@ -40,34 +40,48 @@ def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) ->
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
 
 
-def check_samples(samples: Sequence[Sample], num_prompts: int, num_samples_per_prompt: int, max_length: int) -> None:
+def check_samples(
+    samples: Sequence[Sample], num_prompts: int, num_samples_per_prompt: int, max_length: int
+) -> None:
     """Of a whole step: every prompt has its group, and every response at least one token and no more than it may."""
     ids = Counter(s.sample_id for s in samples)
     if twice := [i for i, count in ids.items() if count > 1]:
         raise InvariantError(f"sample {twice[0]} was sampled more than once in this step")
     if lost := set(range(num_prompts * num_samples_per_prompt)) - ids.keys():
-        raise InvariantError(f"{len(lost)} of {num_prompts} x {num_samples_per_prompt} samples are missing, the first is {min(lost)}, of "
-                             f"prompt {min(lost) // num_samples_per_prompt}: groups must be complete")  # fmt: skip
+        raise InvariantError(
+            f"{len(lost)} of {num_prompts} x {num_samples_per_prompt} samples are missing, the first is {min(lost)}, of "
+            f"prompt {min(lost) // num_samples_per_prompt}: groups must be complete"
+        )
     if strange := ids.keys() - set(range(num_prompts * num_samples_per_prompt)):
-        raise InvariantError(f"sample {min(strange)} belongs to none of the {num_prompts} prompts of this step")
+        raise InvariantError(
+            f"sample {min(strange)} belongs to none of the {num_prompts} prompts of this step"
+        )
     for s in samples:
         if not 1 <= s.response_length < s.length <= max_length:
-            raise InvariantError(f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there must be at least one, "
-                                 f"after a prompt, and at most {max_length} together")  # fmt: skip
+            raise InvariantError(
+                f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there must be at least one, "
+                f"after a prompt, and at most {max_length} together"
+            )
 
 
 def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
     """Each sample is trained on once per epoch, and the losses are divided by all tokens that they sum over."""
     length_of = {s.sample_id: s.response_length for s in samples}
-    planned = Counter(s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank))
+    planned = Counter(
+        s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
+    )
     if wrong := [s for s in length_of.keys() | planned.keys() if planned[s] != 1 or s not in length_of]:
-        raise InvariantError(f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample of the step must be, "
-                             "once")  # fmt: skip
+        raise InvariantError(
+            f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample of the step must be, "
+            "once"
+        )
     for index, m in enumerate(mini_batches):
         members = [s for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)]
         if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
-            raise InvariantError(f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} response tokens, "
-                                 f"and its loss would be divided for {m.num_sequences} with {m.num_tokens}")  # fmt: skip
+            raise InvariantError(
+                f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} response tokens, "
+                f"and its loss would be divided for {m.num_sequences} with {m.num_tokens}"
+            )
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
@@ -78,9 +92,18 @@ def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Se
         seen[sample] += 1
         score = record.get("reward", record.get("score"))
         if score is not None and not math.isfinite(score):
-            raise InvariantError(f"{role} says {score} of sample {sample}: a score must be finite, or None where it failed")
-        if None not in (digest_of.get(sample), judged := record.get("digest")) and judged != digest_of[sample]:
-            raise InvariantError(f"{role} has judged another response than sample {sample}'s (digest {judged:08x}, sampled "
-                                 f"{digest_of[sample]:08x})")  # fmt: skip
+            raise InvariantError(
+                f"{role} says {score} of sample {sample}: a score must be finite, or None where it failed"
+            )
+        if (
+            None not in (digest_of.get(sample), judged := record.get("digest"))
+            and judged != digest_of[sample]
+        ):
+            raise InvariantError(
+                f"{role} has judged another response than sample {sample}'s (digest {judged:08x}, sampled "
+                f"{digest_of[sample]:08x})"
+            )
     if wrong := [s for s in seen.keys() | digest_of.keys() if seen[s] != 1 or s not in digest_of]:
-        raise InvariantError(f"{role} has scored sample {min(wrong)} {seen[min(wrong)]} times: each sample of the step must be, once")
+        raise InvariantError(
+            f"{role} has scored sample {min(wrong)} {seen[min(wrong)]} times: each sample of the step must be, once"
+        )

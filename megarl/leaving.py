@@ -50,7 +50,9 @@ class LeavableEngine:
         name: the same on all ranks of the engine, another than other engines'.
         rank, size: of this process among those that take the engine's steps together."""
 
-    def __init__(self, engine: object, name: str = "", rank: int = 0, size: int = 1, leaving: Leaving = LEAVING) -> None:
+    def __init__(
+        self, engine: object, name: str = "", rank: int = 0, size: int = 1, leaving: Leaving = LEAVING
+    ) -> None:
         self._step: Callable[[], object] = engine.step
         self._name, self._rank, self._size, self._leaving = name, rank, size, leaving
         self._number = 0  # of the next step, since the engine was started

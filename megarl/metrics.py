@@ -27,5 +27,9 @@ def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def mean_over_updates(per_update: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the optimizer updates of a step; maxima stay maxima. {} of none."""
-    return {name: max(m[name] for m in per_update) if is_maximum(name) else sum(m[name] for m in per_update) / len(per_update)
-            for name in (per_update[0] if per_update else ())}  # fmt: skip
+    return {
+        name: max(m[name] for m in per_update)
+        if is_maximum(name)
+        else sum(m[name] for m in per_update) / len(per_update)
+        for name in (per_update[0] if per_update else ())
+    }

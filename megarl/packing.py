@@ -72,8 +72,15 @@ def homes_of(samples: Sequence[Sample], replicas: Sequence[tuple[int, ...]]) -> 
     return homes
 
 
-def plan_mini_batches(samples: Sequence[Sample], global_batch_size: int, homes: Mapping[int, int], dp_size: int, max_tokens: int,
-                      hidden_size: int, seed: str | None) -> list[MiniBatch]:
+def plan_mini_batches(
+    samples: Sequence[Sample],
+    global_batch_size: int,
+    homes: Mapping[int, int],
+    dp_size: int,
+    max_tokens: int,
+    hidden_size: int,
+    seed: str | None,
+) -> list[MiniBatch]:
     """Split the samples of a step into mini-batches of `global_batch_size` samples (the last may be smaller).
 
     No data-parallel rank gets more than its fair part of a mini-batch's cost plus 1 - 1 / dp_size of the costliest sample.
@@ -83,30 +90,46 @@ def plan_mini_batches(samples: Sequence[Sample], global_batch_size: int, homes: 
         max_tokens: of a micro-batch. A longer sample gets a micro-batch of its own.
         seed: shuffles the samples before the split; None keeps their order.
     Raises: ValueError for a size below 1 or a sample id that comes twice."""
-    for name, size in (("global_batch_size", global_batch_size), ("dp_size", dp_size), ("max_tokens", max_tokens)):
+    for name, size in (
+        ("global_batch_size", global_batch_size),
+        ("dp_size", dp_size),
+        ("max_tokens", max_tokens),
+    ):
         if size < 1:
             raise ValueError(f"{name} ({size}) must be at least 1.")
     if twice := [i for i, count in Counter(s.sample_id for s in samples).items() if count > 1]:
-        raise ValueError(f"sample_id ({twice[0]}) comes more than once among the samples of the step. Ids must be unique in it.")
+        raise ValueError(
+            f"sample_id ({twice[0]}) comes more than once among the samples of the step. Ids must be unique in it."
+        )
     order = list(samples)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    return [_plan_one(order[i : i + global_batch_size], homes, dp_size, max_tokens, hidden_size)
-            for i in range(0, len(order), global_batch_size)]
+    return [
+        _plan_one(order[i : i + global_batch_size], homes, dp_size, max_tokens, hidden_size)
+        for i in range(0, len(order), global_batch_size)
+    ]
 
 
-def _plan_one(samples: list[Sample], homes: Mapping[int, int], dp_size: int, max_tokens: int, hidden_size: int) -> MiniBatch:
+def _plan_one(
+    samples: list[Sample], homes: Mapping[int, int], dp_size: int, max_tokens: int, hidden_size: int
+) -> MiniBatch:
     packed = [_pack(share, max_tokens) for share in _balance(samples, homes, dp_size, hidden_size)]
     count = max(len(bins) for bins in packed)
-    micro_batches = tuple(tuple(tuple(s.sample_id for s in micro) for micro in _split_up(bins, count)) for bins in packed)
+    micro_batches = tuple(
+        tuple(tuple(s.sample_id for s in micro) for micro in _split_up(bins, count)) for bins in packed
+    )
     return MiniBatch(micro_batches, sum(s.response_length for s in samples), len(samples))
 
 
-def _balance(samples: list[Sample], homes: Mapping[int, int], dp_size: int, hidden_size: int) -> list[list[Sample]]:
+def _balance(
+    samples: list[Sample], homes: Mapping[int, int], dp_size: int, hidden_size: int
+) -> list[list[Sample]]:
     """Longest first to the least loaded rank, but to its home if that is not above its fair share."""
     fair = sum(sequence_cost(s.length, hidden_size) for s in samples) / dp_size
     loads, shares = [0] * dp_size, [[] for _ in range(dp_size)]
-    least = [(0, rank) for rank in range(dp_size)]  # a heap of (load, rank); an entry with a load of before is renewed when it comes up
+    least = [
+        (0, rank) for rank in range(dp_size)
+    ]  # a heap of (load, rank); an entry with a load of before is renewed when it comes up
     for sample in sorted(samples, key=lambda s: (-s.length, s.sample_id)):
         cost = sequence_cost(sample.length, hidden_size)
         rank = homes.get(sample.sample_id)
@@ -151,14 +174,18 @@ def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
     return bins + [[]] * (count - len(bins))
 
 
-def ranks_of_samples(mini_batches: Iterable[MiniBatch], replicas: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+def ranks_of_samples(
+    mini_batches: Iterable[MiniBatch], replicas: Sequence[tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
     """Sample id -> the ranks that `replicas` names for the data-parallel rank whose forward passes it goes through.
 
     Raises: ValueError for a sample that comes twice, or mini-batches that were planned for another number of data-parallel ranks."""
     out: dict[int, tuple[int, ...]] = {}
     for mini_batch in mini_batches:
         if len(mini_batch.micro_batches) != len(replicas):
-            raise ValueError(f"mini-batches are planned for {len(mini_batch.micro_batches)} data-parallel ranks, the mesh has {len(replicas)}.")
+            raise ValueError(
+                f"mini-batches are planned for {len(mini_batch.micro_batches)} data-parallel ranks, the mesh has {len(replicas)}."
+            )
         for dp_rank, ranks in enumerate(replicas):
             for sample in mini_batch.samples_of(dp_rank):
                 if sample in out:
@@ -177,7 +204,9 @@ class Route:
     """Source rank -> sample ids."""
 
 
-def plan_route(rank: int, holders: Mapping[int, tuple[int, ...]], destinations: Mapping[int, tuple[int, ...]]) -> Route:
+def plan_route(
+    rank: int, holders: Mapping[int, tuple[int, ...]], destinations: Mapping[int, tuple[int, ...]]
+) -> Route:
     """This rank's part of bringing every sample to all ranks of `destinations[sample]` that are not among `holders[sample]`.
 
     Every rank plans for itself and all come to the same messages, as long as they pass the same samples in the same order. Ranks that
@@ -185,7 +214,9 @@ def plan_route(rank: int, holders: Mapping[int, tuple[int, ...]], destinations: 
 
     Raises: KeyError or ZeroDivisionError for a sample of `destinations` that nobody holds; check it before."""
     route, turns = Route(), Counter()
-    missing: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}  # (holders, destinations) -> destinations without it
+    missing: dict[
+        tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]
+    ] = {}  # (holders, destinations) -> destinations without it
     for sample, wanted_by in destinations.items():
         held_by = holders[sample]
         if (held_by, wanted_by) not in missing:

@@ -18,7 +18,7 @@ def kind_and_suffix(role: str) -> tuple[str, str]:
 
 
 def suffix_of(index: int) -> str:
-    """"" of the first (index 0), "_2" of the second, ..."""
+    """ "" of the first (index 0), "_2" of the second, ..."""
     return f"_{index + 1}" if index else ""
 
 

@@ -51,8 +51,10 @@ def loads(data: bytes, name: str) -> object:
     """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it; nothing is unpickled then."""
     pickled = memoryview(data)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, pickled), data[:_MAC_BYTES]):
-        raise ForgedMessage(f"{name} in the job's store is not signed with the job's secret and was not read: another process wrote it, or "
-                            f"{JOB_SECRET} is not the same on all nodes.")  # fmt: skip
+        raise ForgedMessage(
+            f"{name} in the job's store is not signed with the job's secret and was not read: another process wrote it, or "
+            f"{JOB_SECRET} is not the same on all nodes."
+        )
     return pickle.loads(pickled)
 
 
@@ -72,7 +74,11 @@ def job_secret() -> str:
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
         if given is not None and len(given) < _SHORTEST_SECRET:
-            raise ConfigError([f"{JOB_SECRET} (variable, {len(given)} characters): must have at least {_SHORTEST_SECRET} characters. {_HOW}"])
+            raise ConfigError(
+                [
+                    f"{JOB_SECRET} (variable, {len(given)} characters): must have at least {_SHORTEST_SECRET} characters. {_HOW}"
+                ]
+            )
         _secret = given or secrets.token_hex(_SECRET_BYTES)
     return _secret
 
@@ -81,10 +87,16 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
     """In a rank. Raises: ConfigError if its secret is too short, or there is none where the ranks cannot agree on one by themselves."""
     job_secret()
     alone = env["WORLD_SIZE"] == "1"
-    on_one_node = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"] and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    on_one_node = (
+        env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"] and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
     if JOB_SECRET not in env and not alone and not on_one_node:
-        raise ConfigError([f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: it signs commands in a "
-                           f"store that others can reach. {_HOW}"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: it signs commands in a "
+                f"store that others can reach. {_HOW}"
+            ]
+        )
 
 
 def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
@@ -97,7 +109,9 @@ def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
     if env["RANK"] == "0":
         store.set(_FILE, _write(job_secret()).name)
         return
-    path = _folder() / os.path.basename(store.get(_FILE).decode())  # only the name: who writes to the store cannot lead us elsewhere
+    path = _folder() / os.path.basename(
+        store.get(_FILE).decode()
+    )  # only the name: who writes to the store cannot lead us elsewhere
     _secret = _read(path)
     if store.add(_READERS, 1) == int(env["WORLD_SIZE"]) - 1:
         path.unlink(missing_ok=True)
@@ -127,6 +141,10 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError([f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try TMPDIR=$HOME, or a "
-                           f"{JOB_SECRET} of your own."])  # fmt: skip
+        raise ConfigError(
+            [
+                f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try TMPDIR=$HOME, or a "
+                f"{JOB_SECRET} of your own."
+            ]
+        )
     return folder

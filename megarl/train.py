@@ -1,6 +1,6 @@
 """`python -m megarl.train @recipe.args [flags]` under torchrun: every rank serves, rank 0 also starts the driver.
 
-    torchrun --nproc-per-node 2 -m megarl.train @configs/quickstart_grpo.args
+torchrun --nproc-per-node 2 -m megarl.train @configs/quickstart_grpo.args
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ InlineJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
 
 
-def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob | None = None, new_run: bool = True) -> int:
+def main(
+    argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob | None = None, new_run: bool = True
+) -> int:
     """One rank's life. Returns the exit code.
 
     Args:
@@ -38,12 +40,21 @@ def main(argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob |
         if config.placement.executor == "inline":
             return run_inline(config, inline_job, new_run)
         if "RANK" not in os.environ:
-            sys.stderr.write("megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m megarl.train ..., or "
-                             "megarl train ..., which does it for you\n")
+            sys.stderr.write(
+                "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m megarl.train ..., or "
+                "megarl train ..., which does it for you\n"
+            )
             return 2
-        if rank == 0 and DRIVER_PID not in os.environ:  # torchrun's own count may not suit the job; others may come when the run has begun
+        if (
+            rank == 0 and DRIVER_PID not in os.environ
+        ):  # torchrun's own count may not suit the job; others may come when the run has begun
             restarts, ranks = new_run and attempt_under_torchrun(), int(os.environ["WORLD_SIZE"])
-            check_everything(continued(config) if restarts else config, ranks, new_run, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+            check_everything(
+                continued(config) if restarts else config,
+                ranks,
+                new_run,
+                int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+            )
     except ConfigError as error:
         if rank == 0:
             sys.stderr.write(f"{error}\n")
@@ -98,7 +109,9 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     return 0
 
 
-if __name__ == "__mp_main__":  # multiprocessing imports a rank's main module first, in the processes that vLLM starts for an engine
+if (
+    __name__ == "__mp_main__"
+):  # multiprocessing imports a rank's main module first, in the processes that vLLM starts for an engine
     quiet_libraries()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

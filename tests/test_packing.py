@@ -12,7 +12,15 @@ from collections import Counter
 import pytest
 
 from megarl.config.mesh import MeshSpec, replicas
-from megarl.packing import MiniBatch, Sample, homes_of, plan_mini_batches, plan_route, ranks_of_samples, sequence_cost
+from megarl.packing import (
+    MiniBatch,
+    Sample,
+    homes_of,
+    plan_mini_batches,
+    plan_route,
+    ranks_of_samples,
+    sequence_cost,
+)
 
 
 def make_samples(seed: int, count: int) -> list[Sample]:
@@ -31,7 +39,9 @@ def test_every_sample_once_within_the_token_budget(dp_size, max_tokens):
     assert sorted(i for p in plans for rank in range(dp_size) for i in p.samples_of(rank)) == list(range(48))
     assert sum(p.num_tokens for p in plans) == sum(s.response_length for s in samples)
     for plan in plans:
-        assert len({len(micro_batches) for micro_batches in plan.micro_batches}) == 1  # or a collective would wait for ever
+        assert (
+            len({len(micro_batches) for micro_batches in plan.micro_batches}) == 1
+        )  # or a collective would wait for ever
         for micro_batches in plan.micro_batches:
             for micro in micro_batches:
                 assert sum(length[i] for i in micro) <= max_tokens or len(micro) == 1
@@ -44,7 +54,11 @@ def test_mini_batches_do_not_depend_on_layout_or_homes():
         plans = plan_mini_batches(samples, 10, homes, dp_size, max_tokens, 64, "3/7")
         return [sorted(i for rank in range(dp_size) for i in p.samples_of(rank)) for p in plans]
 
-    assert members(1, {}, 100) == members(2, {s.sample_id: s.sample_id % 2 for s in samples}, 10**6) == members(5, {}, 64)
+    assert (
+        members(1, {}, 100)
+        == members(2, {s.sample_id: s.sample_id % 2 for s in samples}, 10**6)
+        == members(5, {}, 64)
+    )
     other = plan_mini_batches(samples, 10, {}, 1, 100, 64, "3/8")
     assert members(1, {}, 100) != [sorted(p.samples_of(0)) for p in other]
 
@@ -62,22 +76,47 @@ def test_cost_is_balanced_and_samples_stay_home_where_that_is_fair():
 
 
 def random_mesh(rng: random.Random, world: range) -> MeshSpec:
-    splits = ((1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (3, 1, 1))
+    splits = (
+        (1, 1, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (2, 2, 1),
+        (2, 1, 2),
+        (1, 2, 2),
+        (3, 1, 1),
+    )
     tp, cp, pp = rng.choice([sizes for sizes in splits if math.prod(sizes) <= len(world)])
     dp = rng.randint(1, len(world) // (tp * cp * pp))
     return MeshSpec(tuple(rng.sample(world, dp * tp * cp * pp)), tp=tp, cp=cp, pp=pp)
 
 
-def check_plan(samples: list[Sample], plans: list[MiniBatch], global_batch_size: int, dp_size: int, max_tokens: int, hidden_size: int):
+def check_plan(
+    samples: list[Sample],
+    plans: list[MiniBatch],
+    global_batch_size: int,
+    dp_size: int,
+    max_tokens: int,
+    hidden_size: int,
+):
     by_id = {s.sample_id: s for s in samples}
-    assert Counter(i for plan in plans for rank in range(dp_size) for i in plan.samples_of(rank)) == Counter(list(by_id))
+    assert Counter(i for plan in plans for rank in range(dp_size) for i in plan.samples_of(rank)) == Counter(
+        list(by_id)
+    )
     for number, plan in enumerate(plans):
         members = [[by_id[i] for i in plan.samples_of(rank)] for rank in range(dp_size)]
-        assert plan.num_sequences == sum(map(len, members)) == min(global_batch_size, len(samples) - number * global_batch_size)
+        assert (
+            plan.num_sequences
+            == sum(map(len, members))
+            == min(global_batch_size, len(samples) - number * global_batch_size)
+        )
         assert plan.num_tokens == sum(s.response_length for share in members for s in share)
         assert len(plan.micro_batches) == dp_size and len({len(micros) for micros in plan.micro_batches}) == 1
         for share, micros in zip(members, plan.micro_batches, strict=True):
-            assert all(len(micro) <= 1 or sum(by_id[i].length for i in micro) <= max_tokens for micro in micros)
+            assert all(
+                len(micro) <= 1 or sum(by_id[i].length for i in micro) <= max_tokens for micro in micros
+            )
             # empty only where no other could be split
             assert all(micros) or all(len(micro) <= 1 for micro in micros)
         costs = [sum(sequence_cost(s.length, hidden_size) for s in share) for share in members]
@@ -91,10 +130,15 @@ def check_routes(world: range, holders: dict[int, tuple[int, ...]], destinations
     got = {(source, to): ids for to, route in enumerate(routes) for source, ids in route.incoming.items()}
     assert sent == got  # samples in the same order at both ends
     arrivals = Counter((i, to) for (_, to), ids in sent.items() for i in ids)
-    assert arrivals == Counter((i, to) for i, ranks in destinations.items() for to in ranks if to not in holders[i])
+    assert arrivals == Counter(
+        (i, to) for i, ranks in destinations.items() for to in ranks if to not in holders[i]
+    )
     assert all(source in holders[i] for (source, _), ids in sent.items() for i in ids)
     for held_by in set(holders.values()):
-        loads = [sum(holders[i] == held_by for ids in routes[rank].outgoing.values() for i in ids) for rank in held_by]
+        loads = [
+            sum(holders[i] == held_by for ids in routes[rank].outgoing.values() for i in ids)
+            for rank in held_by
+        ]
         assert max(loads) - min(loads) <= 1
 
 
@@ -110,17 +154,31 @@ def test_ten_thousand_random_steps_on_two_meshes():
         for i in rng.sample(range(1000), rng.choice([0, 1, rng.randint(2, 10), rng.randint(2, 40)])):
             length = rng.choice([rng.randint(2, longest), 2, longest])
             samples.append(Sample(i, length, rng.randint(1, length - 1), rng.choice(blocks)))
-        size, max_tokens, hidden_size = rng.randint(1, 45), rng.choice([1, longest, 2 * longest, 10**6]), rng.choice([1, 64, 8192])
+        size, max_tokens, hidden_size = (
+            rng.randint(1, 45),
+            rng.choice([1, longest, 2 * longest, 10**6]),
+            rng.choice([1, 64, 8192]),
+        )
         layouts, members = [], []
         for mesh in (first, second):
             homes = homes_of(samples, replicas(mesh)) if rng.random() < 0.7 else {}
             plans = plan_mini_batches(samples, size, homes, mesh.dp, max_tokens, hidden_size, str(seed))
             check_plan(samples, plans, size, mesh.dp, max_tokens, hidden_size)
             layouts.append(plans)
-            members.append([sorted(i for rank in range(mesh.dp) for i in plan.samples_of(rank)) for plan in plans])
+            members.append(
+                [sorted(i for rank in range(mesh.dp) for i in plan.samples_of(rank)) for plan in plans]
+            )
         assert members[0] == members[1]
-        check_routes(world, {s.sample_id: s.holders for s in samples}, ranks_of_samples(layouts[0], replicas(first)))
-        check_routes(world, *(ranks_of_samples(plans, replicas(mesh, last_stage=True)) for plans, mesh in zip(layouts, (first, second), strict=True)))
+        check_routes(
+            world, {s.sample_id: s.holders for s in samples}, ranks_of_samples(layouts[0], replicas(first))
+        )
+        check_routes(
+            world,
+            *(
+                ranks_of_samples(plans, replicas(mesh, last_stage=True))
+                for plans, mesh in zip(layouts, (first, second), strict=True)
+            ),
+        )
 
 
 def test_a_plan_does_not_depend_on_the_order_in_which_equal_loads_were_met():

@@ -24,8 +24,16 @@ PROPERTIES = re.compile(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", nargs="+", default=["80", "90", "100"], metavar="SM", help="compute capabilities (default: 80 90 100)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--archs",
+        nargs="+",
+        default=["80", "90", "100"],
+        metavar="SM",
+        help="compute capabilities (default: 80 90 100)",
+    )
     arguments = parser.parse_args()
     nvcc = find_nvcc()
     if nvcc is None:
@@ -37,8 +45,10 @@ def main() -> int:
             for kernel in compile_kernels(nvcc, source, arch):
                 verdict = "SPILLS" if kernel["stack"] or kernel["stores"] or kernel["loads"] else "ok"
                 bad |= verdict != "ok"
-                print(f"sm_{arch} {source.name} {kernel['kernel']}: {kernel['registers']} registers, {kernel['stack']} bytes stack, "
-                      f"{kernel['stores']} + {kernel['loads']} bytes spilled: {verdict}")  # fmt: skip
+                print(
+                    f"sm_{arch} {source.name} {kernel['kernel']}: {kernel['registers']} registers, {kernel['stack']} bytes stack, "
+                    f"{kernel['stores']} + {kernel['loads']} bytes spilled: {verdict}"
+                )
     return int(bad)
 
 
@@ -50,7 +60,17 @@ def find_nvcc() -> str | None:
 def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | int]]:
     """One record per kernel of `source`, by ptxas. Raises: RuntimeError if it does not compile or reports nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, "-std=c++17", "-O3", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", str(source), "-o", f"{folder}/kernels.cubin"]
+        command = [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            "-cubin",
+            f"-arch=sm_{arch}",
+            "-Xptxas=-v",
+            str(source),
+            "-o",
+            f"{folder}/kernels.cubin",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = parse(done.stdout + done.stderr)
     if done.returncode or not found:
@@ -60,8 +80,10 @@ def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | 
 
 def parse(report: str) -> list[dict[str, str | int]]:
     """What `ptxas -v` says of each kernel."""
-    return [{name: int(value) if value.isdigit() else value for name, value in match.groupdict().items()}
-            for match in PROPERTIES.finditer(report)]  # fmt: skip
+    return [
+        {name: int(value) if value.isdigit() else value for name, value in match.groupdict().items()}
+        for match in PROPERTIES.finditer(report)
+    ]
 
 
 if __name__ == "__main__":

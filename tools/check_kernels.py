@@ -55,10 +55,23 @@ class Report:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capabilities", type=int, nargs="+", choices=sorted(MAX_SHARED_BYTES), default=sorted(MAX_SHARED_BYTES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--capabilities",
+        type=int,
+        nargs="+",
+        choices=sorted(MAX_SHARED_BYTES),
+        default=sorted(MAX_SHARED_BYTES),
+    )
     parser.add_argument("--only", help="part of the names of the cases to compile")
-    parser.add_argument("--files", type=Path, nargs="+", help="Python files with AOT_CASES, instead of those of megarl.kernels")
+    parser.add_argument(
+        "--files",
+        type=Path,
+        nargs="+",
+        help="Python files with AOT_CASES, instead of those of megarl.kernels",
+    )
     parser.add_argument("--jobs", type=int, default=min(2, len(os.sched_getaffinity(0))), help="processes")
     parser.add_argument("--json", type=Path, help="file to write the table to")
     parser.add_argument("--triton-path", type=Path, help="folder of another Triton")
@@ -66,20 +79,34 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if arguments.triton_path:
         if not (arguments.triton_path / "triton" / "__init__.py").is_file():
-            parser.error(f"--triton-path ({arguments.triton_path}): holds no triton/. "
-                         f"Make it: pip install --no-deps --target {arguments.triton_path} triton==3.6.0")  # fmt: skip
+            parser.error(
+                f"--triton-path ({arguments.triton_path}): holds no triton/. "
+                f"Make it: pip install --no-deps --target {arguments.triton_path} triton==3.6.0"
+            )
         sys.path.insert(0, str(arguments.triton_path.resolve()))
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 changes the default
     import triton
 
-    cases = [case for module in modules(arguments.files) for case in module.AOT_CASES if (arguments.only or "") in name_of(case)]
-    pairs = [(case, capability) for case in cases for capability in arguments.capabilities if capability in case.capabilities]
+    cases = [
+        case
+        for module in modules(arguments.files)
+        for case in module.AOT_CASES
+        if (arguments.only or "") in name_of(case)
+    ]
+    pairs = [
+        (case, capability)
+        for case in cases
+        for capability in arguments.capabilities
+        if capability in case.capabilities
+    ]
     if not pairs:
         parser.error(f"nothing to compile: --only ({arguments.only}) must be part of a name in an AOT_CASES")
     logger.info("Triton %s, %s", triton.__version__, Path(triton.__file__).parent)
     # Forked, so that a worker has the modules already; this process itself compiles nothing.
-    with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)) as pool:
+    with ProcessPoolExecutor(
+        arguments.jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)
+    ) as pool:
         reports = list(pool.map(_compile, range(len(pairs))))
     print_table(reports)
     if arguments.json:
@@ -96,7 +123,12 @@ def modules(files: list[Path] | None) -> list[ModuleType]:
     """The modules that may have AOT_CASES."""
     if files is None:
         import megarl.kernels
-        names = [info.name for info in pkgutil.iter_modules(megarl.kernels.__path__) if info.name.endswith("_triton")]
+
+        names = [
+            info.name
+            for info in pkgutil.iter_modules(megarl.kernels.__path__)
+            if info.name.endswith("_triton")
+        ]
         return [importlib.import_module(f"megarl.kernels.{name}") for name in names]
     found = []
     for file in files:
@@ -108,7 +140,9 @@ def modules(files: list[Path] | None) -> list[ModuleType]:
 
 def name_of(case) -> str:
     """The kernel's name and the constants that tell its cases apart."""
-    constants = " ".join(value if isinstance(value, str) else f"{key}={value}" for key, value in case.constants.items())
+    constants = " ".join(
+        value if isinstance(value, str) else f"{key}={value}" for key, value in case.constants.items()
+    )
     return f"{case.kernel.__name__.strip('_').removesuffix('_kernel')} {constants}".strip()
 
 
@@ -126,18 +160,35 @@ def _compile(index: int) -> Report:
         with contextlib.redirect_stdout(io.StringIO()):  # Triton prints the whole PTX that ptxas refuses
             compiled = compile_case(case, capability)
     except Exception as error:  # noqa: BLE001 - Triton's compiler raises what it likes, and the others are wanted too
-        return Report(kernel=name_of(case), capability=capability, problem=f"does not compile: {type(error).__name__}: {str(error)[:500]}")
-    report = Report(kernel=name_of(case), capability=capability, shared_bytes=compiled.metadata.shared,
-                    tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])), bulk_copy=len(BULK_COPY.findall(compiled.asm["ptx"])),
-                    **registers_and_spills(compiled.asm["ptx"]))  # fmt: skip
+        return Report(
+            kernel=name_of(case),
+            capability=capability,
+            problem=f"does not compile: {type(error).__name__}: {str(error)[:500]}",
+        )
+    report = Report(
+        kernel=name_of(case),
+        capability=capability,
+        shared_bytes=compiled.metadata.shared,
+        tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
+        bulk_copy=len(BULK_COPY.findall(compiled.asm["ptx"])),
+        **registers_and_spills(compiled.asm["ptx"]),
+    )
     problems = []
     if report.spill_store_bytes or report.spill_load_bytes:
-        problems.append(f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread must be 0: "
-                        f"use a smaller block or more warps (num_warps is {case.num_warps})")  # fmt: skip
+        problems.append(
+            f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread must be 0: "
+            f"use a smaller block or more warps (num_warps is {case.num_warps})"
+        )
     if report.shared_bytes > MAX_SHARED_BYTES[capability]:
-        problems.append(f"shared memory ({report.shared_bytes} B) must be at most {MAX_SHARED_BYTES[capability]} B: use a smaller block or "
-                        f"fewer stages (num_stages is {case.num_stages})")  # fmt: skip
-    missing = [instruction for instruction in case.must_use.get(capability, ()) if instruction not in compiled.asm["ptx"]]
+        problems.append(
+            f"shared memory ({report.shared_bytes} B) must be at most {MAX_SHARED_BYTES[capability]} B: use a smaller block or "
+            f"fewer stages (num_stages is {case.num_stages})"
+        )
+    missing = [
+        instruction
+        for instruction in case.must_use.get(capability, ())
+        if instruction not in compiled.asm["ptx"]
+    ]
     if missing:
         problems.append(f"does not use {' and '.join(missing)}, which it is fast by")
     return dataclasses.replace(report, problem="; ".join(problems) or None)
@@ -152,9 +203,13 @@ def compile_case(case, capability: int):
     names = case.kernel.arg_names
     if set(case.signature) | set(case.constants) != set(names):
         odd = sorted(set(names) ^ (set(case.signature) | set(case.constants)))
-        raise ValueError(f"signature and constants must name each argument of the kernel and no other: look at {', '.join(odd)}")
+        raise ValueError(
+            f"signature and constants must name each argument of the kernel and no other: look at {', '.join(odd)}"
+        )
     signature = {name: "constexpr" if name in case.constants else case.signature[name] for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned if name not in case.constants}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in case.aligned if name not in case.constants
+    }
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs=aligned)
     options = dict(num_warps=case.num_warps, num_stages=case.num_stages)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -165,7 +220,9 @@ def registers_and_spills(ptx: str) -> dict[str, int]:
     import triton
 
     architecture = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)[1]
-    programs = sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"), reverse=True)
+    programs = sorted(
+        (Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"), reverse=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.ptx").write_text(ptx)
         # The newer of the two reads what the other refuses: Triton 3.9 writes PTX 9.4 for sm_90 and later.
@@ -175,8 +232,14 @@ def registers_and_spills(ptx: str) -> dict[str, int]:
             spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
             if spills:
                 registers = re.search(r"Used (\d+) registers", text)[1]
-                return dict(registers=int(registers), spill_store_bytes=int(spills[1]), spill_load_bytes=int(spills[2]))
-    raise RuntimeError(f"none of {[p.name for p in programs]} assembles the kernel for {architecture}: {text[-500:]}")
+                return dict(
+                    registers=int(registers),
+                    spill_store_bytes=int(spills[1]),
+                    spill_load_bytes=int(spills[2]),
+                )
+    raise RuntimeError(
+        f"none of {[p.name for p in programs]} assembles the kernel for {architecture}: {text[-500:]}"
+    )
 
 
 def print_table(reports: list[Report]) -> None:

@@ -61,11 +61,16 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The characters that texts are made of come first: not all triples fit.
-CHARACTERS = " " + string.ascii_lowercase + string.digits + ".,?!'\"$%-+*/=#:;()" + string.ascii_uppercase + "&<>@[\\]^_`{|}~"
+CHARACTERS = (
+    " "
+    + string.ascii_lowercase
+    + string.digits
+    + ".,?!'\"$%-+*/=#:;()"
+    + string.ascii_uppercase
+    + "&<>@[\\]^_`{|}~"
+)
 
 
 def write_model_folder(out: Path, weights: bool, seed: int) -> None:
@@ -89,13 +94,28 @@ def write_tokenizer(out: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORDS), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
     tokenizer.save(str(out / "tokenizer.json"))
-    write_json(out / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, "bos_token": None, "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>", "model_max_length": 131072, "clean_up_tokenization_spaces": False})  # fmt: skip
+    write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": CHAT_TEMPLATE,
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "model_max_length": 131072,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
 
 
 def made_up_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -105,7 +125,9 @@ def made_up_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     characters = [{" ": "Ġ"}.get(c, c) for c in CHARACTERS]  # Ġ is how byte-level BPE writes a space
     merges = list(itertools.product(characters, repeat=2))
-    triples = sorted(itertools.product(range(len(characters)), repeat=3), key=max)[: NUM_TOKENS - len(alphabet) - len(merges)]
+    triples = sorted(itertools.product(range(len(characters)), repeat=3), key=max)[
+        : NUM_TOKENS - len(alphabet) - len(merges)
+    ]
     merges += [(characters[a] + characters[b], characters[c]) for a, b, c in triples]
     tokens = alphabet + [left + right for left, right in merges]
     return {token: index for index, token in enumerate(tokens)}, merges
@@ -122,15 +144,21 @@ def write_weights(out: Path, seed: int) -> None:
 
     shape = ModelShape.load(out)
     atlas = hf_atlas(shape)
-    tensors = {name: torch.empty(param.rows, param.cols, dtype=torch.bfloat16) for name, param in atlas.items()}
+    tensors = {
+        name: torch.empty(param.rows, param.cols, dtype=torch.bfloat16) for name, param in atlas.items()
+    }
     random_weights(shape, atlas, tensors, seed, std=CONFIG["initializer_range"])
     flat = {name: tensor.flatten() if tensor.shape[1] == 1 else tensor for name, tensor in tensors.items()}
     save_file(flat, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; files of an earlier call are replaced")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write; files of an earlier call are replaced"
+    )
     parser.add_argument("--weights", action="store_true", help="write model.safetensors too (988 MB)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     arguments = parser.parse_args(argv)

@@ -12,9 +12,13 @@ logger = logging.getLogger("make_sums")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="folder to write; files of an earlier call are replaced")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the training rows and of the initial weights")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the training rows and of the initial weights"
+    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

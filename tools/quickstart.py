@@ -1,6 +1,6 @@
 """`make quickstart`: data -> supervised warm-up -> GRPO -> a table, an answer before and after, and a plot. Two cores, no GPU.
 
-    python tools/quickstart.py [--seed 0] [--out runs/quickstart] [flags of megarl train for the GRPO job]
+python tools/quickstart.py [--seed 0] [--out runs/quickstart] [flags of megarl train for the GRPO job]
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="replaced if it holds an earlier quickstart")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="replaced if it holds an earlier quickstart"
+    )
     arguments, grpo_flags = parser.parse_known_args()
     start_over(arguments.out)
     seconds = {}
@@ -32,7 +36,9 @@ def main() -> int:
     for stage, flags in zip(STAGES, stage_flags(arguments.out, arguments.seed, grpo_flags), strict=True):
         print(f"\n== {stage}: megarl train @configs/quickstart_{stage}.args {' '.join(flags)}", flush=True)
         started = time.time()
-        code = subprocess.call([sys.executable, "-m", "megarl.cli", "train", f"@{CONFIGS}/quickstart_{stage}.args", *flags])
+        code = subprocess.call(
+            [sys.executable, "-m", "megarl.cli", "train", f"@{CONFIGS}/quickstart_{stage}.args", *flags]
+        )
         if code:
             return code
         seconds[stage] = time.time() - started
@@ -52,11 +58,37 @@ def stage_flags(out: Path, seed: int, grpo_flags: list[str]) -> list[list[str]]:
     """Flags that differ from the recipes: where things are, and the seed."""
     data, common = out / "data", ["--seed", str(seed)]
     return [
-        [*common, "--model", f"{data}/model", "--train-data", f"{data}/sft_worked.jsonl", "--save", f"{out}/sft"],
-        [*common, "--model", f"{out}/sft/hf", "--train-data", f"{data}/sft_mixed.jsonl", "--save", f"{out}/sft_mixed"],
-        [*common, "--model", f"{out}/sft_mixed/hf", "--train-data", f"{data}/train.jsonl", "--eval-data", f"{data}/test.jsonl",
-         "--save", f"{out}/grpo", *grpo_flags],
-    ]  # fmt: skip
+        [
+            *common,
+            "--model",
+            f"{data}/model",
+            "--train-data",
+            f"{data}/sft_worked.jsonl",
+            "--save",
+            f"{out}/sft",
+        ],
+        [
+            *common,
+            "--model",
+            f"{out}/sft/hf",
+            "--train-data",
+            f"{data}/sft_mixed.jsonl",
+            "--save",
+            f"{out}/sft_mixed",
+        ],
+        [
+            *common,
+            "--model",
+            f"{out}/sft_mixed/hf",
+            "--train-data",
+            f"{data}/train.jsonl",
+            "--eval-data",
+            f"{data}/test.jsonl",
+            "--save",
+            f"{out}/grpo",
+            *grpo_flags,
+        ],
+    ]
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -68,16 +100,28 @@ def report(out: Path, seconds: dict[str, float]) -> None:
     evaluated = [r for r in rows if "eval/accuracy" in r]
     first, last = evaluated[0], evaluated[-1]
     steps = [r for r in rows if "time/step_s" in r]
-    phases = {name: sum(r[f"time/{name}_s"] for r in steps) / len(steps) for name in ("rollout", "reward", "log_probs", "update", "reshard", "step")}
+    phases = {
+        name: sum(r[f"time/{name}_s"] for r in steps) / len(steps)
+        for name in ("rollout", "reward", "log_probs", "update", "reshard", "step")
+    }
     print("\n                              before   after")
-    for name, key in (("held-out accuracy, T=1", "eval/accuracy"), ("held-out accuracy, greedy", "eval/accuracy_greedy")):
+    for name, key in (
+        ("held-out accuracy, T=1", "eval/accuracy"),
+        ("held-out accuracy, greedy", "eval/accuracy_greedy"),
+    ):
         print(f"{name:28s}  {first[key]:6.3f}  {last[key]:6.3f}")
-    print(f"{'response length':28s}  {steps[0]['response/length_mean']:6.1f}  {steps[-1]['response/length_mean']:6.1f}")
-    print(f"tokens/s {sum(r['throughput/tokens_per_s'] for r in steps) / len(steps):.0f}, peak memory "
-          f"{max(r['memory/peak_bytes'] for r in steps) / 2**30:.2f} GiB over all ranks")
+    print(
+        f"{'response length':28s}  {steps[0]['response/length_mean']:6.1f}  {steps[-1]['response/length_mean']:6.1f}"
+    )
+    print(
+        f"tokens/s {sum(r['throughput/tokens_per_s'] for r in steps) / len(steps):.0f}, peak memory "
+        f"{max(r['memory/peak_bytes'] for r in steps) / 2**30:.2f} GiB over all ranks"
+    )
     print("seconds per step: " + ", ".join(f"{n} {s:.3f}" for n, s in phases.items()))
     print("seconds in all: " + ", ".join(f"{n} {s:.0f}" for n, s in seconds.items()))
-    answers = [json.loads(line) for line in (out / "grpo" / "rollouts" / "eval.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (out / "grpo" / "rollouts" / "eval.jsonl").read_text().splitlines()
+    ]
     greedy = [a for a in answers if a["name"] == "eval/accuracy_greedy"]
     for when, answer in (("before", greedy[0]), ("after", greedy[-1])):
         print(f"\n{when}: {answer['prompt'][-1]['content']}\n  " + answer["response"].replace("\n", "\n  "))
@@ -95,10 +139,26 @@ def plot(rows: list[dict], path: Path) -> None:
     steps = [r for r in rows if "reward/mean" in r]
     evaluated = [r for r in rows if "eval/accuracy" in r]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    left.plot([r["step"] for r in steps], [r["reward/mean"] for r in steps], label="reward (training prompts)", color="tab:blue")
-    left.plot([r["step"] for r in evaluated], [r["eval/accuracy"] for r in evaluated], "o-", label="held-out accuracy, T=1", color="tab:orange")
-    left.plot([r["step"] for r in evaluated], [r["eval/accuracy_greedy"] for r in evaluated], "s--", label="held-out accuracy, greedy",
-              color="tab:green")  # fmt: skip
+    left.plot(
+        [r["step"] for r in steps],
+        [r["reward/mean"] for r in steps],
+        label="reward (training prompts)",
+        color="tab:blue",
+    )
+    left.plot(
+        [r["step"] for r in evaluated],
+        [r["eval/accuracy"] for r in evaluated],
+        "o-",
+        label="held-out accuracy, T=1",
+        color="tab:orange",
+    )
+    left.plot(
+        [r["step"] for r in evaluated],
+        [r["eval/accuracy_greedy"] for r in evaluated],
+        "s--",
+        label="held-out accuracy, greedy",
+        color="tab:green",
+    )
     left.set(xlabel="GRPO step", ylim=(0, 1.02))
     left.legend(loc="lower right", fontsize=8)
     right.plot([r["step"] for r in steps], [r["response/length_mean"] for r in steps], color="tab:purple")

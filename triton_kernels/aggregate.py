@@ -20,7 +20,11 @@ LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-s
 
 
 def token_weights_ref(
-    mode: LossAggregation, response_lengths: Tensor, num_tokens: int, num_sequences: int, max_response_length: int
+    mode: LossAggregation,
+    response_lengths: Tensor,
+    num_tokens: int,
+    num_sequences: int,
+    max_response_length: int,
 ) -> Tensor:
     """The specification, token by token, fp64."""
     weight = {
@@ -32,7 +36,13 @@ def token_weights_ref(
     return torch.tensor([weight(length) for length in response_lengths.tolist()], dtype=torch.float64)
 
 
-def token_weights(mode: LossAggregation, response_lengths: Tensor, num_tokens: int, num_sequences: int, max_response_length: int) -> Tensor:
+def token_weights(
+    mode: LossAggregation,
+    response_lengths: Tensor,
+    num_tokens: int,
+    num_sequences: int,
+    max_response_length: int,
+) -> Tensor:
     """Weight of each of N response tokens in the loss of the mini-batch.
 
     Args:
@@ -43,10 +53,16 @@ def token_weights(mode: LossAggregation, response_lengths: Tensor, num_tokens: i
     Returns: [N] fp32.
     Raises: ValueError for an unknown mode or a count that is not positive.
     """
-    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_response_length": max_response_length}
+    counts = {
+        "num_tokens": num_tokens,
+        "num_sequences": num_sequences,
+        "max_response_length": max_response_length,
+    }
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"{name} ({count}) must be at least 1: it counts the whole mini-batch, not this rank's share")
+            raise ValueError(
+                f"{name} ({count}) must be at least 1: it counts the whole mini-batch, not this rank's share"
+            )
     match mode:
         case "token-mean":
             denominator = num_tokens
@@ -58,4 +74,6 @@ def token_weights(mode: LossAggregation, response_lengths: Tensor, num_tokens: i
             denominator = num_sequences * max_response_length
         case _:
             raise ValueError(f"mode ({mode!r}) must be one of {', '.join(get_args(LossAggregation))}")
-    return torch.full(response_lengths.shape, 1 / denominator, dtype=torch.float32, device=response_lengths.device)
+    return torch.full(
+        response_lengths.shape, 1 / denominator, dtype=torch.float32, device=response_lengths.device
+    )

@@ -25,7 +25,9 @@ _CHOICES = ("torch", "triton", "interpret")
 def _forced() -> str | None:
     value = os.environ.get("MEGARL_KERNELS") or None
     if value is not None and value not in _CHOICES:
-        raise ValueError(f"MEGARL_KERNELS ({value!r}) must be one of {', '.join(_CHOICES)}. Leave it out to choose by device.")
+        raise ValueError(
+            f"MEGARL_KERNELS ({value!r}) must be one of {', '.join(_CHOICES)}. Leave it out to choose by device."
+        )
     return value
 
 
@@ -49,9 +51,13 @@ def backend(tensor: Tensor) -> Literal["torch", "triton"]:
             "Use MEGARL_KERNELS=interpret to run the Triton kernels on a CPU."
         )
     if importlib.util.find_spec("triton") is None:
-        raise ImportError("the Triton kernels need the package triton: pip install triton, or MEGARL_KERNELS=torch to do without")
+        raise ImportError(
+            "the Triton kernels need the package triton: pip install triton, or MEGARL_KERNELS=torch to do without"
+        )
     if forced == "interpret" and not _interprets():
-        raise RuntimeError("Triton was imported as a compiler in this process: set MEGARL_KERNELS=interpret before it starts")
+        raise RuntimeError(
+            "Triton was imported as a compiler in this process: set MEGARL_KERNELS=interpret before it starts"
+        )
     return "triton"
 
 

@@ -36,27 +36,46 @@ class DPOStats(NamedTuple):
 
 
 def dpo_loss_ref(
-    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor, weights: Tensor,
-    *, beta: float, label_smoothing: float = 0.0, kind: DPOKind = "sigmoid",
-) -> Tensor:  # fmt: skip
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    weights: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    kind: DPOKind = "sigmoid",
+) -> Tensor:
     """The specification: one pair after another, in fp64 and differentiated by autograd."""
     total, ends = torch.zeros((), dtype=torch.float64), cu_seqlens.tolist()
-    log_ratio = [(log_probs[a:b].double() - ref_log_probs[a:b].double())[mask[a:b]].sum() for a, b in zip(ends, ends[1:])]
+    log_ratio = [
+        (log_probs[a:b].double() - ref_log_probs[a:b].double())[mask[a:b]].sum()
+        for a, b in zip(ends, ends[1:])
+    ]
     for weight, chosen, rejected in zip(weights.double(), log_ratio[::2], log_ratio[1::2]):
         margin = chosen - rejected
         if kind == "ipo":
             loss = (margin - 1 / (2 * beta)) ** 2
         else:
             log_sigmoid = torch.nn.functional.logsigmoid
-            loss = -(1 - label_smoothing) * log_sigmoid(beta * margin) - label_smoothing * log_sigmoid(-beta * margin)
+            loss = -(1 - label_smoothing) * log_sigmoid(beta * margin) - label_smoothing * log_sigmoid(
+                -beta * margin
+            )
         total = total + weight * loss
     return total
 
 
 def dpo_loss(
-    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor, weights: Tensor,
-    *, beta: float, label_smoothing: float = 0.0, kind: DPOKind = "sigmoid",
-) -> tuple[Tensor, DPOStats]:  # fmt: skip
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    weights: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    kind: DPOKind = "sigmoid",
+) -> tuple[Tensor, DPOStats]:
     """Sum of the weighted losses of P pairs. Differentiable in `log_probs` only.
 
     Args:
@@ -72,28 +91,40 @@ def dpo_loss(
     Raises: ValueError for wrong shapes, dtypes or numbers, or a constant that requires a gradient.
     """
     _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind)
-    loss, *stats = _DPOLoss.apply(log_probs, ref_log_probs, mask, cu_seqlens, weights, float(beta), float(label_smoothing), kind)
+    loss, *stats = _DPOLoss.apply(
+        log_probs, ref_log_probs, mask, cu_seqlens, weights, float(beta), float(label_smoothing), kind
+    )
     return loss, DPOStats(*stats)
 
 
 def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind) -> None:
     if log_probs.ndim != 1 or ref_log_probs.shape != log_probs.shape:
-        raise ValueError(f"log_probs and ref_log_probs must be [T], got {list(log_probs.shape)} and {list(ref_log_probs.shape)}")
+        raise ValueError(
+            f"log_probs and ref_log_probs must be [T], got {list(log_probs.shape)} and {list(ref_log_probs.shape)}"
+        )
     if mask.shape != log_probs.shape or mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool {list(log_probs.shape)} like log_probs, got {mask.dtype} {list(mask.shape)}")
+        raise ValueError(
+            f"mask must be bool {list(log_probs.shape)} like log_probs, got {mask.dtype} {list(mask.shape)}"
+        )
     check_cu_seqlens(cu_seqlens, len(log_probs))
     if len(cu_seqlens) % 2 == 0 or weights.shape != (len(cu_seqlens) // 2,):
-        raise ValueError(f"cu_seqlens must be [2 P + 1] and weights [P], for a chosen and a rejected sequence per pair, "
-                         f"got {list(cu_seqlens.shape)} and {list(weights.shape)}")  # fmt: skip
+        raise ValueError(
+            f"cu_seqlens must be [2 P + 1] and weights [P], for a chosen and a rejected sequence per pair, "
+            f"got {list(cu_seqlens.shape)} and {list(weights.shape)}"
+        )
     for name, tensor in {"ref_log_probs": ref_log_probs, "weights": weights}.items():
         if tensor.requires_grad:
-            raise ValueError(f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()")
+            raise ValueError(
+                f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()"
+            )
     if kind not in get_args(DPOKind):
         raise ValueError(f"kind ({kind!r}) must be one of {', '.join(get_args(DPOKind))}")
     if not beta > 0:
         raise ValueError(f"beta ({beta}) must be above 0, e.g. 0.1")
     if not 0 <= label_smoothing < 0.5 or (kind == "ipo" and label_smoothing != 0):
-        raise ValueError(f"label_smoothing ({label_smoothing}) must be in [0, 0.5), and 0 with kind 'ipo'; kind is {kind!r}")
+        raise ValueError(
+            f"label_smoothing ({label_smoothing}) must be in [0, 0.5), and 0 with kind 'ipo'; kind is {kind!r}"
+        )
 
 
 class _DPOLoss(torch.autograd.Function):
@@ -101,6 +132,7 @@ class _DPOLoss(torch.autograd.Function):
     def forward(ctx, log_probs, *constants):
         if backend(log_probs) == "triton":
             from megarl.kernels import dpo_loss_triton
+
             compute = dpo_loss_triton.dpo_loss
         else:
             compute = _compute_torch
@@ -129,7 +161,9 @@ def _compute_torch(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, la
         logits = beta * margin
         log_sigmoid = torch.nn.functional.logsigmoid
         loss = -(1 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
-        slope = beta * (label_smoothing * torch.sigmoid(logits) - (1 - label_smoothing) * torch.sigmoid(-logits))
+        slope = beta * (
+            label_smoothing * torch.sigmoid(logits) - (1 - label_smoothing) * torch.sigmoid(-logits)
+        )
     slope = slope * weights
     gradient = torch.stack([slope, -slope], 1).flatten().repeat_interleave(cu_seqlens.diff())
     stats = (margin > 0).sum().to(loss.dtype), beta * chosen.sum(), beta * rejected.sum()

@@ -20,7 +20,9 @@ def _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, end, BLOCK
         i = start + tl.arange(0, BLOCK)
         exists = tl.load(mask_ptr + i, mask=i < end, other=0) != 0
         log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        total += (log_prob - tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)).to(tl.float64)
+        total += (log_prob - tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)).to(
+            tl.float64
+        )
     return tl.sum(total, 0)
 
 
@@ -39,14 +41,28 @@ def _sigmoids(x):
     u = 1.0 + small
     # log(1 + small) to full precision, after W. Kahan: what rounding took from u is made up for by small / (u - 1).
     log1p = tl.where(u == 1.0, small, tl.log(u) * (small / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x < 0, x, 0.0) - log1p + 0.0 * x, tl.where(x < 0, small, 1.0) / u, tl.where(x < 0, 1.0, small) / u
+    return (
+        tl.where(x < 0, x, 0.0) - log1p + 0.0 * x,
+        tl.where(x < 0, small, 1.0) / u,
+        tl.where(x < 0, 1.0, small) / u,
+    )
 
 
 @triton.jit
 def _dpo_loss_kernel(
-    log_probs_ptr, ref_log_probs_ptr, mask_ptr, cu_seqlens_ptr, weights_ptr, gradient_ptr, partials_ptr, num_pairs,
-    beta, label_smoothing, KIND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    log_probs_ptr,
+    ref_log_probs_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    weights_ptr,
+    gradient_ptr,
+    partials_ptr,
+    num_pairs,
+    beta,
+    label_smoothing,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per pair. `partials` [4, P]: the loss, then DPOStats' order."""
     pair = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + 2 * pair).to(tl.int64)
@@ -77,23 +93,42 @@ def _dpo_loss_kernel(
 
 
 def dpo_loss(
-    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor, weights: Tensor,
-    beta: float, label_smoothing: float, kind: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    weights: Tensor,
+    beta: float,
+    label_smoothing: float,
+    kind: str,
+) -> tuple[Tensor, ...]:
     """(loss, gradient [T], the fields of DPOStats), fp32."""
     columns = [x.contiguous() for x in (log_probs, ref_log_probs, mask, cu_seqlens, weights)]
     gradient = torch.empty_like(columns[0], dtype=torch.float32)
     partials = torch.zeros(4, max(len(weights), 1), dtype=torch.float32, device=log_probs.device)
     if len(weights):
-        _dpo_loss_kernel[(len(weights),)](*columns, gradient, partials, len(weights), beta, label_smoothing, KIND=kind, BLOCK=_BLOCK)
+        _dpo_loss_kernel[(len(weights),)](
+            *columns, gradient, partials, len(weights), beta, label_smoothing, KIND=kind, BLOCK=_BLOCK
+        )
     loss, *stats = reduce_partials(partials)
     return loss, gradient, *stats
 
 
-_POINTERS = {"log_probs_ptr": "*fp32", "ref_log_probs_ptr": "*fp32", "mask_ptr": "*i1", "cu_seqlens_ptr": "*i32", "weights_ptr": "*fp32",
-             "gradient_ptr": "*fp32", "partials_ptr": "*fp32"}  # fmt: skip
+_POINTERS = {
+    "log_probs_ptr": "*fp32",
+    "ref_log_probs_ptr": "*fp32",
+    "mask_ptr": "*i1",
+    "cu_seqlens_ptr": "*i32",
+    "weights_ptr": "*fp32",
+    "gradient_ptr": "*fp32",
+    "partials_ptr": "*fp32",
+}
 AOT_CASES = [
-    AotCase(kernel=_dpo_loss_kernel, signature=_POINTERS | {"num_pairs": "i32", "beta": "fp32", "label_smoothing": "fp32"},
-            aligned=tuple(_POINTERS), constants=dict(KIND=kind, BLOCK=_BLOCK))
+    AotCase(
+        kernel=_dpo_loss_kernel,
+        signature=_POINTERS | {"num_pairs": "i32", "beta": "fp32", "label_smoothing": "fp32"},
+        aligned=tuple(_POINTERS),
+        constants=dict(KIND=kind, BLOCK=_BLOCK),
+    )
     for kind in ("sigmoid", "ipo")
-]  # fmt: skip
+]

@@ -59,7 +59,9 @@ def fused_linear_policy_loss_ref(
 ) -> FusedLoss:
     """The specification, with the unsplit weight [V, H], computed in `dtype` and differentiated by autograd."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
-    log_probs, entropy = vocab_parallel_log_probs_ref(logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype)
+    log_probs, entropy = vocab_parallel_log_probs_ref(
+        logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype
+    )
     loss, metrics = loss_fn(log_probs, entropy if with_entropy else None, slice(0, len(hidden)))
     return FusedLoss(loss, log_probs.detach(), [metrics])
 
@@ -123,7 +125,9 @@ def fused_linear_policy_loss(
                     reductions.append(dist.all_reduce(grad_hidden[rows], group=head.group, async_op=True))
         if not losses:
             nothing = log_probs.new_zeros(0)
-            loss, chunk_metrics, _ = _differentiate(loss_fn, nothing, nothing if with_entropy else None, slice(0, 0))
+            loss, chunk_metrics, _ = _differentiate(
+                loss_fn, nothing, nothing if with_entropy else None, slice(0, 0)
+            )
             losses, metrics = [loss], [chunk_metrics]
         for reduction in reductions:
             reduction.wait()
@@ -151,7 +155,12 @@ def _differentiate(
 
 
 def _backward(
-    head: LinearHead, softmax: Softmax, grads: list[Tensor | None], rows: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    head: LinearHead,
+    softmax: Softmax,
+    grads: list[Tensor | None],
+    rows: slice,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
 ) -> None:
     """The two backward products of a chunk, of those rows only that have a gradient."""
     grad_log_probs, grad_entropy = grads
@@ -166,9 +175,16 @@ def _backward(
     everything = len(active) == len(hidden)
     if not everything:
         select = lambda x: None if x is None else x.index_select(0, active)
-        softmax = softmax._replace(**{name: select(getattr(softmax, name)) for name in ("kept", "shift", "targets", "is_local", "entropy")})
+        softmax = softmax._replace(
+            **{
+                name: select(getattr(softmax, name))
+                for name in ("kept", "shift", "targets", "is_local", "entropy")
+            }
+        )
         grad_log_probs, grad_entropy, hidden = select(grad_log_probs), select(grad_entropy), select(hidden)
-    part = head.backward(softmax, grad_log_probs, grad_entropy, hidden, grad_weight, with_hidden=grad_hidden is not None)
+    part = head.backward(
+        softmax, grad_log_probs, grad_entropy, hidden, grad_weight, with_hidden=grad_hidden is not None
+    )
     if grad_hidden is not None:
         grad_hidden[rows if everything else active + rows.start] = part
 
@@ -185,7 +201,9 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss):
         if ctx.gradients is None:
-            raise RuntimeError("fused_linear_policy_loss: backward can run once, its gradients are given away")
+            raise RuntimeError(
+                "fused_linear_policy_loss: backward can run once, its gradients are given away"
+            )
         # Not saved tensors: whoever gets these may keep them, without a copy.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         scale = grad_loss

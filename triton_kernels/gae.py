@@ -38,9 +38,15 @@ class GAE(NamedTuple):
 
 
 def gae_ref(
-    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor,
-    *, gamma: float, gae_lambda: float, bootstrap_values: Tensor | None = None,
-) -> GAE:  # fmt: skip
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap_values: Tensor | None = None,
+) -> GAE:
     """The specification: one token after another, fp64."""
     rewards, values, is_action, ends = rewards.double(), values.double(), mask.tolist(), cu_seqlens.tolist()
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
@@ -53,7 +59,9 @@ def gae_ref(
                 advantage = delta + gamma * gae_lambda * advantage
                 next_value = values[t]
                 advantages[t], returns[t] = advantage, advantage + values[t]
-    return GAE(advantages, returns, torch.stack([advantages.sum(), advantages.square().sum(), mask.sum().double()]))
+    return GAE(
+        advantages, returns, torch.stack([advantages.sum(), advantages.square().sum(), mask.sum().double()])
+    )
 
 
 def whiten_ref(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
@@ -65,9 +73,15 @@ def whiten_ref(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor,
-    *, gamma: float, gae_lambda: float, bootstrap_values: Tensor | None = None,
-) -> GAE:  # fmt: skip
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap_values: Tensor | None = None,
+) -> GAE:
     """Advantages and returns of B packed sequences, T tokens in all. Constants: nothing is differentiated.
 
     Args:
@@ -89,6 +103,7 @@ def gae(
         if backend(rewards) == "torch":
             return _gae_torch(*columns, gamma, gamma * gae_lambda)
         from megarl.kernels import gae_triton
+
         return GAE(*gae_triton.gae(*columns, float(gamma), float(gamma * gae_lambda)))
 
 
@@ -100,15 +115,20 @@ def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
         stats: [3] fp64, `GAE.stats` summed over all ranks whose advantages are whitened together.
     """
     if advantages.shape != mask.shape or stats.shape != (3,) or stats.dtype != torch.float64:
-        raise ValueError(f"advantages and mask must be [T] and stats fp64 [3], got {list(advantages.shape)}, {list(mask.shape)} "
-                         f"and {stats.dtype} {list(stats.shape)}")  # fmt: skip
+        raise ValueError(
+            f"advantages and mask must be [T] and stats fp64 [3], got {list(advantages.shape)}, {list(mask.shape)} "
+            f"and {stats.dtype} {list(stats.shape)}"
+        )
     if backend(advantages) == "triton":
         from megarl.kernels import gae_triton
+
         return gae_triton.whiten(advantages, mask, stats)
     total, squares, count = stats
     mean = total / count.clamp(min=1)
     variance = (squares - total * mean).clamp(min=0) / (count - 1).clamp(min=1)
-    whitened = (advantages - mean.to(advantages.dtype)) * torch.rsqrt(variance + WHITEN_EPS).to(advantages.dtype)
+    whitened = (advantages - mean.to(advantages.dtype)) * torch.rsqrt(variance + WHITEN_EPS).to(
+        advantages.dtype
+    )
     return torch.where(mask, whitened, 0)
 
 
@@ -116,12 +136,18 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [T], got {rewards.dtype} {list(rewards.shape)}")
     if values.shape != rewards.shape or not values.is_floating_point():
-        raise ValueError(f"values must be a float tensor {list(rewards.shape)} like rewards, got {values.dtype} {list(values.shape)}")
+        raise ValueError(
+            f"values must be a float tensor {list(rewards.shape)} like rewards, got {values.dtype} {list(values.shape)}"
+        )
     if mask.shape != rewards.shape or mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool {list(rewards.shape)} like rewards, got {mask.dtype} {list(mask.shape)}")
+        raise ValueError(
+            f"mask must be bool {list(rewards.shape)} like rewards, got {mask.dtype} {list(mask.shape)}"
+        )
     check_cu_seqlens(cu_seqlens, len(rewards))
     if bootstrap_values is not None and bootstrap_values.shape != (len(cu_seqlens) - 1,):
-        raise ValueError(f"bootstrap_values must be [{len(cu_seqlens) - 1}], one per sequence, got {list(bootstrap_values.shape)}")
+        raise ValueError(
+            f"bootstrap_values must be [{len(cu_seqlens) - 1}], one per sequence, got {list(bootstrap_values.shape)}"
+        )
     for name, value in {"gamma": gamma, "gae_lambda": gae_lambda}.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{name} ({value}) must be in [0, 1], e.g. 1 or 0.95")
@@ -130,11 +156,15 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """ValueError unless cu_seqlens is int [B + 1] and, where looking does not stop a stream, goes up from 0 to num_tokens."""
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        raise ValueError(
+            f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
     if cu_seqlens.device.type == "cpu":
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens must go up from 0 to the number of tokens ({num_tokens}), got {cu_seqlens.tolist()[:10]}"
-                             f"{'...' if len(cu_seqlens) > 10 else ''} ending at {int(cu_seqlens[-1])}")  # fmt: skip
+            raise ValueError(
+                f"cu_seqlens must go up from 0 to the number of tokens ({num_tokens}), got {cu_seqlens.tolist()[:10]}"
+                f"{'...' if len(cu_seqlens) > 10 else ''} ending at {int(cu_seqlens[-1])}"
+            )
 
 
 def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay) -> GAE:
@@ -145,8 +175,12 @@ def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay
     action_rewards, action_values = rewards[actions].to(dtype), values[actions].to(dtype)
     num_before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])[cu_seqlens.long()]
     num_actions = num_before.diff()
-    num_after = num_before[1:].repeat_interleave(num_actions) - 1 - torch.arange(len(actions), device=mask.device)
-    next_values = torch.where(num_after == 0, bootstrap_values.to(dtype).repeat_interleave(num_actions), action_values.roll(-1))
+    num_after = (
+        num_before[1:].repeat_interleave(num_actions) - 1 - torch.arange(len(actions), device=mask.device)
+    )
+    next_values = torch.where(
+        num_after == 0, bootstrap_values.to(dtype).repeat_interleave(num_actions), action_values.roll(-1)
+    )
     scanned = action_rewards + gamma * next_values - action_values
     step, longest = 1, int(num_actions.max()) if len(num_actions) else 0
     while step < longest:
@@ -155,4 +189,8 @@ def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay
     advantages, returns = (torch.zeros_like(rewards, dtype=dtype) for _ in range(2))
     advantages[actions], returns[actions] = scanned, scanned + action_values
     exact = scanned.double()
-    return GAE(advantages, returns, torch.stack([exact.sum(), exact.square().sum(), exact.new_tensor(float(len(actions)))]))
+    return GAE(
+        advantages,
+        returns,
+        torch.stack([exact.sum(), exact.square().sum(), exact.new_tensor(float(len(actions)))]),
+    )

@@ -22,9 +22,18 @@ def _then(a1, v1, d1, m1, e1, a2, v2, d2, m2, e2):
 
 @triton.jit
 def _gae_kernel(
-    rewards_ptr, values_ptr, mask_ptr, cu_seqlens_ptr, bootstrap_ptr, advantages_ptr, returns_ptr, stats_ptr,
-    gamma, decay, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rewards_ptr,
+    values_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    bootstrap_ptr,
+    advantages_ptr,
+    returns_ptr,
+    stats_ptr,
+    gamma,
+    decay,
+    BLOCK: tl.constexpr,
+):
     """One program per sequence, a tile after another from its end; `stats` [B, 3] fp64."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
@@ -42,7 +51,13 @@ def _gae_kernel(
         reward = tl.load(rewards_ptr + t, mask=is_action, other=0.0).to(tl.float32)
         value = tl.load(values_ptr + t, mask=is_action, other=0.0).to(tl.float32)
         # Tokens that are no actions, and lanes before the sequence, are the identity.
-        maps = (tl.where(is_action, decay, 1.0), tl.where(is_action, gamma, 0.0), reward - value, tl.where(is_action, 0.0, 1.0), value)
+        maps = (
+            tl.where(is_action, decay, 1.0),
+            tl.where(is_action, gamma, 0.0),
+            reward - value,
+            tl.where(is_action, 0.0, 1.0),
+            value,
+        )
         a, v, d, m, e = tl.associative_scan(maps, 0, _then)
         advantages = a * advantage + v * next_value + d
         tl.store(advantages_ptr + t, tl.where(is_action, advantages, 0.0), mask=in_sequence)
@@ -76,11 +91,19 @@ def _whiten_kernel(advantages_ptr, mask_ptr, stats_ptr, whitened_ptr, num_tokens
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor, bootstrap_values: Tensor, gamma: float, decay: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    bootstrap_values: Tensor,
+    gamma: float,
+    decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages [T] fp32, returns [T] fp32, statistics [3] fp64)."""
     columns = [x.contiguous() for x in (rewards, values, mask, cu_seqlens, bootstrap_values)]
-    advantages, returns = (torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2))
+    advantages, returns = (
+        torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2)
+    )
     stats = torch.empty(len(bootstrap_values), 3, dtype=torch.float64, device=rewards.device)
     if len(stats):
         _gae_kernel[(len(stats),)](*columns, advantages, returns, stats, gamma, decay, BLOCK=_BLOCK)
@@ -92,16 +115,39 @@ def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     advantages, mask = advantages.contiguous(), mask.contiguous()
     whitened = torch.empty_like(advantages, dtype=torch.float32)
     if len(advantages):
-        _whiten_kernel[(triton.cdiv(len(advantages), _BLOCK),)](advantages, mask, stats, whitened, len(advantages), BLOCK=_BLOCK)
+        _whiten_kernel[(triton.cdiv(len(advantages), _BLOCK),)](
+            advantages, mask, stats, whitened, len(advantages), BLOCK=_BLOCK
+        )
     return whitened
 
 
-_GAE_POINTERS = {"rewards_ptr": "*fp32", "values_ptr": "*fp32", "mask_ptr": "*i1", "cu_seqlens_ptr": "*i32", "bootstrap_ptr": "*fp32",
-                 "advantages_ptr": "*fp32", "returns_ptr": "*fp32", "stats_ptr": "*fp64"}  # fmt: skip
-_WHITEN_POINTERS = {"advantages_ptr": "*fp32", "mask_ptr": "*i1", "stats_ptr": "*fp64", "whitened_ptr": "*fp32"}
+_GAE_POINTERS = {
+    "rewards_ptr": "*fp32",
+    "values_ptr": "*fp32",
+    "mask_ptr": "*i1",
+    "cu_seqlens_ptr": "*i32",
+    "bootstrap_ptr": "*fp32",
+    "advantages_ptr": "*fp32",
+    "returns_ptr": "*fp32",
+    "stats_ptr": "*fp64",
+}
+_WHITEN_POINTERS = {
+    "advantages_ptr": "*fp32",
+    "mask_ptr": "*i1",
+    "stats_ptr": "*fp64",
+    "whitened_ptr": "*fp32",
+}
 AOT_CASES = [
-    AotCase(kernel=_gae_kernel, signature=_GAE_POINTERS | {"gamma": "fp32", "decay": "fp32"}, aligned=tuple(_GAE_POINTERS),
-            constants=dict(BLOCK=_BLOCK)),
-    AotCase(kernel=_whiten_kernel, signature=_WHITEN_POINTERS | {"num_tokens": "i32"}, aligned=tuple(_WHITEN_POINTERS),
-            constants=dict(BLOCK=_BLOCK)),
-]  # fmt: skip
+    AotCase(
+        kernel=_gae_kernel,
+        signature=_GAE_POINTERS | {"gamma": "fp32", "decay": "fp32"},
+        aligned=tuple(_GAE_POINTERS),
+        constants=dict(BLOCK=_BLOCK),
+    ),
+    AotCase(
+        kernel=_whiten_kernel,
+        signature=_WHITEN_POINTERS | {"num_tokens": "i32"},
+        aligned=tuple(_WHITEN_POINTERS),
+        constants=dict(BLOCK=_BLOCK),
+    ),
+]

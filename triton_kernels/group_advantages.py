@@ -19,7 +19,9 @@ from torch import Tensor
 from megarl.kernels.backend import backend
 
 
-def group_advantages_ref(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
+def group_advantages_ref(
+    rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4
+) -> Tensor:
     """The specification: one group after another, fp64."""
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     for group_id in group_ids.unique():
@@ -46,13 +48,18 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool,
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [B], got {rewards.dtype} {list(rewards.shape)}")
     if group_ids.shape != rewards.shape or group_ids.dtype != torch.int64:
-        raise ValueError(f"group_ids must be int64 {list(rewards.shape)} like rewards, got {group_ids.dtype} {list(group_ids.shape)}")
+        raise ValueError(
+            f"group_ids must be int64 {list(rewards.shape)} like rewards, got {group_ids.dtype} {list(group_ids.shape)}"
+        )
     if rewards.device.type == "cpu" and bool(rewards.isinf().any()):
         index = int(rewards.isinf().nonzero()[0])
-        raise ValueError(f"rewards[{index}] ({rewards[index].item()}) must be finite, or NaN for a failed sample")
+        raise ValueError(
+            f"rewards[{index}] ({rewards[index].item()}) must be finite, or NaN for a failed sample"
+        )
     if backend(rewards) == "torch":
         return _compute_torch(rewards, group_ids, normalize_by_std, eps)
     from megarl.kernels import group_advantages_triton
+
     return group_advantages_triton.group_advantages(rewards, group_ids, normalize_by_std, eps)
 
 

@@ -14,9 +14,15 @@ _BLOCK, _BLOCK_OTHERS = 16, 256
 
 @triton.jit
 def _group_advantages_kernel(
-    rewards_ptr, group_ids_ptr, advantages_ptr, num_samples, eps,
-    NORMALIZE_BY_STD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OTHERS: tl.constexpr,
-):  # fmt: skip
+    rewards_ptr,
+    group_ids_ptr,
+    advantages_ptr,
+    num_samples,
+    eps,
+    NORMALIZE_BY_STD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_samples
     ids = tl.load(group_ids_ptr + i, mask=in_range, other=0)[:, None]
@@ -25,7 +31,9 @@ def _group_advantages_kernel(
     for start in range(0, num_samples, BLOCK_OTHERS):
         j = start + tl.arange(0, BLOCK_OTHERS)
         other = tl.load(rewards_ptr + j, mask=j < num_samples, other=float("nan")).to(tl.float64)[None, :]
-        is_mine = (tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :] == ids) & (other == other)
+        is_mine = (tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :] == ids) & (
+            other == other
+        )
         count += tl.where(is_mine, 1.0, 0.0)
         total += tl.where(is_mine, other, 0.0)
     count_sum = tl.sum(count, 1)
@@ -38,7 +46,9 @@ def _group_advantages_kernel(
         for start in range(0, num_samples, BLOCK_OTHERS):
             j = start + tl.arange(0, BLOCK_OTHERS)
             other = tl.load(rewards_ptr + j, mask=j < num_samples, other=float("nan")).to(tl.float64)[None, :]
-            is_mine = (tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :] == ids) & (other == other)
+            is_mine = (tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :] == ids) & (
+                other == other
+            )
             centered = tl.where(is_mine, other - mean[:, None], 0.0)
             squares += centered * centered
         variance = tl.sum(squares, 1) / tl.where(count_sum > 2, count_sum - 1, 1.0)
@@ -52,14 +62,24 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool,
     advantages = torch.empty_like(rewards, dtype=torch.float32)
     if len(rewards):
         _group_advantages_kernel[(triton.cdiv(len(rewards), _BLOCK),)](
-            rewards, group_ids, advantages, len(rewards), eps,
-            NORMALIZE_BY_STD=normalize_by_std, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS,
-        )  # fmt: skip
+            rewards,
+            group_ids,
+            advantages,
+            len(rewards),
+            eps,
+            NORMALIZE_BY_STD=normalize_by_std,
+            BLOCK=_BLOCK,
+            BLOCK_OTHERS=_BLOCK_OTHERS,
+        )
     return advantages
 
 
 _POINTERS = {"rewards_ptr": "*fp32", "group_ids_ptr": "*i64", "advantages_ptr": "*fp32"}
 AOT_CASES = [
-    AotCase(kernel=_group_advantages_kernel, signature=_POINTERS | {"num_samples": "i32", "eps": "fp32"}, aligned=tuple(_POINTERS),
-            constants=dict(NORMALIZE_BY_STD=True, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS)),
-]  # fmt: skip
+    AotCase(
+        kernel=_group_advantages_kernel,
+        signature=_POINTERS | {"num_samples": "i32", "eps": "fp32"},
+        aligned=tuple(_POINTERS),
+        constants=dict(NORMALIZE_BY_STD=True, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS),
+    ),
+]

@@ -38,7 +38,9 @@ MAX_K3 = 10.0
 MAX_EXPONENT = 20.0
 
 
-def kl_estimate_ref(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False) -> Tensor:
+def kl_estimate_ref(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False
+) -> Tensor:
     """The specification, in fp64 and differentiated by autograd."""
     d = log_probs.double() - ref_log_probs.double()
     limited = d.clamp(-MAX_EXPONENT, MAX_EXPONENT)
@@ -72,7 +74,9 @@ def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[
     return value, d if straight_through else slope
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False
+) -> Tensor:
     """KL estimate per token [N] from log_probs [N] and ref_log_probs [N], fp32. Differentiable in `log_probs` only.
 
     Raises: ValueError for an unknown kind, different shapes, or a ref_log_probs that requires a gradient.
@@ -80,9 +84,13 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, str
     if kind not in get_args(KLEstimator):
         raise ValueError(f"kind ({kind!r}) must be one of {', '.join(get_args(KLEstimator))}")
     if log_probs.shape != ref_log_probs.shape:
-        raise ValueError(f"ref_log_probs must be {list(log_probs.shape)} like log_probs, got {list(ref_log_probs.shape)}")
+        raise ValueError(
+            f"ref_log_probs must be {list(log_probs.shape)} like log_probs, got {list(ref_log_probs.shape)}"
+        )
     if ref_log_probs.requires_grad:
-        raise ValueError("ref_log_probs requires a gradient, but the estimate has none for it: pass ref_log_probs.detach()")
+        raise ValueError(
+            "ref_log_probs requires a gradient, but the estimate has none for it: pass ref_log_probs.detach()"
+        )
     return _KLEstimate.apply(log_probs, ref_log_probs, kind, straight_through)
 
 
@@ -91,9 +99,12 @@ class _KLEstimate(torch.autograd.Function):
     def forward(ctx, log_probs, ref_log_probs, kind, straight_through):
         if backend(log_probs) == "triton":
             from megarl.kernels import kl_triton
+
             value, slope = kl_triton.kl_and_slope(log_probs, ref_log_probs, kind, straight_through)
         else:
-            value, slope = kl_and_slope(at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), kind, straight_through)
+            value, slope = kl_and_slope(
+                at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), kind, straight_through
+            )
         ctx.save_for_backward(slope)
         return value
 

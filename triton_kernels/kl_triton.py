@@ -59,9 +59,15 @@ def kl_and_slope_tile(d, KIND: tl.constexpr, STRAIGHT_THROUGH: tl.constexpr):
 
 @triton.jit
 def _kl_kernel(
-    log_probs_ptr, ref_log_probs_ptr, value_ptr, slope_ptr, num_tokens,
-    KIND: tl.constexpr, STRAIGHT_THROUGH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    log_probs_ptr,
+    ref_log_probs_ptr,
+    value_ptr,
+    slope_ptr,
+    num_tokens,
+    KIND: tl.constexpr,
+    STRAIGHT_THROUGH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens
     log_prob = tl.load(log_probs_ptr + i, mask=in_range, other=0.0).to(tl.float32)
@@ -71,20 +77,33 @@ def _kl_kernel(
     tl.store(slope_ptr + i, slope, mask=in_range)
 
 
-def kl_and_slope(log_probs: Tensor, ref_log_probs: Tensor, kind: str, straight_through: bool) -> tuple[Tensor, Tensor]:
+def kl_and_slope(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: str, straight_through: bool
+) -> tuple[Tensor, Tensor]:
     """Estimate and derivative, fp32."""
     log_probs, ref_log_probs = log_probs.contiguous(), ref_log_probs.contiguous()
     value, slope = (torch.empty_like(log_probs, dtype=torch.float32) for _ in range(2))
     num_tokens = log_probs.numel()
     if num_tokens:
         _kl_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            log_probs, ref_log_probs, value, slope, num_tokens, KIND=kind, STRAIGHT_THROUGH=straight_through, BLOCK=_BLOCK
+            log_probs,
+            ref_log_probs,
+            value,
+            slope,
+            num_tokens,
+            KIND=kind,
+            STRAIGHT_THROUGH=straight_through,
+            BLOCK=_BLOCK,
         )
     return value, slope
 
 
 _POINTERS = ("log_probs_ptr", "ref_log_probs_ptr", "value_ptr", "slope_ptr")
 AOT_CASES = [
-    AotCase(kernel=_kl_kernel, signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"}, aligned=_POINTERS,
-            constants=dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK)),
-]  # fmt: skip
+    AotCase(
+        kernel=_kl_kernel,
+        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"},
+        aligned=_POINTERS,
+        constants=dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK),
+    ),
+]

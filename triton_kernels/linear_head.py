@@ -28,12 +28,24 @@ _CHUNK_BYTES_CUDA, _MIN_ROWS_CUDA, _MAX_ROWS_CUDA = 5 * 2**29, 1024, 8192
 
 
 def check_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+    temperature: float,
 ) -> None:
     """Raises: ValueError, see the doors."""
     if hidden.ndim != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} {list(hidden.shape)}")
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise ValueError(
+            f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} {list(hidden.shape)}"
+        )
+    if (
+        weight.ndim != 2
+        or weight.shape[1] != hidden.shape[1]
+        or weight.dtype != hidden.dtype
+        or weight.device != hidden.device
+    ):
         raise ValueError(
             f"weight must be {hidden.dtype} [V_tp, {hidden.shape[1]}] on {hidden.device} like hidden, "
             f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
@@ -45,14 +57,20 @@ def check_head(
         )
     num_columns = len(weight) * (1 if group is None else dist.get_world_size(group))
     if not 1 <= vocab_size <= num_columns:
-        raise ValueError(f"vocab_size ({vocab_size}) must be in [1, {num_columns}]: the rows of weight on all tensor-parallel ranks")
+        raise ValueError(
+            f"vocab_size ({vocab_size}) must be in [1, {num_columns}]: the rows of weight on all tensor-parallel ranks"
+        )
     if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on")
+        raise ValueError(
+            f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on"
+        )
     if targets.device.type == "cpu" and len(targets):
         smallest, largest = (x.item() for x in targets.aminmax())
         if smallest < 0 or largest >= vocab_size:
             bad = smallest if smallest < 0 else largest
-            raise ValueError(f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})")
+            raise ValueError(
+                f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})"
+            )
 
 
 def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
@@ -71,7 +89,13 @@ class LinearHead:
     """One call's hidden states [N, H], weight [V_tp, H] and targets [N], checked. Records no gradient."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        temperature: float,
     ):
         rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.vocab_size = vocab_size
@@ -102,7 +126,9 @@ class LinearHead:
         """[C, V_tp] in `dtype`, overwritten by the next chunk."""
         if self._logits is None:
             num_rows = min(self.rows_per_chunk, len(self.hidden))
-            self._logits = torch.empty(num_rows, len(self.weight), dtype=self.dtype, device=self.hidden.device)
+            self._logits = torch.empty(
+                num_rows, len(self.weight), dtype=self.dtype, device=self.hidden.device
+            )
         out, hidden, weight = self._logits[: rows.stop - rows.start], self.hidden[rows], self.weight.t()
         if hidden.dtype == self.dtype:
             return torch.mm(hidden, weight, out=out)
@@ -114,15 +140,24 @@ class LinearHead:
         """(log_probs, entropy or None, for `backward`) of a chunk. A collective of the group."""
         logits = self.logits(rows)
         log_probs, entropy, softmax = softmax_rows(
-            logits, self.local_targets[rows], num_real=self.num_real, group=self.group, temperature=self.temperature,
-            with_entropy=with_entropy, log_q=None if runs_triton(logits) else logits,
-        )  # fmt: skip
+            logits,
+            self.local_targets[rows],
+            num_real=self.num_real,
+            group=self.group,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+            log_q=None if runs_triton(logits) else logits,
+        )
         return self.nan_outside(log_probs, rows), entropy, softmax
 
     def nan_outside(self, log_probs: Tensor, rows: slice) -> Tensor:
         """NaN for targets that are no token of the vocabulary. On a CPU there are none: `check_head` has looked."""
         targets = self._targets[rows]
-        return log_probs if targets.device.type == "cpu" else torch.where((targets >= 0) & (targets < self.vocab_size), log_probs, math.nan)
+        return (
+            log_probs
+            if targets.device.type == "cpu"
+            else torch.where((targets >= 0) & (targets < self.vocab_size), log_probs, math.nan)
+        )
 
     def backward(
         self,

@@ -36,11 +36,19 @@ _measured: dict[tuple, bool] = {}
 
 
 def linear_log_probs_ref(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, temperature: float = 1.0, dtype: torch.dtype = torch.float64
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The specification, with the unsplit weight [V, H], computed and returned in `dtype`."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
-    return vocab_parallel_log_probs_ref(logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype)
+    return vocab_parallel_log_probs_ref(
+        logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype
+    )
 
 
 def linear_log_probs(
@@ -78,7 +86,9 @@ def linear_log_probs(
     if method not in get_args(Method):
         raise ValueError(f"method ({method!r}) must be one of {', '.join(get_args(Method))}")
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearLogProbs.apply(hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad)
+        return _LinearLogProbs.apply(
+            hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad
+        )
     with torch.no_grad():
         head = LinearHead(hidden, weight, targets, vocab_size, group, temperature)
         if method == "fastest" and _tiles_are_faster(head, with_entropy):
@@ -91,7 +101,9 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad):
-        log_probs, entropy, shift = _chunks(LinearHead(hidden, weight, targets, vocab_size, group, temperature), with_entropy)
+        log_probs, entropy, shift = _chunks(
+            LinearHead(hidden, weight, targets, vocab_size, group, temperature), with_entropy
+        )
         ctx.save_for_backward(hidden, weight, targets, entropy, shift)
         ctx.arguments, ctx.main_grad = (vocab_size, group, temperature), main_grad
         ctx.set_materialize_grads(False)
@@ -115,9 +127,15 @@ class _LinearLogProbs(torch.autograd.Function):
             logits, local = head.logits(rows), head.local_targets[rows]
             row_entropy = entropy[rows] if entropy is not None else logits.new_zeros(len(logits))
             softmax = Softmax(
-                logits, part(shift, rows), local.clamp(0, max(head.num_real - 1, 0)), (local >= 0) & (local < head.num_real), row_entropy,
-                head.num_real, head.temperature, is_log_q=False,
-            )  # fmt: skip
+                logits,
+                part(shift, rows),
+                local.clamp(0, max(head.num_real - 1, 0)),
+                (local >= 0) & (local < head.num_real),
+                row_entropy,
+                head.num_real,
+                head.temperature,
+                is_log_q=False,
+            )
             grads = part(grad_log_probs, rows), part(grad_entropy, rows)
             grad = head.backward(softmax, *grads, hidden[rows], grad_weight, with_hidden=wants_hidden)
             if wants_hidden:
@@ -126,7 +144,9 @@ class _LinearLogProbs(torch.autograd.Function):
                     reductions.append(dist.all_reduce(grad_hidden[rows], group=head.group, async_op=True))
         for reduction in reductions:
             reduction.wait()
-        grad_weight = None if grad_weight is None or ctx.main_grad is not None else grad_weight.to(weight.dtype)
+        grad_weight = (
+            None if grad_weight is None or ctx.main_grad is not None else grad_weight.to(weight.dtype)
+        )
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
@@ -134,7 +154,9 @@ def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None
     """(log_probs [N], entropy [N] or None, `Softmax.shift` of all rows)."""
     parts = [(*head.softmax(rows, with_entropy),) for rows in head.chunks()]
     nothing = torch.empty(0, dtype=head.dtype, device=head.hidden.device)
-    log_probs, entropy, softmaxes = zip(*parts, strict=True) if parts else ([nothing], [nothing if with_entropy else None], [])
+    log_probs, entropy, softmaxes = (
+        zip(*parts, strict=True) if parts else ([nothing], [nothing if with_entropy else None], [])
+    )
     together = lambda tensors: torch.cat(tensors) if tensors and tensors[0] is not None else None
     return together(log_probs), together(entropy), together([softmax.shift for softmax in softmaxes])
 
@@ -163,13 +185,26 @@ def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
     # Nothing that ranks of a group differ in, such as their share of padding: either all of them have measured already, or none.
     layout = [(x.stride(), x.data_ptr() % 16) for x in (head.hidden, head.weight)]
     rows = max(len(head.hidden) - 1, 0).bit_length()
-    key = (head.hidden.device, head.hidden.dtype, rows, head.weight.shape, head.vocab_size, with_entropy, head.group, *layout)
+    key = (
+        head.hidden.device,
+        head.hidden.dtype,
+        rows,
+        head.weight.shape,
+        head.vocab_size,
+        with_entropy,
+        head.group,
+        *layout,
+    )
     if key not in _measured:
         group, head.group = head.group, None
         tiles_s, chunks_s = math.inf, 1.0
         if len(head.hidden) and head.num_real and linear_log_probs_triton.can_run(head.hidden, head.weight):
             # Triton's interpreter is never faster: there, what can run does.
-            tiles_s, chunks_s = (_seconds(f, head, with_entropy) for f in (_tiles, _chunks)) if head.hidden.is_cuda else (0.0, 1.0)
+            tiles_s, chunks_s = (
+                (_seconds(f, head, with_entropy) for f in (_tiles, _chunks))
+                if head.hidden.is_cuda
+                else (0.0, 1.0)
+            )
         head.group, slowest = group, torch.tensor([tiles_s, chunks_s], device=head.hidden.device)
         if group is not None:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)

@@ -22,14 +22,33 @@ _ROWS_PER_LAUNCH = 8192
 
 @triton.jit
 def _linear_stats_kernel(
-    hidden, weight, m_out, s_out, u_out, num_rows, num_columns, num_hidden, hidden_stride, weight_stride, inverse_temperature,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ENTROPY: tl.constexpr,
+    hidden,
+    weight,
+    m_out,
+    s_out,
+    u_out,
+    num_rows,
+    num_columns,
+    num_hidden,
+    hidden_stride,
+    weight_stride,
+    inverse_temperature,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     num_m = tl.cdiv(num_rows, BM)
     num_n = tl.cdiv(num_columns, BN)
-    hidden_blocks = tl.make_tensor_descriptor(hidden, shape=[num_rows, num_hidden], strides=[hidden_stride, 1], block_shape=[BM, BK])
-    weight_blocks = tl.make_tensor_descriptor(weight, shape=[num_columns, num_hidden], strides=[weight_stride, 1], block_shape=[BN, BK])
+    hidden_blocks = tl.make_tensor_descriptor(
+        hidden, shape=[num_rows, num_hidden], strides=[hidden_stride, 1], block_shape=[BM, BK]
+    )
+    weight_blocks = tl.make_tensor_descriptor(
+        weight, shape=[num_columns, num_hidden], strides=[weight_stride, 1], block_shape=[BN, BK]
+    )
     per_group = GROUP_M * num_n
     for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=True):
         group = tile // per_group
@@ -54,7 +73,9 @@ def _linear_stats_kernel(
 
 
 @triton.jit
-def _target_logits_kernel(hidden, weight, targets, out, num_hidden, hidden_stride, weight_stride, temperature, BLOCK: tl.constexpr):
+def _target_logits_kernel(
+    hidden, weight, targets, out, num_hidden, hidden_stride, weight_stride, temperature, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     x = hidden + row * hidden_stride
     w = weight + tl.load(targets + row) * weight_stride
@@ -62,23 +83,36 @@ def _target_logits_kernel(hidden, weight, targets, out, num_hidden, hidden_strid
     for first in range(0, num_hidden, BLOCK):
         k = first + tl.arange(0, BLOCK)
         inside = k < num_hidden
-        total += tl.load(x + k, mask=inside, other=0.0).to(tl.float32) * tl.load(w + k, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(x + k, mask=inside, other=0.0).to(tl.float32) * tl.load(
+            w + k, mask=inside, other=0.0
+        ).to(tl.float32)
     tl.store(out + row, tl.sum(total, 0) / temperature)
 
 
 def can_run(hidden: Tensor, weight: Tensor) -> bool:
     """What tensor descriptors (TMA) ask for: contiguous columns, rows and starts at multiples of 16 bytes. fp32 would be TF32 on CUDA;
     in the interpreter, which multiplies the raw bits of bf16, it is fp32 that runs."""
-    aligned = all(x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight))
-    return aligned and hidden.dtype in ((torch.bfloat16, torch.float16) if hidden.is_cuda else (torch.float16, torch.float32))
+    aligned = all(
+        x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+        for x in (hidden, weight)
+    )
+    return aligned and hidden.dtype in (
+        (torch.bfloat16, torch.float16) if hidden.is_cuda else (torch.float16, torch.float32)
+    )
 
 
-def linear_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, ...]:
+def linear_stats(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, ...]:
     """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over the rows of `weight`, each [N] fp32;
     of inputs that `can_run`, N and V > 0."""
     parts = [
         _stats_of_rows(
-            hidden[first : first + _ROWS_PER_LAUNCH], weight, targets[first : first + _ROWS_PER_LAUNCH], temperature, with_entropy
+            hidden[first : first + _ROWS_PER_LAUNCH],
+            weight,
+            targets[first : first + _ROWS_PER_LAUNCH],
+            temperature,
+            with_entropy,
         )
         for first in range(0, len(hidden), _ROWS_PER_LAUNCH)
     ]
@@ -91,19 +125,44 @@ def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[
     tiles, options, num_programs, precision = _TILES, dict(num_warps=8, num_stages=3), 1, "ieee"
     if hidden.is_cuda:
         num_programs, precision = torch.cuda.get_device_properties(device).multi_processor_count, "tf32"
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+        triton.set_allocator(
+            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
+        )
     else:
         tiles = _SMALL_TILES
     num_n = triton.cdiv(num_columns, tiles["BN"])
     m, s, u = (torch.empty(num_n, num_rows, dtype=torch.float32, device=device) for _ in range(3))
     _linear_stats_kernel[(num_programs,)](
-        hidden, weight, m, s, u, num_rows, num_columns, num_hidden, hidden.stride(0), weight.stride(0), 1 / temperature,
-        **tiles, NUM_PROGRAMS=num_programs, ENTROPY=with_entropy, PRECISION=precision, **options,
-    )  # fmt: skip
+        hidden,
+        weight,
+        m,
+        s,
+        u,
+        num_rows,
+        num_columns,
+        num_hidden,
+        hidden.stride(0),
+        weight.stride(0),
+        1 / temperature,
+        **tiles,
+        NUM_PROGRAMS=num_programs,
+        ENTROPY=with_entropy,
+        PRECISION=precision,
+        **options,
+    )
     y_target = torch.empty(num_rows, dtype=torch.float32, device=device)
     block = min(triton.next_power_of_2(num_hidden), 1024)
     _target_logits_kernel[(num_rows,)](
-        hidden, weight, targets, y_target, num_hidden, hidden.stride(0), weight.stride(0), temperature, BLOCK=block, num_warps=4
+        hidden,
+        weight,
+        targets,
+        y_target,
+        num_hidden,
+        hidden.stride(0),
+        weight.stride(0),
+        temperature,
+        BLOCK=block,
+        num_warps=4,
     )
     largest = m.amax(0)
     offset = m - largest
@@ -117,21 +176,51 @@ def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[
 
 
 def _cases() -> list[AotCase]:
-    signature = {"hidden": "*bf16", "weight": "*bf16", "m_out": "*fp32", "s_out": "*fp32", "u_out": "*fp32", "num_rows": "i32",
-                 "num_columns": "i32", "num_hidden": "i32", "hidden_stride": "i64", "weight_stride": "i64", "inverse_temperature": "fp32"}  # fmt: skip
+    signature = {
+        "hidden": "*bf16",
+        "weight": "*bf16",
+        "m_out": "*fp32",
+        "s_out": "*fp32",
+        "u_out": "*fp32",
+        "num_rows": "i32",
+        "num_columns": "i32",
+        "num_hidden": "i32",
+        "hidden_stride": "i64",
+        "weight_stride": "i64",
+        "inverse_temperature": "fp32",
+    }
     aligned = ("hidden", "weight", "m_out", "s_out", "u_out", "num_hidden", "hidden_stride", "weight_stride")
     cases = [
         AotCase(
-            kernel=_linear_stats_kernel, signature=signature, aligned=aligned, num_warps=8, num_stages=3,
+            kernel=_linear_stats_kernel,
+            signature=signature,
+            aligned=aligned,
+            num_warps=8,
+            num_stages=3,
             constants=_TILES | {"NUM_PROGRAMS": 132, "ENTROPY": entropy, "PRECISION": "tf32"},
-            must_use={80: ("mma.sync",), 90: ("wgmma.mma_async", "cp.async.bulk.tensor"), 100: ("tcgen05.mma", "cp.async.bulk.tensor")},
+            must_use={
+                80: ("mma.sync",),
+                90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
+                100: ("tcgen05.mma", "cp.async.bulk.tensor"),
+            },
         )
         for entropy in (True, False)
-    ]  # fmt: skip
-    target = {"hidden": "*bf16", "weight": "*bf16", "targets": "*i64", "out": "*fp32", "num_hidden": "i32", "hidden_stride": "i64",
-              "weight_stride": "i64", "temperature": "fp32"}  # fmt: skip
+    ]
+    target = {
+        "hidden": "*bf16",
+        "weight": "*bf16",
+        "targets": "*i64",
+        "out": "*fp32",
+        "num_hidden": "i32",
+        "hidden_stride": "i64",
+        "weight_stride": "i64",
+        "temperature": "fp32",
+    }
     aligned = ("hidden", "weight", "targets", "out", "num_hidden", "hidden_stride", "weight_stride")
-    return [*cases, AotCase(kernel=_target_logits_kernel, signature=target, constants={"BLOCK": 1024}, aligned=aligned)]
+    return [
+        *cases,
+        AotCase(kernel=_target_logits_kernel, signature=target, constants={"BLOCK": 1024}, aligned=aligned),
+    ]
 
 
 AOT_CASES = _cases()

@@ -44,7 +44,12 @@ _LN2, _LOG2E = math.log(2.0), math.log2(math.e)
 
 
 def vocab_parallel_log_probs_ref(
-    logits: Tensor, targets: Tensor, *, vocab_size: int, temperature: float = 1.0, dtype: torch.dtype = torch.float64
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The specification: `vocab_parallel_log_probs` of unsplit logits [N, V], computed and returned in `dtype`."""
     log_probs = torch.log_softmax(logits[:, :vocab_size].to(dtype) / temperature, dim=-1)
@@ -93,7 +98,9 @@ def vocab_parallel_log_probs(
     in_vocabulary = (targets >= 0) & (targets < vocab_size)
     if logits.device.type == "cpu" and not bool(in_vocabulary.all()):
         bad = targets[~in_vocabulary][0].item()
-        raise ValueError(f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})")
+        raise ValueError(
+            f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})"
+        )
     keep = torch.is_grad_enabled() and logits.requires_grad
     log_probs, entropy = _VocabParallelLogProbs.apply(
         logits, targets - first_column, num_real, group, float(temperature), with_entropy, inplace, keep
@@ -117,7 +124,9 @@ def _check(logits: Tensor, targets: Tensor, vocab_size: int, num_ranks: int, tem
             f"{logits.shape[1]} columns on each of {num_ranks} tensor-parallel ranks"
         )
     if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on")
+        raise ValueError(
+            f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on"
+        )
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -129,7 +138,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if keep and logits.dtype in (torch.float32, torch.float64) and not runs_triton(logits):
             log_q = logits if inplace else torch.empty_like(logits)
         log_probs, entropy, softmax = softmax_rows(
-            logits, local_targets, num_real=num_real, group=group, temperature=temperature, with_entropy=with_entropy, log_q=log_q
+            logits,
+            local_targets,
+            num_real=num_real,
+            group=group,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            log_q=log_q,
         )
         if keep:
             *tensors, ctx.num_real, ctx.temperature, ctx.is_log_q = softmax
@@ -145,7 +160,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             return (None,) * 8
         softmax = Softmax(*ctx.saved_tensors, ctx.num_real, ctx.temperature, ctx.is_log_q)
         out = softmax.kept if ctx.inplace else torch.empty_like(softmax.kept)
-        return softmax_gradient(softmax, grad_log_probs, grad_entropy, out), None, None, None, None, None, None, None
+        return (
+            softmax_gradient(softmax, grad_log_probs, grad_entropy, out),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class Softmax(NamedTuple):
@@ -196,10 +220,14 @@ def softmax_rows(
     if triton and num_real and len(logits):
         from megarl.kernels import log_probs_triton
 
-        log_probs, entropy, m, log_s = log_probs_triton.logits_stats(logits, targets, num_real, temperature, with_entropy)
+        log_probs, entropy, m, log_s = log_probs_triton.logits_stats(
+            logits, targets, num_real, temperature, with_entropy
+        )
         log_z = m + log_s
     else:
-        log_probs, entropy, log_z = _stats(logits, targets, num_real, temperature, with_entropy, log_q, group is not None, dtype)
+        log_probs, entropy, log_z = _stats(
+            logits, targets, num_real, temperature, with_entropy, log_q, group is not None, dtype
+        )
         m, log_s = torch.zeros_like(log_z), log_z
     shift = None
     if group is not None:
@@ -212,9 +240,13 @@ def softmax_rows(
     return log_probs, entropy if with_entropy else None, softmax
 
 
-def _stats(logits, targets, num_real, temperature, with_entropy, log_q_out, with_log_z, dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _stats(
+    logits, targets, num_real, temperature, with_entropy, log_q_out, with_log_z, dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of this rank's columns: log_q at the targets [N], entropy [N] (0 unless wanted), log-sum-exp [N] (0 unless wanted)."""
-    log_probs, entropy, log_z = (torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3))
+    log_probs, entropy, log_z = (
+        torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3)
+    )
     if num_real == 0:
         log_z.fill_(-math.inf)
     for rows, scaled in _scaled_chunks(logits, num_real, temperature, dtype, alias=log_q_out is not logits):
@@ -228,7 +260,9 @@ def _stats(logits, targets, num_real, temperature, with_entropy, log_q_out, with
     return log_probs, entropy, log_z
 
 
-def softmax_gradient(softmax: Softmax, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, out: Tensor) -> Tensor:
+def softmax_gradient(
+    softmax: Softmax, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, out: Tensor
+) -> Tensor:
     """Write dL/dlogits [N, V_tp] for dL/dlog_prob [N] and dL/dentropy [N] into `out`, any float dtype; may be `softmax.kept`."""
     kept, shift, targets, is_local, entropy, num_real, temperature, is_log_q = softmax
     at_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
@@ -240,7 +274,9 @@ def softmax_gradient(softmax: Softmax, grad_log_probs: Tensor | None, grad_entro
     if runs_triton(kept) and num_real and len(kept):
         from megarl.kernels import log_probs_triton
 
-        return log_probs_triton.dlogits(kept, shift, targets, at_target, row_scale, entropy_scale, num_real, temperature, out)
+        return log_probs_triton.dlogits(
+            kept, shift, targets, at_target, row_scale, entropy_scale, num_real, temperature, out
+        )
     for rows, log_q in _log_q_chunks(kept, num_real, temperature, is_log_q, entropy.dtype):
         log2_p = log_q.mul_(_LOG2E)
         if shift is not None:
@@ -272,7 +308,9 @@ def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tup
     return sums[1] - log_sum, sums[2] / sums[0] + log_sum if with_entropy else entropy, offset - log_sum
 
 
-def _scaled_chunks(logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool) -> Iterator[tuple[slice, Tensor]]:
+def _scaled_chunks(
+    logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a time; none without a column.
     Each is overwritten by the next, or, where nothing has to change and `alias` allows it, is the logits themselves."""
     elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
@@ -292,7 +330,9 @@ def _scaled_chunks(logits: Tensor, num_real: int, temperature: float, dtype: tor
         yield rows, scratch[: rows.stop - first]
 
 
-def _log_q_chunks(kept: Tensor, num_real: int, temperature: float, is_log_q: bool, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _log_q_chunks(
+    kept: Tensor, num_real: int, temperature: float, is_log_q: bool, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or made again from kept logits."""
     if is_log_q:
         yield from _scaled_chunks(kept, kept.shape[1] if num_real else 0, 1.0, dtype, alias=True)

@@ -61,19 +61,36 @@ def _logits_stats_kernel(
 
 @triton.jit
 def _dlogits_kernel(
-    logits, shift, targets, at_target, row_scale, entropy_scale, out, num_real, num_columns, row_stride, out_stride, temperature,
-    BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
-):  # fmt: skip
+    logits,
+    shift,
+    targets,
+    at_target,
+    row_scale,
+    entropy_scale,
+    out,
+    num_real,
+    num_columns,
+    row_stride,
+    out_stride,
+    temperature,
+    BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(logits + row * row_stride + columns, mask=columns < num_real, other=-1e30).to(tl.float32) / temperature
+    y = (
+        tl.load(logits + row * row_stride + columns, mask=columns < num_real, other=-1e30).to(tl.float32)
+        / temperature
+    )
     # A smaller probability counts as 2**-100: see log_probs.py.
     log2_p = (y - tl.load(shift + 2 * row) - tl.load(shift + 2 * row + 1)) * 1.4426950408889634
     log2_p = tl.maximum(log2_p, -100.0, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.load(row_scale + row)
     if ENTROPY:
         scale += tl.load(entropy_scale + row) * log2_p
-    gradient = tl.exp2(log2_p) * scale + tl.where(columns == tl.load(targets + row), tl.load(at_target + row), 0.0)
+    gradient = tl.exp2(log2_p) * scale + tl.where(
+        columns == tl.load(targets + row), tl.load(at_target + row), 0.0
+    )
     gradient = tl.where(columns < num_real, gradient, 0.0)
     tl.store(out + row * out_stride + columns, gradient.to(out.dtype.element_ty), mask=columns < num_columns)
 
@@ -91,9 +108,19 @@ def logits_stats(
         logits = logits.contiguous()
     log_q, entropy, m, log_s = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
     _logits_stats_kernel[(len(logits),)](
-        logits, targets, log_q, entropy, m, log_s, num_real, logits.stride(0), temperature,
-        BLOCK=_block(num_real), ENTROPY=with_entropy, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+        logits,
+        targets,
+        log_q,
+        entropy,
+        m,
+        log_s,
+        num_real,
+        logits.stride(0),
+        temperature,
+        BLOCK=_block(num_real),
+        ENTROPY=with_entropy,
+        num_warps=_NUM_WARPS,
+    )
     return log_q, entropy, m, log_s
 
 
@@ -110,15 +137,39 @@ def dlogits(
 ) -> Tensor:
     """Write the gradient [N, V_tp] into `out`, 0 from column `num_real` on. `out` may be `logits`. shift: [N, 2] of m and log s."""
     if out.stride(1) != 1:
-        return out.copy_(dlogits(logits, shift, targets, at_target, row_scale, entropy_scale, num_real, temperature, torch.empty_like(
-            out, memory_format=torch.contiguous_format)))  # fmt: skip
+        return out.copy_(
+            dlogits(
+                logits,
+                shift,
+                targets,
+                at_target,
+                row_scale,
+                entropy_scale,
+                num_real,
+                temperature,
+                torch.empty_like(out, memory_format=torch.contiguous_format),
+            )
+        )
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     block = _block(logits.shape[1])
     _dlogits_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
-        logits, shift.contiguous(), targets, at_target, row_scale, entropy_scale, out, num_real, logits.shape[1], logits.stride(0), out.stride(0),
-        temperature, BLOCK=block, ENTROPY=entropy_scale is not None, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+        logits,
+        shift.contiguous(),
+        targets,
+        at_target,
+        row_scale,
+        entropy_scale,
+        out,
+        num_real,
+        logits.shape[1],
+        logits.stride(0),
+        out.stride(0),
+        temperature,
+        BLOCK=block,
+        ENTROPY=entropy_scale is not None,
+        num_warps=_NUM_WARPS,
+    )
     # A launch is invisible to autograd, whose check of saved tensors refuses a second backward through overwritten ones.
     torch.autograd.graph.increment_version(out)
     return out
@@ -137,8 +188,20 @@ def _cases() -> list[AotCase]:
             "log_s_out": f,
             "num_columns": "i32",
         } | size
-        gradient = {"logits": dtype, "shift": f, "targets": "*i64", "at_target": f, "row_scale": f, "entropy_scale": f, "out": "*bf16",
-                    "num_real": "i32", "num_columns": "i32", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}  # fmt: skip
+        gradient = {
+            "logits": dtype,
+            "shift": f,
+            "targets": "*i64",
+            "at_target": f,
+            "row_scale": f,
+            "entropy_scale": f,
+            "out": "*bf16",
+            "num_real": "i32",
+            "num_columns": "i32",
+            "row_stride": "i64",
+            "out_stride": "i64",
+            "temperature": "fp32",
+        }
         constants = {"BLOCK": _BLOCK, "ENTROPY": entropy}
         if not entropy:
             gradient.pop("entropy_scale")
@@ -146,8 +209,18 @@ def _cases() -> list[AotCase]:
             (_logits_stats_kernel, stats, {}),
             (_dlogits_kernel, gradient, {} if entropy else {"entropy_scale": None}),
         ):
-            aligned = tuple(name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride"))
-            cases.append(AotCase(kernel=kernel, signature=signature, constants=constants | more, aligned=aligned, num_warps=_NUM_WARPS))
+            aligned = tuple(
+                name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride")
+            )
+            cases.append(
+                AotCase(
+                    kernel=kernel,
+                    signature=signature,
+                    constants=constants | more,
+                    aligned=aligned,
+                    num_warps=_NUM_WARPS,
+                )
+            )
     return cases
 
 

@@ -39,6 +39,10 @@ def reduce_partials(partials: Tensor, max_row: int = -1) -> tuple[Tensor, ...]:
 
 
 AOT_CASES = [
-    AotCase(kernel=_reduce_kernel, signature={"partials_ptr": "*fp32", "totals_ptr": "*fp32", "num_blocks": "i32"},
-            aligned=("partials_ptr", "totals_ptr"), constants=dict(MAX_ROW=7, BLOCK=_BLOCK)),
-]  # fmt: skip
+    AotCase(
+        kernel=_reduce_kernel,
+        signature={"partials_ptr": "*fp32", "totals_ptr": "*fp32", "num_blocks": "i32"},
+        aligned=("partials_ptr", "totals_ptr"),
+        constants=dict(MAX_ROW=7, BLOCK=_BLOCK),
+    ),
+]

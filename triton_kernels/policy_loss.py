@@ -79,7 +79,9 @@ class PolicyLossOptions:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(choices)}")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
-            raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip bounds every ratio")
+            raise ValueError(
+                f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip bounds every ratio"
+            )
 
 
 def policy_loss_ref(
@@ -96,7 +98,9 @@ def policy_loss_ref(
     """The specification of the loss, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
     exists = weights != 0
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
-    log_probs, old, advantages, weights, rollout, ref, entropy = (None if x is None else x[exists].double() for x in columns)
+    log_probs, old, advantages, weights, rollout, ref, entropy = (
+        None if x is None else x[exists].double() for x in columns
+    )
     ratio = (log_probs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped_ratio = ratio.clamp(1 - options.clip_eps_low, 1 + options.clip_eps_high)
     if options.kind == "cispo":
@@ -108,7 +112,9 @@ def policy_loss_ref(
     if options.tis_clip is not None:
         loss = loss * (old - rollout).exp().clamp(max=options.tis_clip)
     if options.kl_coef != 0:
-        loss = loss + options.kl_coef * kl_estimate_ref(log_probs, ref, options.kl_estimator, options.kl_straight_through)
+        loss = loss + options.kl_coef * kl_estimate_ref(
+            log_probs, ref, options.kl_estimator, options.kl_straight_through
+        )
     if options.entropy_coef != 0:
         loss = loss - options.entropy_coef * entropy
     return (weights * loss).sum()
@@ -140,22 +146,40 @@ def policy_loss(
     Raises: ValueError if shapes differ, if a constant requires a gradient, or if a column that an option needs is missing.
     """
     _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy)
-    loss, *stats = _PolicyLoss.apply(log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options)
+    loss, *stats = _PolicyLoss.apply(
+        log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options
+    )
     return loss, PolicyLossStats(*stats)
 
 
-def _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy) -> None:
-    constants = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights,
-                 "rollout_log_probs": rollout_log_probs, "ref_log_probs": ref_log_probs}  # fmt: skip
+def _check(
+    log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy
+) -> None:
+    constants = {
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "weights": weights,
+        "rollout_log_probs": rollout_log_probs,
+        "ref_log_probs": ref_log_probs,
+    }
     for name, tensor in (constants | {"entropy": entropy}).items():
         if tensor is None:
             continue
         if tensor.shape != log_probs.shape or log_probs.ndim != 1:
-            raise ValueError(f"{name} must be [N] like log_probs, got {list(tensor.shape)} with log_probs {list(log_probs.shape)}")
+            raise ValueError(
+                f"{name} must be [N] like log_probs, got {list(tensor.shape)} with log_probs {list(log_probs.shape)}"
+            )
         if tensor.requires_grad and name != "entropy":
-            raise ValueError(f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()")
+            raise ValueError(
+                f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()"
+            )
     for name, tensor, option, is_used in (
-        ("rollout_log_probs", rollout_log_probs, f"tis_clip ({options.tis_clip})", options.tis_clip is not None),
+        (
+            "rollout_log_probs",
+            rollout_log_probs,
+            f"tis_clip ({options.tis_clip})",
+            options.tis_clip is not None,
+        ),
         ("ref_log_probs", ref_log_probs, f"kl_coef ({options.kl_coef})", options.kl_coef != 0),
         ("entropy", entropy, f"entropy_coef ({options.entropy_coef})", options.entropy_coef != 0),
     ):
@@ -165,7 +189,9 @@ def _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_p
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options):
+    def forward(
+        ctx, log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options
+    ):
         columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
         loss, gradient, stats = _compute(*columns, options)
         ctx.entropy_coef = options.entropy_coef
@@ -198,13 +224,18 @@ def _compute(
     if backend(log_probs) == "torch":
         return _compute_torch(*columns, options)
     from megarl.kernels import policy_loss_triton
+
     loss, gradient, stats = policy_loss_triton.policy_loss(*columns, **dataclasses.asdict(options))
     return loss, gradient, PolicyLossStats(*stats)
 
 
-def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options):
+def _compute_torch(
+    log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options
+):
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
-    log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy = map(at_least_fp32, columns)
+    log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy = map(
+        at_least_fp32, columns
+    )
     exists = weights != 0
     log_probs, advantages = torch.where(exists, log_probs, 0), torch.where(exists, advantages, 0)
     difference = torch.where(exists, log_probs - old_log_probs, 0)
@@ -229,11 +260,17 @@ def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_pr
         num_dual_clipped = is_dual_clipped.sum().to(loss.dtype)
     policy_weights = weights
     if options.tis_clip is not None:
-        tis = torch.where(exists, (old_log_probs - rollout_log_probs).clamp(max=math.log(options.tis_clip)).exp(), 0)
+        tis = torch.where(
+            exists, (old_log_probs - rollout_log_probs).clamp(max=math.log(options.tis_clip)).exp(), 0
+        )
         policy_weights, tis_weight_sum = weights * tis, tis.sum()
     total, gradient = (loss * policy_weights).sum(), slope * policy_weights
     if ref_log_probs is not None:
-        kl, kl_slope = kl_and_slope(torch.where(exists, log_probs - ref_log_probs, 0), options.kl_estimator, options.kl_straight_through)
+        kl, kl_slope = kl_and_slope(
+            torch.where(exists, log_probs - ref_log_probs, 0),
+            options.kl_estimator,
+            options.kl_straight_through,
+        )
         ref_kl_sum = kl.sum()
         if options.kl_coef != 0:
             total = total + options.kl_coef * (weights * kl).sum()
@@ -245,4 +282,10 @@ def _compute_torch(log_probs, old_log_probs, advantages, weights, rollout_log_pr
             total = total - options.entropy_coef * (weights * entropy).sum()
     deviation = (ratio - 1).abs().max() if len(ratio) else total.new_zeros(())
     num_clipped, kl_sum = is_clipped.sum().to(total.dtype), (torch.expm1(log_ratio) - log_ratio).sum()
-    return total, gradient, PolicyLossStats(num_clipped, num_dual_clipped, kl_sum, ref_kl_sum, tis_weight_sum, entropy_sum, deviation)
+    return (
+        total,
+        gradient,
+        PolicyLossStats(
+            num_clipped, num_dual_clipped, kl_sum, ref_kl_sum, tis_weight_sum, entropy_sum, deviation
+        ),
+    )

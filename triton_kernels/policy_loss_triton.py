@@ -21,13 +21,33 @@ _BLOCK = 512
 
 @triton.jit
 def _policy_loss_kernel(
-    log_probs_ptr, old_log_probs_ptr, advantages_ptr, weights_ptr, rollout_log_probs_ptr, ref_log_probs_ptr, entropy_ptr,
-    gradient_ptr, partials_ptr, num_tokens,
-    clip_low, clip_high, clip_ratio_c, max_log_tis, kl_coef, entropy_coef,
-    KIND: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_STRAIGHT_THROUGH: tl.constexpr,
-    HAS_DUAL_CLIP: tl.constexpr, HAS_TIS: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_KL_LOSS: tl.constexpr, HAS_ENTROPY_LOSS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    log_probs_ptr,
+    old_log_probs_ptr,
+    advantages_ptr,
+    weights_ptr,
+    rollout_log_probs_ptr,
+    ref_log_probs_ptr,
+    entropy_ptr,
+    gradient_ptr,
+    partials_ptr,
+    num_tokens,
+    clip_low,
+    clip_high,
+    clip_ratio_c,
+    max_log_tis,
+    kl_coef,
+    entropy_coef,
+    KIND: tl.constexpr,
+    KL_ESTIMATOR: tl.constexpr,
+    KL_STRAIGHT_THROUGH: tl.constexpr,
+    HAS_DUAL_CLIP: tl.constexpr,
+    HAS_TIS: tl.constexpr,
+    HAS_REF: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_KL_LOSS: tl.constexpr,
+    HAS_ENTROPY_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then PolicyLossStats' order."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +82,9 @@ def _policy_loss_kernel(
     policy_weight = weight
     if HAS_TIS:
         tis_difference = old - tl.load(rollout_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        tis = tl.where(exists, tl.exp(tl.where(tis_difference > max_log_tis, max_log_tis, tis_difference)), 0.0)
+        tis = tl.where(
+            exists, tl.exp(tl.where(tis_difference > max_log_tis, max_log_tis, tis_difference)), 0.0
+        )
         policy_weight = weight * tis
     total, gradient = loss * policy_weight, slope * policy_weight
     kl = tl.zeros_like(weight)
@@ -95,11 +117,24 @@ def _policy_loss_kernel(
 
 
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor,
-    rollout_log_probs: Tensor | None, ref_log_probs: Tensor | None, entropy: Tensor | None, *,
-    kind: str, clip_eps_low: float, clip_eps_high: float, clip_ratio_c: float | None, tis_clip: float | None,
-    kl_estimator: str, kl_straight_through: bool, kl_coef: float, entropy_coef: float,
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    rollout_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    *,
+    kind: str,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    clip_ratio_c: float | None,
+    tis_clip: float | None,
+    kl_estimator: str,
+    kl_straight_through: bool,
+    kl_coef: float,
+    entropy_coef: float,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """(loss, gradient [N], the fields of PolicyLossStats), fp32."""
     given = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     columns = [None if x is None else x.contiguous() for x in given]
@@ -107,26 +142,70 @@ def policy_loss(
     num_blocks = max(triton.cdiv(len(log_probs), _BLOCK), 1)
     partials = torch.empty(8, num_blocks, dtype=torch.float32, device=log_probs.device)
     _policy_loss_kernel[(num_blocks,)](
-        *columns, gradient, partials, len(log_probs),
-        1 - clip_eps_low, 1 + clip_eps_high, clip_ratio_c or 0.0, math.log(tis_clip or 1.0), kl_coef, entropy_coef,
-        KIND=kind, KL_ESTIMATOR=kl_estimator, KL_STRAIGHT_THROUGH=kl_straight_through, HAS_DUAL_CLIP=clip_ratio_c is not None,
-        HAS_TIS=tis_clip is not None, HAS_REF=ref_log_probs is not None, HAS_ENTROPY=entropy is not None,
-        HAS_KL_LOSS=kl_coef != 0, HAS_ENTROPY_LOSS=entropy_coef != 0, BLOCK=_BLOCK,
-    )  # fmt: skip
-    loss, num_clipped, num_dual_clipped, kl, ref_kl, tis_weight, entropy_sum, deviation = reduce_partials(partials, max_row=7)
-    stats = [num_clipped, num_dual_clipped, kl, None if ref_log_probs is None else ref_kl, None if tis_clip is None else tis_weight,
-             None if entropy is None else entropy_sum, deviation]  # fmt: skip
+        *columns,
+        gradient,
+        partials,
+        len(log_probs),
+        1 - clip_eps_low,
+        1 + clip_eps_high,
+        clip_ratio_c or 0.0,
+        math.log(tis_clip or 1.0),
+        kl_coef,
+        entropy_coef,
+        KIND=kind,
+        KL_ESTIMATOR=kl_estimator,
+        KL_STRAIGHT_THROUGH=kl_straight_through,
+        HAS_DUAL_CLIP=clip_ratio_c is not None,
+        HAS_TIS=tis_clip is not None,
+        HAS_REF=ref_log_probs is not None,
+        HAS_ENTROPY=entropy is not None,
+        HAS_KL_LOSS=kl_coef != 0,
+        HAS_ENTROPY_LOSS=entropy_coef != 0,
+        BLOCK=_BLOCK,
+    )
+    loss, num_clipped, num_dual_clipped, kl, ref_kl, tis_weight, entropy_sum, deviation = reduce_partials(
+        partials, max_row=7
+    )
+    stats = [
+        num_clipped,
+        num_dual_clipped,
+        kl,
+        None if ref_log_probs is None else ref_kl,
+        None if tis_clip is None else tis_weight,
+        None if entropy is None else entropy_sum,
+        deviation,
+    ]
     return loss, gradient, stats
 
 
-_POINTERS = ("log_probs_ptr", "old_log_probs_ptr", "advantages_ptr", "weights_ptr", "rollout_log_probs_ptr", "ref_log_probs_ptr",
-             "entropy_ptr", "gradient_ptr", "partials_ptr")  # fmt: skip
+_POINTERS = (
+    "log_probs_ptr",
+    "old_log_probs_ptr",
+    "advantages_ptr",
+    "weights_ptr",
+    "rollout_log_probs_ptr",
+    "ref_log_probs_ptr",
+    "entropy_ptr",
+    "gradient_ptr",
+    "partials_ptr",
+)
 _NUMBERS = ("clip_low", "clip_high", "clip_ratio_c", "max_log_tis", "kl_coef", "entropy_coef")
-_CONSTANTS = dict(KL_ESTIMATOR="k3", KL_STRAIGHT_THROUGH=False, HAS_TIS=True, HAS_REF=True, HAS_ENTROPY=True, HAS_KL_LOSS=True,
-                  HAS_ENTROPY_LOSS=True, BLOCK=_BLOCK)  # fmt: skip
+_CONSTANTS = dict(
+    KL_ESTIMATOR="k3",
+    KL_STRAIGHT_THROUGH=False,
+    HAS_TIS=True,
+    HAS_REF=True,
+    HAS_ENTROPY=True,
+    HAS_KL_LOSS=True,
+    HAS_ENTROPY_LOSS=True,
+    BLOCK=_BLOCK,
+)
 AOT_CASES = [
-    AotCase(kernel=_policy_loss_kernel, aligned=_POINTERS,
-            signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"} | dict.fromkeys(_NUMBERS, "fp32"),
-            constants=_CONSTANTS | dict(KIND=kind, HAS_DUAL_CLIP=kind == "ppo"))
+    AotCase(
+        kernel=_policy_loss_kernel,
+        aligned=_POINTERS,
+        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"} | dict.fromkeys(_NUMBERS, "fp32"),
+        constants=_CONSTANTS | dict(KIND=kind, HAS_DUAL_CLIP=kind == "ppo"),
+    )
     for kind in ("ppo", "cispo")
-]  # fmt: skip
+]

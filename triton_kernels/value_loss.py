@@ -33,9 +33,13 @@ class ValueLossStats(NamedTuple):
     return_squares: Tensor
 
 
-def value_loss_ref(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None) -> Tensor:
+def value_loss_ref(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None
+) -> Tensor:
     """The specification, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
-    values, old_values, returns, weights = (x[weights != 0].double() for x in (values, old_values, returns, weights))
+    values, old_values, returns, weights = (
+        x[weights != 0].double() for x in (values, old_values, returns, weights)
+    )
     loss = (values - returns).square()
     if clip_eps is not None:
         clipped = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
@@ -59,9 +63,13 @@ def value_loss(
     """
     for name, tensor in {"old_values": old_values, "returns": returns, "weights": weights}.items():
         if tensor.shape != values.shape or values.ndim != 1:
-            raise ValueError(f"{name} must be [N] like values, got {list(tensor.shape)} with values {list(values.shape)}")
+            raise ValueError(
+                f"{name} must be [N] like values, got {list(tensor.shape)} with values {list(values.shape)}"
+            )
         if tensor.requires_grad:
-            raise ValueError(f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()")
+            raise ValueError(
+                f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()"
+            )
     if clip_eps is not None and not clip_eps > 0:
         raise ValueError(f"clip_eps ({clip_eps}) must be above 0, e.g. 0.2, or None for no clip")
     loss, *stats = _ValueLoss.apply(values, old_values, returns, weights, clip_eps)
@@ -73,6 +81,7 @@ class _ValueLoss(torch.autograd.Function):
     def forward(ctx, values, *constants):
         if backend(values) == "triton":
             from megarl.kernels import value_loss_triton
+
             compute = value_loss_triton.value_loss
         else:
             compute = _compute_torch

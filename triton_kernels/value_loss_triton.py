@@ -16,9 +16,17 @@ _BLOCK = 1024
 
 @triton.jit
 def _value_loss_kernel(
-    values_ptr, old_values_ptr, returns_ptr, weights_ptr, gradient_ptr, partials_ptr, num_tokens, clip_eps,
-    HAS_CLIP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    values_ptr,
+    old_values_ptr,
+    returns_ptr,
+    weights_ptr,
+    gradient_ptr,
+    partials_ptr,
+    num_tokens,
+    clip_eps,
+    HAS_CLIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Partial sums [6, blocks]: the loss, then ValueLossStats' order."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -48,14 +56,22 @@ def _value_loss_kernel(
     tl.store(partials_ptr + 5 * blocks, tl.sum(target * target))
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None) -> tuple[Tensor, ...]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None
+) -> tuple[Tensor, ...]:
     """(loss, gradient [N], the fields of ValueLossStats), fp32."""
     columns = [x.contiguous() for x in (values, old_values, returns, weights)]
     gradient = torch.empty_like(columns[0], dtype=torch.float32)
     num_blocks = max(triton.cdiv(len(values), _BLOCK), 1)
     partials = torch.empty(6, num_blocks, dtype=torch.float32, device=values.device)
     _value_loss_kernel[(num_blocks,)](
-        *columns, gradient, partials, len(values), clip_eps or 0.0, HAS_CLIP=clip_eps is not None, BLOCK=_BLOCK
+        *columns,
+        gradient,
+        partials,
+        len(values),
+        clip_eps or 0.0,
+        HAS_CLIP=clip_eps is not None,
+        BLOCK=_BLOCK,
     )
     loss, *stats = reduce_partials(partials)
     return loss, gradient, *stats
@@ -63,6 +79,10 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
 
 _POINTERS = ("values_ptr", "old_values_ptr", "returns_ptr", "weights_ptr", "gradient_ptr", "partials_ptr")
 AOT_CASES = [
-    AotCase(kernel=_value_loss_kernel, signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32", "clip_eps": "fp32"},
-            aligned=_POINTERS, constants=dict(HAS_CLIP=True, BLOCK=_BLOCK)),
-]  # fmt: skip
+    AotCase(
+        kernel=_value_loss_kernel,
+        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32", "clip_eps": "fp32"},
+        aligned=_POINTERS,
+        constants=dict(HAS_CLIP=True, BLOCK=_BLOCK),
+    ),
+]

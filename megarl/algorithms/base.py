@@ -59,7 +59,9 @@ class AdvantageInputs:
     def sum_per_sample(self, per_token: Tensor) -> Tensor:
         """[N] -> [S] fp64: over each sample's tokens, wherever they are. Collective over the data-parallel ranks."""
         rows = self.rows.repeat_interleave(self.response_lengths)
-        return self.sum_over_ranks(per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double()))
+        return self.sum_over_ranks(
+            per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double())
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,9 +151,19 @@ class Algorithm:
         """What depends on what in one step. `roles`: names of those that the job has; what others would do is left out."""
         actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
-        return (actor.rollout()
-                .join(reward.score, *(model.score for model in models), actor.log_probs, reference.log_probs, critic.values)
-                .advantages(self).update(critic).update(actor))  # fmt: skip
+        return (
+            actor.rollout()
+            .join(
+                reward.score,
+                *(model.score for model in models),
+                actor.log_probs,
+                reference.log_probs,
+                critic.values,
+            )
+            .advantages(self)
+            .update(critic)
+            .update(actor)
+        )
 
     def step_findings(self, num_samples: int) -> Iterable[str]:
         """What does not go with a step of so many samples, a line each."""
@@ -166,7 +178,9 @@ class Algorithm:
 
         A sample whose reward failed has advantage 0 and returns NaN. Collective over the data-parallel ranks.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})"
+        )
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the loss, a scalar with gradient, and of the metrics, scalars without.
@@ -182,8 +196,10 @@ class Algorithm:
 
 def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, float]:
     """This rank's share of advantage/max_abs and reward/failed."""
-    return {"advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
-            "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum())}  # fmt: skip
+    return {
+        "advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
+        "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum()),
+    }
 
 
 def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
@@ -191,5 +207,9 @@ def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
     roles, flows = list(roles), []
     for suffix, of_actor in configs_of_actors(config).items():
         mine = [role for role in roles if actor_suffix(role, roles) == suffix]
-        flows.append(of_actor.algorithm.flow([kind_and_suffix(role)[0] for role in mine] if suffix else mine).of_actor(suffix))
+        flows.append(
+            of_actor.algorithm.flow([kind_and_suffix(role)[0] for role in mine] if suffix else mine).of_actor(
+                suffix
+            )
+        )
     return flows[0].beside(*flows[1:])

@@ -27,7 +27,9 @@ class ClippedPolicy(Algorithm):
     """The policy ratio is clipped at 1 + this."""
     clip_ratio_c: float | None = None
     """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default: none."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
+        "token-mean"
+    )
     """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum / --max-response-length."""
     kl_mode: Literal["none", "loss", "reward"] = "none"
     """Where the KL to the reference policy is counted: nowhere, in the loss, or taken off the reward (ppo: of each token, grpo: of each
@@ -52,22 +54,56 @@ class ClippedPolicy(Algorithm):
     def __post_init__(self) -> None:
         self._require()
 
-    def _require(self, at_least: Mapping[str, float] = {}, above: Mapping[str, float] = {}, at_most: Mapping[str, float] = {},
-                 rules: Iterable[tuple[bool, str, str]] = ()) -> None:  # fmt: skip
+    def _require(
+        self,
+        at_least: Mapping[str, float] = {},
+        above: Mapping[str, float] = {},
+        at_most: Mapping[str, float] = {},
+        rules: Iterable[tuple[bool, str, str]] = (),
+    ) -> None:
         """The checks of `require` for the fields above and for a subclass's, reported together."""
-        require(self, at_least={"clip_eps_low": 0, "clip_eps_high": 0, "kl_coef": 0, **at_least}, at_most={"clip_eps_low": 1, **at_most},
-                above={"clip_ratio_c": 1, "tis_clip": 0, "entropy_coef": -math.inf, "kl_target": 0, "kl_horizon": 0, **above},
-                below={"kl_coef": math.inf, "entropy_coef": math.inf, "kl_target": math.inf},
-                rules=[(self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
-                       (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
-                       ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef",
-                        "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss." if self.kl_mode == "none" else
-                        f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."),
-                       (not self.kl_straight_through or self.kl_mode == "loss", "kl_straight_through", "needs --kl-mode loss. Leave it out."),
-                       (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
-                       (self.kl_controller != "adaptive" or self.kl_mode != "none", "kl_controller", "needs --kl-mode loss or reward. Leave it out."),
-                       (self.policy_loss != "cispo" or self.clip_ratio_c is None, "clip_ratio_c", "is not for --policy-loss cispo. Leave it out."),
-                       *rules])
+        require(
+            self,
+            at_least={"clip_eps_low": 0, "clip_eps_high": 0, "kl_coef": 0, **at_least},
+            at_most={"clip_eps_low": 1, **at_most},
+            above={
+                "clip_ratio_c": 1,
+                "tis_clip": 0,
+                "entropy_coef": -math.inf,
+                "kl_target": 0,
+                "kl_horizon": 0,
+                **above,
+            },
+            below={"kl_coef": math.inf, "entropy_coef": math.inf, "kl_target": math.inf},
+            rules=[
+                (self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
+                (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
+                (
+                    (self.kl_mode == "none") == (self.kl_coef == 0),
+                    "kl_coef",
+                    "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
+                    if self.kl_mode == "none"
+                    else f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001.",
+                ),
+                (
+                    not self.kl_straight_through or self.kl_mode == "loss",
+                    "kl_straight_through",
+                    "needs --kl-mode loss. Leave it out.",
+                ),
+                (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
+                (
+                    self.kl_controller != "adaptive" or self.kl_mode != "none",
+                    "kl_controller",
+                    "needs --kl-mode loss or reward. Leave it out.",
+                ),
+                (
+                    self.policy_loss != "cispo" or self.clip_ratio_c is None,
+                    "clip_ratio_c",
+                    "is not for --policy-loss cispo. Leave it out.",
+                ),
+                *rules,
+            ],
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -83,8 +119,10 @@ class ClippedPolicy(Algorithm):
 
     def step_findings(self, num_samples: int) -> Iterable[str]:
         if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
-            yield (f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step ({num_samples}), or the KL's factor "
-                   f"may fall to 0 at once. Try {10 * num_samples}.")  # fmt: skip
+            yield (
+                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step ({num_samples}), or the KL's factor "
+                f"may fall to 0 at once. Try {10 * num_samples}."
+            )
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
         if self.kl_controller == "adaptive":
@@ -99,8 +137,15 @@ class ClippedPolicy(Algorithm):
         if not self.needs_reference:
             return None, {}
         from megarl.kernels.kl import kl_estimate
-        kl, num_samples = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator), len(inputs.rewards)
-        return kl, {MEASURED_KL: kl.double().sum().item() / num_samples, "kl/coef": inputs.kl_coef * len(inputs.rows) / num_samples}
+
+        kl, num_samples = (
+            kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator),
+            len(inputs.rewards),
+        )
+        return kl, {
+            MEASURED_KL: kl.double().sum().item() / num_samples,
+            "kl/coef": inputs.kl_coef * len(inputs.rows) / num_samples,
+        }
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Clipped policy loss + kl_coef * KL - entropy_coef * entropy, all with the same token weights; TIS weighs the first only.
@@ -111,17 +156,44 @@ class ClippedPolicy(Algorithm):
         """
         from megarl.kernels.aggregate import token_weights
         from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss
+
         n = inputs.num_tokens
         loss, stats = policy_loss(
-            inputs.log_probs, inputs.old_log_probs, inputs.advantages,
-            token_weights(self.loss_aggregation, inputs.response_lengths, n, inputs.num_sequences, inputs.max_response_length),
+            inputs.log_probs,
+            inputs.old_log_probs,
+            inputs.advantages,
+            token_weights(
+                self.loss_aggregation,
+                inputs.response_lengths,
+                n,
+                inputs.num_sequences,
+                inputs.max_response_length,
+            ),
             PolicyLossOptions(
-                kind=self.policy_loss, clip_eps_low=self.clip_eps_low, clip_eps_high=self.clip_eps_high, clip_ratio_c=self.clip_ratio_c,
-                tis_clip=self.tis_clip, kl_coef=inputs.kl_coef if self.kl_mode == "loss" else 0.0, kl_estimator=self.kl_estimator,
-                kl_straight_through=self.kl_straight_through, entropy_coef=self.entropy_coef),
-            rollout_log_probs=inputs.rollout_log_probs, ref_log_probs=inputs.ref_log_probs if self.needs_reference else None,
-            entropy=inputs.entropy if self.needs_entropy else -inputs.rollout_log_probs)  # fmt: skip
-        totals = {"clip_fraction": stats.num_clipped, "dual_clip_fraction": stats.num_dual_clipped, "kl": stats.kl_sum,
-                  "entropy": stats.entropy_sum, "ref_kl": stats.ref_kl_sum, "tis_weight": stats.tis_weight_sum}  # fmt: skip
+                kind=self.policy_loss,
+                clip_eps_low=self.clip_eps_low,
+                clip_eps_high=self.clip_eps_high,
+                clip_ratio_c=self.clip_ratio_c,
+                tis_clip=self.tis_clip,
+                kl_coef=inputs.kl_coef if self.kl_mode == "loss" else 0.0,
+                kl_estimator=self.kl_estimator,
+                kl_straight_through=self.kl_straight_through,
+                entropy_coef=self.entropy_coef,
+            ),
+            rollout_log_probs=inputs.rollout_log_probs,
+            ref_log_probs=inputs.ref_log_probs if self.needs_reference else None,
+            entropy=inputs.entropy if self.needs_entropy else -inputs.rollout_log_probs,
+        )
+        totals = {
+            "clip_fraction": stats.num_clipped,
+            "dual_clip_fraction": stats.num_dual_clipped,
+            "kl": stats.kl_sum,
+            "entropy": stats.entropy_sum,
+            "ref_kl": stats.ref_kl_sum,
+            "tis_weight": stats.tis_weight_sum,
+        }
         metrics = {f"policy/{name}": total / n for name, total in totals.items() if total is not None}
-        return loss, metrics | {"policy/loss": loss.detach(), "policy/ratio_deviation_max": stats.ratio_deviation_max}
+        return loss, metrics | {
+            "policy/loss": loss.detach(),
+            "policy/ratio_deviation_max": stats.ratio_deviation_max,
+        }

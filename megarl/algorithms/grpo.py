@@ -29,9 +29,12 @@ class GRPO(ClippedPolicy):
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef.
         """
         from megarl.kernels.group_advantages import group_advantages
+
         kl, metrics = self._reference_kl(inputs)
         rewards = inputs.rewards
         if self.kl_mode == "reward":
             rewards = rewards - (inputs.kl_coef * inputs.sum_per_sample(kl)).to(rewards.dtype)
-        advantages = inputs.spread(group_advantages(rewards, inputs.group_ids, self.normalize_advantages_by_std))
+        advantages = inputs.spread(
+            group_advantages(rewards, inputs.group_ids, self.normalize_advantages_by_std)
+        )
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)

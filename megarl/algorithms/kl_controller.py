@@ -46,10 +46,14 @@ class AdaptiveKLController(FixedKLController):
     def update(self, measured_kl: float, num_samples: int) -> None:
         """Raises: ValueError for a KL that is no number, or samples so many that the factor could reach 0."""
         if not math.isfinite(measured_kl):
-            raise ValueError(f"measured_kl ({measured_kl}) must be finite: the log-probs of the policy or of the reference are not")
+            raise ValueError(
+                f"measured_kl ({measured_kl}) must be finite: the log-probs of the policy or of the reference are not"
+            )
         if MAX_ERROR * num_samples >= self.horizon:
-            raise ValueError(f"kl_horizon ({self.horizon}) must be above {MAX_ERROR} x samples per step ({num_samples}), "
-                             f"or the KL's factor may fall to 0 at once. Try {10 * num_samples}.")  # fmt: skip
+            raise ValueError(
+                f"kl_horizon ({self.horizon}) must be above {MAX_ERROR} x samples per step ({num_samples}), "
+                f"or the KL's factor may fall to 0 at once. Try {10 * num_samples}."
+            )
         error = min(max(measured_kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
         self.coef *= 1 + error * num_samples / self.horizon
 

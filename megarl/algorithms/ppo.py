@@ -45,8 +45,11 @@ class PPO(ClippedPolicy):
     """So many first steps update the critic alone. The actor's learning-rate schedule begins after them."""
 
     def __post_init__(self) -> None:
-        self._require(at_least={"gamma": 0, "gae_lambda": 0, "critic_warmup_iters": 0}, at_most={"gamma": 1, "gae_lambda": 1},
-                      above={"value_clip_eps": 0})  # fmt: skip
+        self._require(
+            at_least={"gamma": 0, "gae_lambda": 0, "critic_warmup_iters": 0},
+            at_most={"gamma": 1, "gae_lambda": 1},
+            above={"value_clip_eps": 0},
+        )
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
@@ -63,21 +66,40 @@ class PPO(ClippedPolicy):
         import torch
 
         from megarl.kernels.gae import gae, whiten
+
         if bool(inputs.rewards.isinf().any()):
             index = int(inputs.rewards.isinf().nonzero()[0])
-            raise ValueError(f"rewards[{index}] ({inputs.rewards[index].item()}) must be finite, or NaN for a failed sample")
+            raise ValueError(
+                f"rewards[{index}] ({inputs.rewards[index].item()}) must be finite, or NaN for a failed sample"
+            )
         values, lengths, rewards = inputs.values, inputs.response_lengths, inputs.rewards[inputs.rows]
         kl, metrics = self._reference_kl(inputs)
         token_rewards = -inputs.kl_coef * kl if self.kl_mode == "reward" else torch.zeros_like(values)
         ends, has_tokens = lengths.cumsum(0), lengths > 0
         token_rewards[ends[has_tokens] - 1] += rewards[has_tokens]
         is_scored = inputs.spread(~inputs.rewards.isnan())
-        estimate = gae(token_rewards, values, is_scored, torch.cat([ends.new_zeros(1), ends]), gamma=self.gamma, gae_lambda=self.gae_lambda)
+        estimate = gae(
+            token_rewards,
+            values,
+            is_scored,
+            torch.cat([ends.new_zeros(1), ends]),
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+        )
         sums = [x for column in (estimate.returns, values) for x in _sums(column[is_scored])]
         stats = inputs.sum_over_ranks(torch.cat([estimate.stats, torch.stack(sums)]))
-        advantages = whiten(estimate.advantages, is_scored, stats[:3]) if self.whiten_advantages else estimate.advantages
-        metrics |= advantage_metrics(inputs, advantages) | _critic_metrics(int(is_scored.sum()), *stats.tolist())
-        return {"advantages": advantages, "returns": torch.where(is_scored, estimate.returns, torch.nan)}, metrics
+        advantages = (
+            whiten(estimate.advantages, is_scored, stats[:3])
+            if self.whiten_advantages
+            else estimate.advantages
+        )
+        metrics |= advantage_metrics(inputs, advantages) | _critic_metrics(
+            int(is_scored.sum()), *stats.tolist()
+        )
+        return {
+            "advantages": advantages,
+            "returns": torch.where(is_scored, estimate.returns, torch.nan),
+        }, metrics
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2, averaged by loss_aggregation.
@@ -86,12 +108,24 @@ class PPO(ClippedPolicy):
         """
         from megarl.kernels.aggregate import token_weights
         from megarl.kernels.value_loss import value_loss
+
         n = inputs.num_tokens
-        weights = token_weights(self.loss_aggregation, inputs.response_lengths, n, inputs.num_sequences, inputs.max_response_length)
+        weights = token_weights(
+            self.loss_aggregation,
+            inputs.response_lengths,
+            n,
+            inputs.num_sequences,
+            inputs.max_response_length,
+        )
         # A reward failed, unless it is the critic itself that gave NaN: that must show in the loss.
         has_no_target = inputs.returns.isnan() & ~inputs.old_values.isnan()
-        loss, stats = value_loss(inputs.values, inputs.old_values, inputs.returns, weights.masked_fill(has_no_target, 0),
-                                 clip_eps=self.value_clip_eps)  # fmt: skip
+        loss, stats = value_loss(
+            inputs.values,
+            inputs.old_values,
+            inputs.returns,
+            weights.masked_fill(has_no_target, 0),
+            clip_eps=self.value_clip_eps,
+        )
         return loss, {"critic/loss": loss.detach(), "critic/clip_fraction": stats.num_clipped / n}
 
 
@@ -101,14 +135,28 @@ def _sums(column: Tensor) -> tuple[Tensor, Tensor]:
     return exact.sum(), exact.square().sum()
 
 
-def _critic_metrics(num_here: int, advantage_sum: float, advantage_squares: float, count: float, return_sum: float,
-                    return_squares: float, value_sum: float, value_squares: float) -> dict[str, float]:  # fmt: skip
+def _critic_metrics(
+    num_here: int,
+    advantage_sum: float,
+    advantage_squares: float,
+    count: float,
+    return_sum: float,
+    return_squares: float,
+    value_sum: float,
+    value_squares: float,
+) -> dict[str, float]:
     """This rank's share, by its tokens, of metrics that are functions of sums over all ranks. returns - values are the advantages."""
     if count == 0:
         return dict.fromkeys(("critic/value_mean", "critic/return_mean", "critic/explained_variance"), 0.0)
-    unexplained, variance = advantage_squares - advantage_sum**2 / count, return_squares - return_sum**2 / count
+    unexplained, variance = (
+        advantage_squares - advantage_sum**2 / count,
+        return_squares - return_sum**2 / count,
+    )
     # Returns are values plus advantages in fp32: equal ones differ by 1e-7 of either.
     explained = 0.0 if variance <= 1e-10 * (return_squares + value_squares) else 1 - unexplained / variance
     share = num_here / count
-    return {"critic/value_mean": value_sum / count * share, "critic/return_mean": return_sum / count * share,
-            "critic/explained_variance": explained * share}  # fmt: skip
+    return {
+        "critic/value_mean": value_sum / count * share,
+        "critic/return_mean": return_sum / count * share,
+        "critic/explained_variance": explained * share,
+    }

@@ -34,10 +34,16 @@ class Crew:
             outcomes = [None] * self.size
             dist.all_gather_object(outcomes, (result, error and str(error)), group=self._group)
         # one cause is enough, and the same cause on every rank is one
-        failed = next(((rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason is not None), None)
+        failed = next(
+            ((rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason is not None), None
+        )
         if failed is not None:
             same = self.size == 1 or all(reason == failed[1] for _, reason in outcomes)
-            raise CheckpointError(failed[1] if same else f"[rank {dist.get_global_rank(self._group or dist.group.WORLD, failed[0])}] {failed[1]}") from error
+            raise CheckpointError(
+                failed[1]
+                if same
+                else f"[rank {dist.get_global_rank(self._group or dist.group.WORLD, failed[0])}] {failed[1]}"
+            ) from error
         return [result for result, _ in outcomes]
 
     def first(self, work: Callable[[], T]) -> T:

@@ -36,7 +36,9 @@ class Checkpoint:
 
     def files(self, kinds: Collection[str]) -> list[str]:
         """Names of the files that hold something of these kinds."""
-        return sorted({part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts})
+        return sorted(
+            {part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts}
+        )
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
         """[rows, cols] of the box, in the dtype that was written."""
@@ -56,22 +58,42 @@ class Checkpoint:
         for part in stored.parts:
             if (shared := part.box.overlap(box)) is None:
                 continue
-            file = self._files.get(part.file) or self._files.setdefault(part.file, TensorFile(self.folder / part.file))
-            rows = file.read(stored.key(name, part), shared.row_start - part.box.row_start, shared.row_end - part.box.row_start)
-            col, row_at, col_at = shared.col_start - part.box.col_start, shared.row_start - box.row_start, shared.col_start - box.col_start
+            file = self._files.get(part.file) or self._files.setdefault(
+                part.file, TensorFile(self.folder / part.file)
+            )
+            rows = file.read(
+                stored.key(name, part),
+                shared.row_start - part.box.row_start,
+                shared.row_end - part.box.row_start,
+            )
+            col, row_at, col_at = (
+                shared.col_start - part.box.col_start,
+                shared.row_start - box.row_start,
+                shared.col_start - box.col_start,
+            )
             width = shared.col_end - shared.col_start
             out[row_at : row_at + len(rows), col_at : col_at + width].copy_(rows[:, col : col + width])
             found += shared.area
         if found != box.area:
-            raise CheckpointError(f"{self.folder}: {kind} of {name} lacks {box.area - found} elements of {tuple(box)}.")
+            raise CheckpointError(
+                f"{self.folder}: {kind} of {name} lacks {box.area - found} elements of {tuple(box)}."
+            )
 
     def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
         """Raises: CheckpointError if the tensors of this kind are not these."""
-        check_tensors(f"{kind} in {self.folder}", {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()}, sizes)
+        check_tensors(
+            f"{kind} in {self.folder}",
+            {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()},
+            sizes,
+        )
 
 
-def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None,
-         digests: bool = True) -> dict[str, object]:  # fmt: skip
+def load(
+    folder: str | os.PathLike,
+    rectangles: Sequence[Rectangle],
+    group: dist.ProcessGroup | None = None,
+    digests: bool = True,
+) -> dict[str, object]:
     """Fill the rectangles of every rank of a group, after `verify`. Collective.
 
     Returns: the state that was saved.
@@ -81,8 +103,12 @@ def load(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist
     return checkpoint.state
 
 
-def verify(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None,
-           digests: bool = True) -> Checkpoint:  # fmt: skip
+def verify(
+    folder: str | os.PathLike,
+    rectangles: Sequence[Rectangle],
+    group: dist.ProcessGroup | None = None,
+    digests: bool = True,
+) -> Checkpoint:
     """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which each rank reads its share.
     Collective. Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
 
@@ -100,7 +126,9 @@ def verify(folder: str | os.PathLike, rectangles: Sequence[Rectangle], group: di
         for kind, of_kind in sizes.items():
             checkpoint.check(kind, of_kind)
         if digests:
-            checkpoint.manifest.check_digests(checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size])
+            checkpoint.manifest.check_digests(
+                checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size]
+            )
         return checkpoint
 
     checked: list[Checkpoint] = []

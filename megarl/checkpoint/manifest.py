@@ -41,7 +41,11 @@ class StoredTensor:
 
 def part_key(name: str, shape: tuple[int, ...], box: Box) -> str:
     """What a rectangle is called in its file."""
-    return name if box == whole(shape) else f"{name}[{box.row_start}:{box.row_end},{box.col_start}:{box.col_end}]"
+    return (
+        name
+        if box == whole(shape)
+        else f"{name}[{box.row_start}:{box.row_end},{box.col_start}:{box.col_end}]"
+    )
 
 
 @dataclass
@@ -60,10 +64,22 @@ class Manifest:
         """And wait until it is on the disk."""
         names = list(self.files)
         number = {name: i for i, name in enumerate(names)}
-        tensors = {kind: {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": t.shape,
-                                 "parts": [[number[part.file], *part.box] for part in t.parts]}
-                          for name, t in of_kind.items()} for kind, of_kind in self.tensors.items()}  # fmt: skip
-        body = {"files": [[name, *self.files[name]] for name in names], "tensors": tensors, "state": self.state}
+        tensors = {
+            kind: {
+                name: {
+                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "shape": t.shape,
+                    "parts": [[number[part.file], *part.box] for part in t.parts],
+                }
+                for name, t in of_kind.items()
+            }
+            for kind, of_kind in self.tensors.items()
+        }
+        body = {
+            "files": [[name, *self.files[name]] for name in names],
+            "tensors": tensors,
+            "state": self.state,
+        }
         write_json(folder / MANIFEST, _FORM, VERSION, body)
 
     @classmethod
@@ -73,17 +89,24 @@ class Manifest:
         try:
             body = read_json(path, _FORM, VERSION, CheckpointError)
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} is not a megarl checkpoint: it has no {MANIFEST}"
-                                  f"{', so writing it did not end' if any(folder.glob('*.safetensors')) else ''}.") from None  # fmt: skip
+            raise CheckpointError(
+                f"{folder} is not a megarl checkpoint: it has no {MANIFEST}"
+                f"{', so writing it did not end' if any(folder.glob('*.safetensors')) else ''}."
+            ) from None
         try:
             files = {name: (size, digest) for name, size, digest in body["files"]}
-            tensors = {kind: {name: _stored_tensor(t, list(files)) for name, t in of_kind.items()} for kind, of_kind in body["tensors"].items()}
+            tensors = {
+                kind: {name: _stored_tensor(t, list(files)) for name, t in of_kind.items()}
+                for kind, of_kind in body["tensors"].items()
+            }
             if bad := [name for name in files if Path(name).name != name or "\0" in name]:
                 raise ValueError(f"{bad[0]!r} is not the name of a file in it")
             if not isinstance(body["state"], dict):
                 raise TypeError("its state is no object")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path} is not of a megarl checkpoint: {type(error).__name__}: {error}.") from error
+            raise CheckpointError(
+                f"{path} is not of a megarl checkpoint: {type(error).__name__}: {error}."
+            ) from error
         manifest = cls(files, tensors, body["state"])
         manifest.check_sizes(folder)
         return manifest
@@ -94,20 +117,28 @@ class Manifest:
             path = folder / name
             found = path.stat().st_size if path.exists() else None
             if found != size:
-                raise CheckpointError(f"{path} is {'missing' if found is None else f'damaged: it has {found} bytes'}, and {size} were written.")
+                raise CheckpointError(
+                    f"{path} is {'missing' if found is None else f'damaged: it has {found} bytes'}, and {size} were written."
+                )
 
     def check_digests(self, folder: Path, names: Collection[str]) -> None:
         """Raises: CheckpointError naming a file whose content has changed."""
         for name in names:
             if file_digest(folder / name) != self.files[name][1]:
-                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one that was written.")
+                raise CheckpointError(
+                    f"{folder / name} is damaged: its SHA-256 is not the one that was written."
+                )
 
 
 def _stored_tensor(item: dict[str, object], files: Sequence[str]) -> StoredTensor:
     """Raises: KeyError, TypeError, IndexError or ValueError if it does not say where all of a tensor is."""
     dtype, shape = getattr(torch, item["dtype"], None), tuple(item["shape"])
     parts = tuple(Part(files[number], Box(*box)) for number, *box in item["parts"])
-    if not isinstance(dtype, torch.dtype) or not shape or not all(type(n) is int and n >= 0 for n in (*shape, *(at for part in parts for at in part.box))):
+    if (
+        not isinstance(dtype, torch.dtype)
+        or not shape
+        or not all(type(n) is int and n >= 0 for n in (*shape, *(at for part in parts for at in part.box)))
+    ):
         raise ValueError(f"{item['dtype']} of {list(shape)} is no tensor")
     if (problem := tiling_problem(shape, [part.box for part in parts])) is not None:
         raise ValueError(problem)
@@ -118,8 +149,11 @@ def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str,
     """Compare (rows, cols) by name. Raises: CheckpointError listing what is missing, too many or of another size than config.json says."""
     problems = [f"{name} is missing" for name in sizes if name not in found]
     problems += [f"{name} is not a tensor of this model" for name in found if name not in sizes]
-    problems += [f"{name} is {'x'.join(map(str, found[name]))} there and {'x'.join(map(str, size))} by config.json"
-                 for name, size in sizes.items() if found.get(name, size) != size]  # fmt: skip
+    problems += [
+        f"{name} is {'x'.join(map(str, found[name]))} there and {'x'.join(map(str, size))} by config.json"
+        for name, size in sizes.items()
+        if found.get(name, size) != size
+    ]
     raise_problems(what, problems)
 
 

@@ -26,8 +26,12 @@ class Box(NamedTuple):
         return (self.row_end - self.row_start) * (self.col_end - self.col_start)
 
     def overlap(self, other: Box) -> Box | None:
-        box = Box(max(self.row_start, other.row_start), min(self.row_end, other.row_end),
-                  max(self.col_start, other.col_start), min(self.col_end, other.col_end))  # fmt: skip
+        box = Box(
+            max(self.row_start, other.row_start),
+            min(self.row_end, other.row_end),
+            max(self.col_start, other.col_start),
+            min(self.col_end, other.col_end),
+        )
         return box if box.row_start < box.row_end and box.col_start < box.col_end else None
 
 
@@ -60,7 +64,9 @@ def whole(shape: Sequence[int]) -> Box:
     return Box(0, rows, 0, cols)
 
 
-def rectangles_of(kind: str, param: LocalParam, sizes: dict[str, tuple[int, int]], flat: Tensor, start: int = 0) -> Iterator[Rectangle]:
+def rectangles_of(
+    kind: str, param: LocalParam, sizes: dict[str, tuple[int, int]], flat: Tensor, start: int = 0
+) -> Iterator[Rectangle]:
     """What the elements [start, start + len(flat)) of a local parameter hold, at most three rectangles of each piece: the end of a row,
     whole rows, the start of a row. Padding is left out.
 
@@ -71,15 +77,23 @@ def rectangles_of(kind: str, param: LocalParam, sizes: dict[str, tuple[int, int]
     for piece in param.pieces:
         if piece.local_col or piece.col_end - piece.col_start != cols:
             raise ValueError(f"{piece.hf_name}: stored beside other columns, which is not contiguous memory")
-        at, end = max(start, piece.local_row * cols), min(start + flat.numel(), (piece.local_row + piece.row_end - piece.row_start) * cols)
+        at, end = (
+            max(start, piece.local_row * cols),
+            min(start + flat.numel(), (piece.local_row + piece.row_end - piece.row_start) * cols),
+        )
         rows, width = sizes[piece.hf_name]
         while at < end:
             row, col = divmod(at, cols)
             count = min(end - at, cols - col) if col or end - at < cols else (end - at) // cols * cols
             values = flat[at - start : at - start + count].view(-1, min(count, cols))
             row, col = piece.row_start + row - piece.local_row, piece.col_start + col
-            yield Rectangle(kind, piece.hf_name, (rows,) if width == 1 else (rows, width),
-                            Box(row, row + values.shape[0], col, col + values.shape[1]), values)  # fmt: skip
+            yield Rectangle(
+                kind,
+                piece.hf_name,
+                (rows,) if width == 1 else (rows, width),
+                Box(row, row + values.shape[0], col, col + values.shape[1]),
+                values,
+            )
             at += count
 
 

@@ -22,7 +22,12 @@ Offer = tuple[str, str, Box, tuple[int, ...], torch.dtype]
 
 
 @torch.no_grad()
-def save(folder: str | os.PathLike, rectangles: Sequence[Rectangle], state: dict[str, object], group: dist.ProcessGroup | None = None) -> None:
+def save(
+    folder: str | os.PathLike,
+    rectangles: Sequence[Rectangle],
+    state: dict[str, object],
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it returns, or not there.
 
     To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else uses.
@@ -67,7 +72,13 @@ class SavePlan:
         """Those that this rank writes."""
         return [r for r in rectangles if self.writer_of[r.kind, r.name, r.box] == self.rank]
 
-    def write(self, folder: Path, chosen: Sequence[Rectangle], state: dict[str, object], group: dist.ProcessGroup | None = None) -> Manifest:
+    def write(
+        self,
+        folder: Path,
+        chosen: Sequence[Rectangle],
+        state: dict[str, object],
+        group: dist.ProcessGroup | None = None,
+    ) -> Manifest:
         """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on every rank."""
         written = Crew(group).all(lambda: _write_files(folder, self.rank, chosen))
         return self._manifest({name: of for files in written for name, of in files.items()}, state)
@@ -82,7 +93,9 @@ class SavePlan:
                     parts.setdefault((kind, name), {})[box] = Part(file_name(kind, rank), box)
         for kind, of_kind in tensors.items():
             for name, tensor in of_kind.items():
-                of_kind[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(part for _, part in sorted(parts[kind, name].items())))
+                of_kind[name] = StoredTensor(
+                    tensor.dtype, tensor.shape, tuple(part for _, part in sorted(parts[kind, name].items()))
+                )
         return Manifest(dict(files), tensors, state)
 
 
@@ -98,12 +111,16 @@ def _choose_writers(offers: list[list[Offer]]) -> Writers:
             boxes.setdefault((kind, name), set()).add(box)
             size_of[kind, name, box] = box.area * dtype.itemsize
             if shapes.setdefault((kind, name), shape) != shape:
-                raise CheckpointError(f"{kind} of {name}: ranks disagree about its shape, {shapes[kind, name]} and {shape}")
+                raise CheckpointError(
+                    f"{kind} of {name}: ranks disagree about its shape, {shapes[kind, name]} and {shape}"
+                )
     for (kind, name), shape in shapes.items():
         if problem := tiling_problem(shape, boxes[kind, name]):
             raise CheckpointError(f"{kind} of {name}: {problem}")
     load, writer_of = [0] * len(offers), {}
-    for rectangle, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])):  # with a choice: last, large ones first
+    for rectangle, ranks in sorted(
+        holders.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])
+    ):  # with a choice: last, large ones first
         writer_of[rectangle] = min(ranks, key=load.__getitem__)
         load[writer_of[rectangle]] += size_of[rectangle]
     return writer_of
@@ -118,7 +135,9 @@ def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[s
     mine: dict[str, dict[str, Entry]] = {}
     for r in chosen:
         key = part_key(r.name, r.shape, r.box)
-        shape = r.shape if key == r.name else (r.values.shape[0],) if len(r.shape) == 1 else tuple(r.values.shape)
+        shape = (
+            r.shape if key == r.name else (r.values.shape[0],) if len(r.shape) == 1 else tuple(r.values.shape)
+        )
         mine.setdefault(r.kind, {})[key] = Entry(key, r.values.dtype, shape, lambda values=r.values: [values])
     written = {}
     for kind, entries in mine.items():

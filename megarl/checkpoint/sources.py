@@ -48,8 +48,13 @@ class HFWeights:
             if name not in files[path]:
                 raise CheckpointError(f"{name} is not in {path}, where the folder's index says.")
         left_out = prediction_tensors(folder, file_of, shape)
-        file_of = {name: path for name, path in file_of.items()
-                   if name not in left_out and not name.endswith(IGNORED_SUFFIXES) and not (shape.tie_word_embeddings and name == OUTPUT)}  # fmt: skip
+        file_of = {
+            name: path
+            for name, path in file_of.items()
+            if name not in left_out
+            and not name.endswith(IGNORED_SUFFIXES)
+            and not (shape.tie_word_embeddings and name == OUTPUT)
+        }
         self._file_of = {name: files[path] for name, path in file_of.items()}
         self.tensors = {name: (file.dtype(name), file.shape(name)) for name, file in self._file_of.items()}
 
@@ -65,12 +70,16 @@ class CheckpointWeights:
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = Checkpoint(folder)
-        self.tensors = {name: (stored.dtype, stored.shape) for name, stored in self.checkpoint.tensors(WEIGHTS).items()}
+        self.tensors = {
+            name: (stored.dtype, stored.shape) for name, stored in self.checkpoint.tensors(WEIGHTS).items()
+        }
         name = self.checkpoint.state.get("dtype")
         self.dtype = getattr(torch, name) if isinstance(name, str) else None
 
     def read(self, name: str, row_start: int, row_end: int) -> Tensor:
-        return self.checkpoint.read(WEIGHTS, name, Box(row_start, row_end, 0, matrix_size(self.tensors[name][1])[1]))
+        return self.checkpoint.read(
+            WEIGHTS, name, Box(row_start, row_end, 0, matrix_size(self.tensors[name][1])[1])
+        )
 
     def check(self) -> None:
         self.checkpoint.manifest.check_digests(self.checkpoint.folder, self.checkpoint.files([WEIGHTS]))
@@ -83,7 +92,9 @@ def _hf_files(folder: Path) -> tuple[dict[Path, TensorFile], dict[str, Path]]:
         try:
             return files, weight_files(folder)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{folder / 'model.safetensors.index.json'} is not an index: {type(error).__name__}: {error}.") from error
+            raise CheckpointError(
+                f"{folder / 'model.safetensors.index.json'} is not an index: {type(error).__name__}: {error}."
+            ) from error
     return files, {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
@@ -98,7 +109,13 @@ def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
     elif any(folder.glob("*.safetensors")):
         source = HFWeights(folder, shape)
     else:
-        raise CheckpointError(f"{folder} holds no weights that can be read: neither {MANIFEST} (a megarl checkpoint), nor .metadata (Megatron's "
-                              "--ckpt-format torch_dist), nor *.safetensors (Hugging Face).")
-    check_tensors(f"the weights in {folder}", {name: matrix_size(shape) for name, (_, shape) in source.tensors.items()}, hf_sizes(shape))
+        raise CheckpointError(
+            f"{folder} holds no weights that can be read: neither {MANIFEST} (a megarl checkpoint), nor .metadata (Megatron's "
+            "--ckpt-format torch_dist), nor *.safetensors (Hugging Face)."
+        )
+    check_tensors(
+        f"the weights in {folder}",
+        {name: matrix_size(shape) for name, (_, shape) in source.tensors.items()},
+        hf_sizes(shape),
+    )
     return source

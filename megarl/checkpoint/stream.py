@@ -28,7 +28,14 @@ from megarl.reshard.atlas import KEPT_IN_FP32, hf_sizes
 BLOCK_BYTES = 64 << 20
 
 
-def write_hf(folder: Path, source: WeightSource, shape: ModelShape, config_folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+def write_hf(
+    folder: Path,
+    source: WeightSource,
+    shape: ModelShape,
+    config_folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
     """Write *.safetensors, their index if there are several, and what `config_folder` has beside its weights.
 
     Args:
@@ -51,7 +58,9 @@ def write_hf(folder: Path, source: WeightSource, shape: ModelShape, config_folde
         raise
 
 
-def write_checkpoint(folder: Path, source: WeightSource, shape: ModelShape, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+def write_checkpoint(
+    folder: Path, source: WeightSource, shape: ModelShape, dtype: torch.dtype | None, max_shard_bytes: int
+) -> None:
     """Write a checkpoint that has weights only, every tensor whole in one file. Arguments and errors as of `write_hf`."""
     entries = _entries(source, shape, dtype)
     _check_room(folder, entries)
@@ -63,7 +72,12 @@ def write_checkpoint(folder: Path, source: WeightSource, shape: ModelShape, dtyp
     try:
         for file, names in shards.filename_to_tensors.items():
             manifest.files[file] = write_tensors(partial / file, [entries[name] for name in names])
-            stored |= {name: StoredTensor(entries[name].dtype, entries[name].shape, (Part(file, whole(entries[name].shape)),)) for name in names}
+            stored |= {
+                name: StoredTensor(
+                    entries[name].dtype, entries[name].shape, (Part(file, whole(entries[name].shape)),)
+                )
+                for name in names
+            }
         publish_checkpoint(partial, folder, manifest)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,15 +98,21 @@ def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None)
     def entry(name: str) -> Entry:
         stored, size = source.tensors[name]
         kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype or stored
-        return Entry(name, kept, size, lambda: (source.read(name, *rows) for rows in row_blocks(source, name)))
+        return Entry(
+            name, kept, size, lambda: (source.read(name, *rows) for rows in row_blocks(source, name))
+        )
 
     return {name: entry(name) for name in hf_sizes(shape)}
 
 
 def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> StateDictSplit:
     """Which tensor is in which file."""
-    return split_state_dict_into_shards_factory(entries, get_storage_size=lambda entry: entry.num_bytes,
-                                                filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=max_shard_bytes)  # fmt: skip
+    return split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=lambda entry: entry.num_bytes,
+        filename_pattern=f"{name}{{suffix}}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
 
 
 def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
@@ -108,4 +128,6 @@ def _check_room(folder: Path, entries: dict[str, Entry]) -> None:
     parent = next(path for path in folder.absolute().parents if path.exists())
     needed, free = sum(entry.num_bytes for entry in entries.values()), shutil.disk_usage(parent).free
     if needed > free:
-        raise CheckpointError(f"{folder}: {os.strerror(errno.ENOSPC)}: {needed / 1e9:.2f} GB are to be written and {free / 1e9:.2f} GB are free there.")
+        raise CheckpointError(
+            f"{folder}: {os.strerror(errno.ENOSPC)}: {needed / 1e9:.2f} GB are to be written and {free / 1e9:.2f} GB are free there."
+        )

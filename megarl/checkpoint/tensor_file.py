@@ -17,8 +17,18 @@ from torch import Tensor
 
 from megarl.checkpoint.rectangles import matrix_size
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100 << 20
 """As in the library."""
@@ -47,7 +57,11 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> tuple[int, str]:
     """Write a file and wait until it is on the disk. Returns: its size in bytes and its SHA-256."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for entry in entries:
-        header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + entry.num_bytes]}
+        header[entry.key] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.num_bytes],
+        }
         at += entry.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that elements are aligned
@@ -67,7 +81,9 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> tuple[int, str]:
             for block in entry.blocks():
                 put(as_bytes(block.detach().to("cpu", entry.dtype).contiguous()))
             if file.tell() - start != entry.num_bytes:
-                raise TensorFileError(f"{entry.key}: {file.tell() - start} bytes came for a tensor of {entry.num_bytes}")
+                raise TensorFileError(
+                    f"{entry.key}: {file.tell() - start} bytes came for a tensor of {entry.num_bytes}"
+                )
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
 
@@ -88,17 +104,23 @@ class TensorFile:
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise TensorFileError(f"{self.path} is cut short or not a safetensors file: {size} bytes, and a header of {length}")
+                raise TensorFileError(
+                    f"{self.path} is cut short or not a safetensors file: {size} bytes, and a header of {length}"
+                )
             try:
                 header = json.loads(file.read(length))
                 self._entries = {key: _place(item) for key, item in header.items() if key != "__metadata__"}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise TensorFileError(f"{self.path} has no safetensors header: {type(error).__name__}: {error}") from error
+                raise TensorFileError(
+                    f"{self.path} has no safetensors header: {type(error).__name__}: {error}"
+                ) from error
         self._data = 8 + length
         for key, (dtype, shape, start, end) in self._entries.items():
             rows, cols = matrix_size(shape or (1,))
             if end - start != rows * cols * dtype.itemsize or self._data + end > size:
-                raise TensorFileError(f"{self.path} is cut short or damaged: {key} should be bytes {start} to {end} of {size - self._data}")
+                raise TensorFileError(
+                    f"{self.path} is cut short or damaged: {key} should be bytes {start} to {end} of {size - self._data}"
+                )
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries

@@ -38,16 +38,46 @@ LATEST = "latest_checkpointed_iteration.txt"
 OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.")
 """How the names of its tensors begin; others are the optimizer's or the job's."""
 _ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {"Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                                              "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
-                                                                       torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))},
+    "torch": {
+        "Size",
+        *(
+            str(dtype).removeprefix("torch.")
+            for dtype in (
+                torch.float64,
+                torch.float32,
+                torch.float16,
+                torch.bfloat16,
+                torch.int64,
+                torch.int32,
+                torch.int16,
+                torch.int8,
+                torch.uint8,
+                torch.bool,
+            )
+        ),
+    },
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-}  # fmt: skip
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -55,14 +85,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if name not in _ALLOWED.get(module, ()):
-            raise CheckpointError(f"its .metadata wants {module}.{name}, which no checkpoint's metadata needs")
+            raise CheckpointError(
+                f"its .metadata wants {module}.{name}, which no checkpoint's metadata needs"
+            )
         return getattr(importlib.import_module(module), name)
 
 
 def _enum_member(owner: object, name: str) -> enum.Enum:
     """What Python up to 3.11.4 writes for a member of an enum is getattr(its class, its name)."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
-        raise CheckpointError(f"its .metadata wants attribute {name} of {owner!r}, which no checkpoint's metadata needs")
+        raise CheckpointError(
+            f"its .metadata wants attribute {name} of {owner!r}, which no checkpoint's metadata needs"
+        )
     return owner[name]
 
 
@@ -73,14 +107,20 @@ def megatron_folder(folder: Path) -> Path | None:
     if (folder / LATEST).exists():
         iteration = (folder / LATEST).read_text(errors="replace").strip()
         if iteration != "release" and not re.fullmatch("[0-9]{1,18}", iteration):
-            raise CheckpointError(f"{folder / LATEST} has to hold the number of an iteration, or release, and holds {iteration!r:.40}.")
+            raise CheckpointError(
+                f"{folder / LATEST} has to hold the number of an iteration, or release, and holds {iteration!r:.40}."
+            )
         folder = folder / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     backend = folder / "metadata.json"
     if backend.exists() and (name := _sharded_backend(backend)) != "torch_dist":
-        raise CheckpointError(f"{folder} is a Megatron checkpoint in the format {name}; only torch_dist can be read (--ckpt-format torch_dist).")
+        raise CheckpointError(
+            f"{folder} is a Megatron checkpoint in the format {name}; only torch_dist can be read (--ckpt-format torch_dist)."
+        )
     if any(folder.glob("mp_rank_*")):
-        raise CheckpointError(f"{folder} is a Megatron checkpoint in the old format (mp_rank_...); load it with Megatron-LM and save it with "
-                              "--ckpt-format torch_dist.")
+        raise CheckpointError(
+            f"{folder} is a Megatron checkpoint in the old format (mp_rank_...); load it with Megatron-LM and save it with "
+            "--ckpt-format torch_dist."
+        )
     return folder if (folder / ".metadata").exists() else None
 
 
@@ -88,7 +128,9 @@ def _sharded_backend(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())["sharded_backend"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a Megatron checkpoint's: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(
+            f"{path} is not a Megatron checkpoint's: {type(error).__name__}: {error}."
+        ) from error
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -99,7 +141,9 @@ def read_metadata(folder: Path) -> Metadata:
     except CheckpointError as error:
         raise CheckpointError(f"{folder} is refused: {error}.") from error
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{folder / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{folder / '.metadata'} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{folder / '.metadata'} is not the metadata of a checkpoint.")
     return metadata
@@ -122,12 +166,19 @@ class MegatronWeights:
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self._folder, metadata = folder, read_metadata(folder)
-        self._stored = {name: stored for name, stored in metadata.state_dict_metadata.items() if isinstance(stored, TensorStorageMetadata)}
+        self._stored = {
+            name: stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
         self._places = metadata.storage_data
         self._held = self._find(shape)
         sizes = hf_sizes(shape)
-        self.tensors = {name: (self._stored[held[0].key].properties.dtype, (rows,) if cols == 1 else (rows, cols))
-                        for name, held in self._held.items() for rows, cols in [sizes[name]]}  # fmt: skip
+        self.tensors = {
+            name: (self._stored[held[0].key].properties.dtype, (rows,) if cols == 1 else (rows, cols))
+            for name, held in self._held.items()
+            for rows, cols in [sizes[name]]
+        }
         self._chunks: dict[tuple[int, ...], Tensor] = {}
         self._chunks_of: tuple[str, tuple[int, ...]] | None = None
 
@@ -137,12 +188,16 @@ class MegatronWeights:
         for held in self._held[name]:
             piece = held.piece
             first, last = max(row_start, piece.row_start), min(row_end, piece.row_end)
-            for row, col, part in self._parts(held, first - piece.row_start + piece.local_row, last - piece.row_start + piece.local_row):
+            for row, col, part in self._parts(
+                held, first - piece.row_start + piece.local_row, last - piece.row_start + piece.local_row
+            ):
                 row += piece.row_start - piece.local_row - row_start
                 out[row : row + part.shape[0], col : col + part.shape[1]].copy_(part)
                 found += part.numel()
         if found != out.numel():
-            raise CheckpointError(f"{self._folder}: {name} lacks {out.numel() - found} elements in rows {row_start} to {row_end}.")
+            raise CheckpointError(
+                f"{self._folder}: {name} lacks {out.numel() - found} elements in rows {row_start} to {row_end}."
+            )
         return out
 
     def check(self) -> None:
@@ -161,22 +216,39 @@ class MegatronWeights:
             used.add(key)
             size, axes = self._stored[key].size, len(index)
             rows, cols = (*size[axes:], 1)[:2]
-            fits = len(size) - axes in (1, 2) and all(i < n for i, n in zip(index, size, strict=False)) and cols == param.cols
+            fits = (
+                len(size) - axes in (1, 2)
+                and all(i < n for i, n in zip(index, size, strict=False))
+                and cols == param.cols
+            )
             # the vocabulary may be padded otherwise
-            if not fits or (rows < param.rows - param.padding_rows if param.padding_rows else rows != param.rows and "layers" in key):
-                problems.append(f"{key} is {'x'.join(map(str, size))} there, and number {'.'.join(map(str, index)) or 0} should be {param.rows}x{param.cols}")
+            if not fits or (
+                rows < param.rows - param.padding_rows
+                if param.padding_rows
+                else rows != param.rows and "layers" in key
+            ):
+                problems.append(
+                    f"{key} is {'x'.join(map(str, size))} there, and number {'.'.join(map(str, index)) or 0} should be {param.rows}x{param.cols}"
+                )
                 continue
             for piece in param.pieces:
                 held.setdefault(piece.hf_name, []).append(_Held(key, index, piece))
-        problems += [f"{name} is not a tensor of this model" for name in self._stored
-                     if name.startswith(OF_THE_MODEL) and name not in used and "_extra_state" not in name]  # fmt: skip
-        raise_problems(f"the tensors of the Megatron checkpoint {self._folder}", list(dict.fromkeys(problems)))
+        problems += [
+            f"{name} is not a tensor of this model"
+            for name in self._stored
+            if name.startswith(OF_THE_MODEL) and name not in used and "_extra_state" not in name
+        ]
+        raise_problems(
+            f"the tensors of the Megatron checkpoint {self._folder}", list(dict.fromkeys(problems))
+        )
         return held
 
     def _parts(self, held: _Held, row_start: int, row_end: int) -> Iterator[tuple[int, int, Tensor]]:
         """(row, column, values) of the chunks' shares of these rows of a matrix."""
         axes = len(held.index)
-        if self._chunks_of != held[:2]:  # several canonical tensors are in one; chunks of others are no longer needed
+        if (
+            self._chunks_of != held[:2]
+        ):  # several canonical tensors are in one; chunks of others are no longer needed
             self._chunks, self._chunks_of = {}, held[:2]
         for chunk in self._stored[held.key].chunks:
             inside = [i - offset for i, offset in zip(held.index, chunk.offsets, strict=False)]
@@ -190,7 +262,9 @@ class MegatronWeights:
         if tuple(offsets) not in self._chunks:
             place = (self._places or {}).get(MetadataIndex(key, offsets))
             if place is None:
-                raise CheckpointError(f"{self._folder}: .metadata does not say where the part of {key} at {tuple(offsets)} is.")
+                raise CheckpointError(
+                    f"{self._folder}: .metadata does not say where the part of {key} at {tuple(offsets)} is."
+                )
             path = self._folder / place.relative_path
             try:
                 with open(path, "rb") as file:
@@ -198,10 +272,14 @@ class MegatronWeights:
                     stored = file.read(place.length)
                 if len(stored) < place.length:
                     raise EOFError(f"{place.length} bytes are to be at {place.offset}")
-                self._chunks[tuple(offsets)] = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
+                self._chunks[tuple(offsets)] = torch.load(
+                    io.BytesIO(stored), map_location="cpu", weights_only=True
+                )
             except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{path}: {key} cannot be read, the file is missing, cut short or damaged ({type(error).__name__}: "
-                                      f"{error}).") from error  # fmt: skip
+                raise CheckpointError(
+                    f"{path}: {key} cannot be read, the file is missing, cut short or damaged ({type(error).__name__}: "
+                    f"{error})."
+                ) from error
         return self._chunks[tuple(offsets)]
 
 

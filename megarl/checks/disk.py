@@ -27,7 +27,9 @@ def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
 def disk_line(config: TrainConfig, free: int | None) -> str:
     count, size, export = checkpoints_at_once(config), checkpoint_bytes(config), export_bytes(config)
     checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {gb(size)} GB and " if count else ""
-    return f"writes {checkpoints}exports of {gb(export)} GB" + ("" if free is None else f", and {gb(free)} GB are free")
+    return f"writes {checkpoints}exports of {gb(export)} GB" + (
+        "" if free is None else f", and {gb(free)} GB are free"
+    )
 
 
 def checkpoints_at_once(config: TrainConfig) -> int:
@@ -41,7 +43,11 @@ def checkpoints_at_once(config: TrainConfig) -> int:
 
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Of one checkpoint of all trained roles."""
-    return sum(_of_role(of_actor, *trained) for of_actor in configs_of_actors(config).values() for trained in _trained(of_actor))
+    return sum(
+        _of_role(of_actor, *trained)
+        for of_actor in configs_of_actors(config).values()
+        for trained in _trained(of_actor)
+    )
 
 
 def copy_bytes(config: TrainConfig, world_size: int) -> int:
@@ -62,16 +68,25 @@ def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool
     if not lora.lora_rank:
         return canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
     adapters = megatron_held(shape, MeshSpec((0,)), "grouped", lora)[0].adapters
-    return canonical_elements(shape) * (2 if config.model.bf16 else 4) + adapters * (MASTER_BYTES + MOMENT_BYTES)
+    return canonical_elements(shape) * (2 if config.model.bf16 else 4) + adapters * (
+        MASTER_BYTES + MOMENT_BYTES
+    )
 
 
 def export_bytes(config: TrainConfig) -> int:
     """Of hf/, hf_critic/ and those of further actors."""
-    return sum(canonical_elements(ModelShape.load(folder, value_head=is_critic)) * (2 if of_actor.model.bf16 else 4)
-               for of_actor in configs_of_actors(config).values() for folder, _, is_critic in _trained(of_actor))  # fmt: skip
+    return sum(
+        canonical_elements(ModelShape.load(folder, value_head=is_critic)) * (2 if of_actor.model.bf16 else 4)
+        for of_actor in configs_of_actors(config).values()
+        for folder, _, is_critic in _trained(of_actor)
+    )
 
 
 def _trained(config: TrainConfig) -> list[tuple[str, LoRAConfig, bool]]:
     """(folder, adapters, is it the critic) of the roles that learn."""
     actor = (config.model.model, config.lora, False)
-    return [actor] if config.critic is None else [actor, (config.model.critic_model or config.model.model, config.critic_lora, True)]
+    return (
+        [actor]
+        if config.critic is None
+        else [actor, (config.model.critic_model or config.model.model, config.critic_lora, True)]
+    )

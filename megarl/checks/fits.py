@@ -14,7 +14,9 @@ from megarl.config.schema import TrainConfig
 _SPLIT = ("actor", "critic", "reference", "reward")
 
 
-def memory_findings(config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True) -> Iterator[str]:
+def memory_findings(
+    config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True
+) -> Iterator[str]:
     """One if what is certain alone cannot fit, with the least change that was computed to fit."""
     found = _shortage(parts, machine, ranks_per_node)
     if found is None:
@@ -39,7 +41,11 @@ def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> tuple[str,
         who, needed, there = f"on its GPU rank {rank} needs", needs[rank], machine.gpu_bytes
     else:
         here = [size for rank, size in needs.items() if rank < ranks_per_node]
-        who, needed, there = f"on this machine {len(here)} {'ranks need' if len(here) > 1 else 'rank needs'}", sum(here), machine.ram_bytes
+        who, needed, there = (
+            f"on this machine {len(here)} {'ranks need' if len(here) > 1 else 'rank needs'}",
+            sum(here),
+            machine.ram_bytes,
+        )
     return (who, needed, there) if there is not None and needed > there else None
 
 
@@ -51,7 +57,11 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
     if config.others:
         return
     for tp in [tp for tp in divisors(world_size) if tp > config.actor.tensor_model_parallel_size]:
-        split = {role: replace(getattr(config, role), tensor_model_parallel_size=tp) for role in _SPLIT if getattr(config, role) is not None}
+        split = {
+            role: replace(getattr(config, role), tensor_model_parallel_size=tp)
+            for role in _SPLIT
+            if getattr(config, role) is not None
+        }
         split["rollout"] = replace(config.rollout, tensor_parallel_size=tp)
         flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
         yield flags, replace(config, **split)
@@ -65,19 +75,33 @@ def memory_table(parts: Parts, machine: Machine) -> list[str]:
     for rank, of_rank in parts.items():
         alike.setdefault(of_rank, []).append(rank)
     place = "GPU" if machine.has_gpu else "memory"
-    lines = [f"{place} of each rank, GB, without activations:  " + "  ".join(f"{phase:>9}" for phase in PHASES)]
+    lines = [
+        f"{place} of each rank, GB, without activations:  " + "  ".join(f"{phase:>9}" for phase in PHASES)
+    ]
     width = len(lines[0]) - 11 * len(PHASES)
     for of_rank, ranks in alike.items():
-        lines.append(f"  {_ranks(ranks):<{width - 2}}" + "  ".join(f"{gb(phase_bytes(of_rank, phase)):>9}" for phase in PHASES).rjust(11 * len(PHASES)))
+        lines.append(
+            f"  {_ranks(ranks):<{width - 2}}"
+            + "  ".join(f"{gb(phase_bytes(of_rank, phase)):>9}" for phase in PHASES).rjust(11 * len(PHASES))
+        )
         for role in roles_of(of_rank):
             own = [part for part in of_rank if part.role == role]
-            lines.append(f"    {role}: " + ", ".join(f"{part.name} {gb(part.bytes)}{' (offloaded)' if part.offloaded else ''}" for part in own))
+            lines.append(
+                f"    {role}: "
+                + ", ".join(
+                    f"{part.name} {gb(part.bytes)}{' (offloaded)' if part.offloaded else ''}" for part in own
+                )
+            )
     return lines
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     whole = list(range(ranks[0], ranks[-1] + 1)) == list(ranks)
-    text = f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 1 else ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
+    text = (
+        f"{ranks[0]}-{ranks[-1]}"
+        if whole and len(ranks) > 1
+        else ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
+    )
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 

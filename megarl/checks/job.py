@@ -32,12 +32,20 @@ class Report:
     lines: tuple[str, ...]
 
 
-def check_everything(config: TrainConfig, world_size: int, new_run: bool = True, ranks_per_node: int | None = None) -> None:
+def check_everything(
+    config: TrainConfig, world_size: int, new_run: bool = True, ranks_per_node: int | None = None
+) -> None:
     """Raises: ConfigError with everything that is wrong."""
     raise_findings(examine(config, world_size, new_run, ranks_per_node).findings)
 
 
-def examine(config: TrainConfig, world_size: int, new_run: bool = True, ranks_per_node: int | None = None, machine: Machine | None = None) -> Report:
+def examine(
+    config: TrainConfig,
+    world_size: int,
+    new_run: bool = True,
+    ranks_per_node: int | None = None,
+    machine: Machine | None = None,
+) -> Report:
     """
     Args:
         new_run: --save is going to be written, so it must be free and have room.
@@ -52,11 +60,20 @@ def examine(config: TrainConfig, world_size: int, new_run: bool = True, ranks_pe
     machine = machine or this_machine()
     free = free_bytes(Path(config.run.save)) if new_run else None
     parts = estimate(config, world_size, machine, new_run)
-    findings = [*sync_findings(config, world_size), *memory_findings(config, parts, machine, ranks_per_node or world_size, new_run),
-                *disk_findings(config, free)]  # fmt: skip
-    lines = [_summary(config, world_size), *dict.fromkeys(line for seen in previews.values() for line in seen.lines),
-             *_sync_lines(config), *([f"--save: {disk_line(config, free)}"] if new_run else []), *memory_table(parts, machine), *_copy_line(config, world_size),
-             *(f"note: {note}" for note in version_notes())]  # fmt: skip
+    findings = [
+        *sync_findings(config, world_size),
+        *memory_findings(config, parts, machine, ranks_per_node or world_size, new_run),
+        *disk_findings(config, free),
+    ]
+    lines = [
+        _summary(config, world_size),
+        *dict.fromkeys(line for seen in previews.values() for line in seen.lines),
+        *_sync_lines(config),
+        *([f"--save: {disk_line(config, free)}"] if new_run else []),
+        *memory_table(parts, machine),
+        *_copy_line(config, world_size),
+        *(f"note: {note}" for note in version_notes()),
+    ]
     return Report(tuple(findings), () if findings else tuple(lines))
 
 

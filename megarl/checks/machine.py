@@ -58,13 +58,19 @@ def _has_gpu() -> bool:
         cpu_build = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         cpu_build = False
-    return not cpu_build and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
+    return (
+        not cpu_build
+        and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+        and Path("/dev/nvidiactl").exists()
+    )
 
 
 def _gpu_bytes() -> int | None:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout.split()
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True
+        ).stdout.split()
         return min(int(line) for line in lines) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

@@ -54,8 +54,14 @@ def phase_bytes(parts: Sequence[Part], phase: str) -> int:
     """On one rank. Of what calls bring back, one call's at a time."""
     calls = {
         "rollout": [],
-        "log-probs": [[p for p in parts if p.role == role and p.name == "parameters"] for role in roles_of(parts)],
-        "update": [[p for p in parts if p.role == role] for role in roles_of(parts) if any(p.role == role and p.name == "optimizer" for p in parts)],
+        "log-probs": [
+            [p for p in parts if p.role == role and p.name == "parameters"] for role in roles_of(parts)
+        ],
+        "update": [
+            [p for p in parts if p.role == role]
+            for role in roles_of(parts)
+            if any(p.role == role and p.name == "optimizer" for p in parts)
+        ],
         "sync": [[p for p in parts if p.role.startswith("actor") and p.name == "parameters"]],
     }[phase]
     brought = max((sum(p.bytes for p in call if p.offloaded) for call in calls), default=0)
@@ -76,21 +82,39 @@ def _of_actor(config: TrainConfig, world_size: int, machine: Machine) -> Iterato
     meshes = actor_meshes(config, world_size)
     shape = ModelShape.load(config.model.model)
     critic_folder = config.model.critic_model or config.model.model
-    shapes = {"actor": shape, "reference": shape,
-              **({"critic": ModelShape.load(critic_folder, value_head=True)} if "critic" in meshes else {})}  # fmt: skip
-    if config.lora.lora_rank and shape.is_dense and meshes.get("reference") == meshes["actor"] and config.reference == config.actor:
+    shapes = {
+        "actor": shape,
+        "reference": shape,
+        **({"critic": ModelShape.load(critic_folder, value_head=True)} if "critic" in meshes else {}),
+    }
+    if (
+        config.lora.lora_rank
+        and shape.is_dense
+        and meshes.get("reference") == meshes["actor"]
+        and config.reference == config.actor
+    ):
         del shapes["reference"]  # the actor's model without its adapters, as build_roles has it
     for role, of_role in shapes.items():
         if role in meshes:
-            optimizer, lora = {"actor": (config.optimizer, config.lora), "critic": (config.critic_optimizer, config.critic_lora)}.get(role, (None, None))
+            optimizer, lora = {
+                "actor": (config.optimizer, config.lora),
+                "critic": (config.critic_optimizer, config.critic_lora),
+            }.get(role, (None, None))
             yield from _megatron_parts(config, role, of_role, meshes[role], optimizer, lora, machine)
     yield from _reward_parts(config, meshes, machine)
     if "rollout" in meshes:
         yield from _engine_parts(config, shape, meshes, world_size, machine)
 
 
-def _megatron_parts(config: TrainConfig, role: str, shape: ModelShape, mesh: MeshSpec, optimizer: OptimizerConfig | None,
-                    lora: LoRAConfig | None, machine: Machine) -> Iterator[tuple[int, Part]]:  # fmt: skip
+def _megatron_parts(
+    config: TrainConfig,
+    role: str,
+    shape: ModelShape,
+    mesh: MeshSpec,
+    optimizer: OptimizerConfig | None,
+    lora: LoRAConfig | None,
+    machine: Machine,
+) -> Iterator[tuple[int, Part]]:
     """`optimizer` None: the role is frozen."""
     parallel, bf16 = parallel_of(config, role), config.model.bf16
     away = parallel.offload if machine.has_gpu else ()  # a CPU has nowhere else to put them
@@ -100,10 +124,20 @@ def _megatron_parts(config: TrainConfig, role: str, shape: ModelShape, mesh: Mes
         yield rank, Part(role, "parameters", held.total * (2 if bf16 else 4), "parameters" in away)
         if optimizer is None:
             continue
-        dense, experts = (held.adapters, 0) if lora is not None and lora.lora_rank else (held.dense, held.experts)
+        dense, experts = (
+            (held.adapters, 0) if lora is not None and lora.lora_rank else (held.dense, held.experts)
+        )
         trained, shard = dense + experts, -(-dense // shards) + -(-experts // expert_shards)
         on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
-        yield rank, Part(role, "gradients", (shard if "gradients" in sharded else trained) * GRADIENT_BYTES, "gradients" in away)
+        yield (
+            rank,
+            Part(
+                role,
+                "gradients",
+                (shard if "gradients" in sharded else trained) * GRADIENT_BYTES,
+                "gradients" in away,
+            ),
+        )
         state = (shard if "optimizer" in sharded else trained) * (MOMENT_BYTES + MASTER_BYTES * bf16)
         yield rank, Part(role, "optimizer", int(state * on_device), "optimizer" in away)
 
@@ -115,21 +149,37 @@ def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
     return ("optimizer",) if optimizer.use_distributed_optimizer else ()
 
 
-def _reward_parts(config: TrainConfig, meshes: Mapping[str, MeshSpec], machine: Machine) -> Iterator[tuple[int, Part]]:
+def _reward_parts(
+    config: TrainConfig, meshes: Mapping[str, MeshSpec], machine: Machine
+) -> Iterator[tuple[int, Part]]:
     """A judge runs in processes of its own and is not counted."""
     for model in reward_models(config):
         mesh = meshes[model.name]
         if model.backend == "megatron":
             shape = value_model_shape(model.path)
-            yield from ((rank, replace(part, role=model.name))
-                        for rank, part in _megatron_parts(config, "reward", shape, mesh, None, None, machine))  # fmt: skip
+            yield from (
+                (rank, replace(part, role=model.name))
+                for rank, part in _megatron_parts(config, "reward", shape, mesh, None, None, machine)
+            )
         elif model.backend == "transformers":
             size = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
-            yield from ((rank, Part(model.name, "parameters", size, "parameters" in config.reward.offload and machine.has_gpu)) for rank in mesh.ranks)
+            yield from (
+                (
+                    rank,
+                    Part(
+                        model.name,
+                        "parameters",
+                        size,
+                        "parameters" in config.reward.offload and machine.has_gpu,
+                    ),
+                )
+                for rank in mesh.ranks
+            )
 
 
-def _engine_parts(config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], world_size: int,
-                  machine: Machine) -> Iterator[tuple[int, Part]]:  # fmt: skip
+def _engine_parts(
+    config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], world_size: int, machine: Machine
+) -> Iterator[tuple[int, Part]]:
     actor, rollout = meshes["actor"], meshes["rollout"]
     trained = "bfloat16" if config.model.bf16 else "float32"
     dtype = trained if config.rollout.dtype == "auto" else config.rollout.dtype
@@ -145,17 +195,31 @@ def _engine_parts(config: TrainConfig, shape: ModelShape, meshes: Mapping[str, M
 
 
 def _double_buffer(config: TrainConfig, machine: Machine) -> bool:
-    eager = config.rollout.enforce_eager is True or config.rollout.enforce_eager is None and not machine.has_gpu
+    eager = (
+        config.rollout.enforce_eager is True or config.rollout.enforce_eager is None and not machine.has_gpu
+    )
     wanted = config.reshard.reshard_double_buffer
     return not machine.has_gpu and eager if wanted is None else wanted
 
 
-def _kv_cache_bytes(config: TrainConfig, shape: ModelShape, rollout: MeshSpec, itemsize: int, weights: int, machine: Machine) -> int:
+def _kv_cache_bytes(
+    config: TrainConfig, shape: ModelShape, rollout: MeshSpec, itemsize: int, weights: int, machine: Machine
+) -> int:
     """0 where it is not known: on a GPU it is what --rollout-gpu-memory-utilization leaves."""
     given, sampling = config.rollout.kv_cache_memory_bytes, config.sampling
     if given is not None:
         return given
     if machine.has_gpu:
-        return max(0, int(config.rollout.gpu_memory_utilization * machine.gpu_bytes) - weights) if machine.gpu_bytes else 0
-    return cpu_kv_cache_bytes(shape, rollout.tp, itemsize, most_sequences(config, rollout.dp), sampling.max_prompt_length + sampling.max_response_length,
-                              config.rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
+        return (
+            max(0, int(config.rollout.gpu_memory_utilization * machine.gpu_bytes) - weights)
+            if machine.gpu_bytes
+            else 0
+        )
+    return cpu_kv_cache_bytes(
+        shape,
+        rollout.tp,
+        itemsize,
+        most_sequences(config, rollout.dp),
+        sampling.max_prompt_length + sampling.max_response_length,
+        config.rollout.block_size or CPU_BLOCK_SIZE,
+    )

@@ -44,7 +44,9 @@ def preview(config: TrainConfig) -> Preview:
                 encoder = PromptEncoder(tokenizer, dataset)
                 encoder.check_prompt_lengths(config.sampling.max_prompt_length, flag)
                 lengths = [len(ids) for ids in encoder.prompts(range(len(dataset)))]
-                seen.lines.append(f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to {max(lengths)} tokens")
+                seen.lines.append(
+                    f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to {max(lengths)} tokens"
+                )
             except ValueError as error:
                 seen.findings.append(_with_flag(str(error), flag))
     return seen
@@ -59,11 +61,15 @@ def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDatas
         pass  # of --judge-template, which a rule reports
     datasets = {}
     for flag, names in {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}.items():
-        files = [name for name in names if Path(name).is_file() and Path(name).suffix.lower() in DATA_SUFFIXES]
+        files = [
+            name for name in names if Path(name).is_file() and Path(name).suffix.lower() in DATA_SUFFIXES
+        ]
         if not files:
             continue
         try:
-            datasets[flag] = PromptDataset.load(files, prompt_key=config.data.prompt_key, needs=needs, flag=flag, first=NUM_ROWS)
+            datasets[flag] = PromptDataset.load(
+                files, prompt_key=config.data.prompt_key, needs=needs, flag=flag, first=NUM_ROWS
+            )
         except ValueError as error:
             findings += _better_column(config, flag, files, needs) or [_with_flag(str(error), flag)]
     return datasets
@@ -77,11 +83,20 @@ def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: 
         return []
     if row is None or config.data.prompt_key in row:
         return []
-    fits = [column for column in row if column not in _NO_PROMPTS and not parse_row({**row, "messages": None, "question": None, column: row[column]}, column, needs)[1]]
-    near = did_you_mean(config.data.prompt_key, fits, prefix="").removeprefix(" Did you mean ").removesuffix("?") or next(iter(fits), None)
+    fits = [
+        column
+        for column in row
+        if column not in _NO_PROMPTS
+        and not parse_row({**row, "messages": None, "question": None, column: row[column]}, column, needs)[1]
+    ]
+    near = did_you_mean(config.data.prompt_key, fits, prefix="").removeprefix(" Did you mean ").removesuffix(
+        "?"
+    ) or next(iter(fits), None)
     if near is None:
         return []
-    return [f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column (there: {', '.join(row)}). Try --prompt-key {near}."]
+    return [
+        f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column (there: {', '.join(row)}). Try --prompt-key {near}."
+    ]
 
 
 def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
@@ -96,7 +111,9 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
     try:
         tokenizer = load_quickly(path, flag)
         if tokenizer is None:
-            seen.lines.append(f"{flag} ({path}): has no tokenizer.json; only transformers can read it, which happens when the job starts")
+            seen.lines.append(
+                f"{flag} ({path}): has no tokenizer.json; only transformers can read it, which happens when the job starts"
+            )
             return None
         if shape is not None:
             check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
@@ -110,25 +127,37 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
 def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Iterator[str]:
     """Engines stop at the model's ids, fine-tuning ends its responses with the tokenizer's."""
     source, ids = Path(config.model.model) / "config.json", shape.eos_token_ids
-    flag = f"--tokenizer-model ({tokenizer.name})" if config.model.tokenizer_model else f"--model ({config.model.model})"
+    flag = (
+        f"--tokenizer-model ({tokenizer.name})"
+        if config.model.tokenizer_model
+        else f"--model ({config.model.model})"
+    )
     if above := [index for index in ids if index >= shape.vocab_size]:
         yield f"--model ({config.model.model}): eos_token_id ({above[0]}) is not below vocab_size ({shape.vocab_size}). Correct {source}."
     elif ids and tokenizer.eos_token_id not in ids and not config.algorithm.needs_rollout:
-        yield (f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's eos_token_id is {' '.join(map(str, ids))}: what is "
-               f"learnt would stop no engine. Add {tokenizer.eos_token_id} to eos_token_id in {source.with_name('generation_config.json')}.")  # fmt: skip
+        yield (
+            f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's eos_token_id is {' '.join(map(str, ids))}: what is "
+            f"learnt would stop no engine. Add {tokenizer.eos_token_id} to eos_token_id in {source.with_name('generation_config.json')}."
+        )
 
 
 def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> Iterator[str]:
     """Of --reward auto: rows that no rule is known for."""
-    if not config.algorithm.needs_rollout or config.data.reward_function is not None or config.data.reward not in (None, "auto"):
+    if (
+        not config.algorithm.needs_rollout
+        or config.data.reward_function is not None
+        or config.data.reward not in (None, "auto")
+    ):
         return
     if not uses_rule_reward(config):
         return
     for source in dict.fromkeys(row.data_source for row in dataset):
         if not _is_routed(source):
             known = ", ".join(pattern for pattern, _ in ROUTES)
-            yield (f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: {known}). Try --reward math, or bring your own "
-                   "with --reward-function path/to/file.py:function.")  # fmt: skip
+            yield (
+                f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: {known}). Try --reward math, or bring your own "
+                "with --reward-function path/to/file.py:function."
+            )
 
 
 def _is_routed(source: str) -> bool:
@@ -142,4 +171,3 @@ def _is_routed(source: str) -> bool:
 def _with_flag(text: str, *flag: str) -> str:
     """Findings begin with a flag."""
     return text if text.startswith("--") else f"{flag[0]}{f' ({flag[1]})' if len(flag) > 1 else ''}: {text}"
-

@@ -31,7 +31,9 @@ class Held:
         return self.dense + self.experts + self.adapters
 
 
-def megatron_held(shape: ModelShape, mesh: MeshSpec, qkv_layout: str, lora: LoRAConfig | None = None) -> dict[int, Held]:
+def megatron_held(
+    shape: ModelShape, mesh: MeshSpec, qkv_layout: str, lora: LoRAConfig | None = None
+) -> dict[int, Held]:
     """Rank -> what it holds, padding of the vocabulary included."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     held = {place: _place_held(shape, place, qkv_layout, lora) for place in dict.fromkeys(places.values())}
@@ -50,7 +52,9 @@ def engine_held(shape: ModelShape, tp_size: int) -> int:
     return _model_elements(shape, lambda one: vllm_atlas(one, tp_size, 0))
 
 
-def aliased_elements(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str) -> dict[int, int]:
+def aliased_elements(
+    shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str
+) -> dict[int, int]:
     """Rank of both -> elements of its engine that are the trainer's own memory, if the dtypes agree."""
     if shape.model_type not in TABLES:
         return {}
@@ -69,7 +73,9 @@ def _place_held(shape: ModelShape, place: MegatronPlace, qkv_layout: str, lora: 
         atlas = with_adapters(atlas, lora) if lora is not None and lora.lora_rank else atlas
         for name, param in atlas.items():
             if name.startswith(_LAYER):
-                what = "adapters" if ".adapter." in name else "experts" if ".mlp.experts." in name else "dense"
+                what = (
+                    "adapters" if ".adapter." in name else "experts" if ".mlp.experts." in name else "dense"
+                )
                 sums[what] += layers * param.rows * param.cols
     sums["dense"] += sum(param.rows * param.cols for param in _ends(shape, place, qkv_layout).values())
     return Held(**sums)
@@ -87,7 +93,9 @@ def _of_one_layer(shape: ModelShape, is_moe: bool) -> ModelShape:
 
 
 def _one_layer(shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout: str) -> Atlas:
-    return place_atlas(_of_one_layer(shape, is_moe), replace(place, pp_size=1, pp_rank=0, vpp_size=1), qkv_layout=qkv_layout)
+    return place_atlas(
+        _of_one_layer(shape, is_moe), replace(place, pp_size=1, pp_rank=0, vpp_size=1), qkv_layout=qkv_layout
+    )
 
 
 def _ends(shape: ModelShape, place: MegatronPlace, qkv_layout: str) -> Atlas:
@@ -107,12 +115,20 @@ def _model_elements(shape: ModelShape, atlas_of) -> int:
     return total
 
 
-def _aliased(shape: ModelShape, place: MegatronPlace, engine_tp: int, engine_rank: int, qkv_layout: str) -> int:
+def _aliased(
+    shape: ModelShape, place: MegatronPlace, engine_tp: int, engine_rank: int, qkv_layout: str
+) -> int:
     total, kinds = 0, _kinds_of_stage(shape, place)
     for index, (kind, layers) in enumerate(kinds.items()):
         engine = vllm_atlas(_of_one_layer(shape, kind), engine_tp, engine_rank)
         ends = _ends(shape, place, qkv_layout)
-        mine = {name: param for name, param in _one_layer(shape, place, kind, qkv_layout).items() if name.startswith(_LAYER)} | ends
+        mine = {
+            name: param
+            for name, param in _one_layer(shape, place, kind, qkv_layout).items()
+            if name.startswith(_LAYER)
+        } | ends
         for name in find_aliases(mine, engine):
-            total += (layers if name.startswith(_LAYER) else index == 0) * engine[name].rows * engine[name].cols
+            total += (
+                (layers if name.startswith(_LAYER) else index == 0) * engine[name].rows * engine[name].cols
+            )
     return total

@@ -27,7 +27,9 @@ def unplanned(config: TrainConfig) -> str | None:
     """The model_type whose engine's layout is known only when it has started."""
     if not config.algorithm.needs_rollout:
         return None
-    types = [ModelShape.load(of_actor.model.model).model_type for of_actor in configs_of_actors(config).values()]
+    types = [
+        ModelShape.load(of_actor.model.model).model_type for of_actor in configs_of_actors(config).values()
+    ]
     return next((name for name in types if name not in TABLES), None)
 
 
@@ -35,7 +37,12 @@ def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout:
     chunks = actor.pp * actor.vpp
     short = replace(shape, num_layers=chunks, dense_layers=(0,) if shape.dense_layers and chunks > 1 else ())
     try:
-        make_plan(megatron_atlases(short, actor, qkv_layout=qkv_layout), vllm_atlases(short, rollout.ranks, rollout.tp))
+        make_plan(
+            megatron_atlases(short, actor, qkv_layout=qkv_layout),
+            vllm_atlases(short, rollout.ranks, rollout.tp),
+        )
     except ValueError as error:  # what a rule of the configuration should have said
-        yield (f"--tensor-model-parallel-size ({actor.tp}), --rollout-tensor-parallel-size ({rollout.tp}): no weight sync can be planned from one to "
-               f"the other: {error} Try --tensor-model-parallel-size 1 --rollout-tensor-parallel-size 1.")  # fmt: skip
+        yield (
+            f"--tensor-model-parallel-size ({actor.tp}), --rollout-tensor-parallel-size ({rollout.tp}): no weight sync can be planned from one to "
+            f"the other: {error} Try --tensor-model-parallel-size 1 --rollout-tensor-parallel-size 1."
+        )

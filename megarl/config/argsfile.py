@@ -14,7 +14,9 @@ from megarl.config.values import Word
 
 _SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
 _WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
-_PART = re.compile(r"""\\(?P<escaped>.)|"(?P<double>(?:\\.|[^"\\])*)"|'(?P<single>[^']*)'|(?P<plain>[^"'\\]+)""", re.DOTALL)
+_PART = re.compile(
+    r"""\\(?P<escaped>.)|"(?P<double>(?:\\.|[^"\\])*)"|'(?P<single>[^']*)'|(?P<plain>[^"'\\]+)""", re.DOTALL
+)
 _ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 COMMAND_LINE = "command line"
@@ -55,12 +57,16 @@ class Reader:
     def read(self, argv: Iterable[str]) -> None:
         self._read_words(((Word(text), COMMAND_LINE) for text in argv), Path(), ())
 
-    def _read_words(self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]) -> None:
+    def _read_words(
+        self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]
+    ) -> None:
         """Group words into flags. Included files are read on the way, so they end up on lower levels than this one."""
         own: list[Occurrence] = []
         current: Occurrence | None = None
         for word, place in words:
-            if _NO_TEXT.search(word.text):  # no path or name has a zero byte, and no args file can say what is not UTF-8
+            if _NO_TEXT.search(
+                word.text
+            ):  # no path or name has a zero byte, and no args file can say what is not UTF-8
                 self.errors.append(f"{word.text!r}: has a zero byte, or is not UTF-8 [{place}]")
             elif not word.quoted and word.text.startswith("@"):
                 self._include(word.text[1:], folder, place, including)
@@ -71,11 +77,15 @@ class Reader:
                 if word.text.startswith("--"):
                     own.append(current)
                 else:
-                    self.errors.append(f"{word.text}: flags start with two dashes. A value that starts with one: --flag=value [{place}]")
+                    self.errors.append(
+                        f"{word.text}: flags start with two dashes. A value that starts with one: --flag=value [{place}]"
+                    )
             elif current is not None:
                 current.words.append(word)
             else:
-                self.errors.append(f"{word.text!r} follows no flag. Flags start with --, args files with @ [{place}]")
+                self.errors.append(
+                    f"{word.text!r} follows no flag. Flags start with --, args files with @ [{place}]"
+                )
         self._level += 1
         for occurrence in own:
             occurrence.level = self._level
@@ -111,13 +121,19 @@ class Reader:
             match = _WORD.match(text, position)
             if match is None:
                 left = text[position:]
-                what = "a backslash with nothing after it" if left == "\\" else "a quote that is opened here is never closed"
+                what = (
+                    "a backslash with nothing after it"
+                    if left == "\\"
+                    else "a quote that is opened here is never closed"
+                )
                 self.errors.append(f"{left.splitlines()[0]!r}: {what} [{place}]")
                 return
             yield Word(_unquoted(match.group()), match.group()[0] in "'\""), place
             position = _SKIP.match(text, match.end()).end()
             if position == match.end() < len(text):
-                self.errors.append(f"{match.group()!r}: a quote that is opened after this is never closed [{place}]")
+                self.errors.append(
+                    f"{match.group()!r}: a quote that is opened after this is never closed [{place}]"
+                )
                 return
 
 

@@ -11,7 +11,14 @@ from megarl.config.check_checkpoints import checkpoint_findings
 from megarl.config.check_experts import expert_findings
 from megarl.config.check_lora import lora_findings
 from megarl.config.check_offload import offload_findings
-from megarl.config.check_parallel import MegatronRole, agreed_fields, divisors, parallel_findings, split_sizes, try_
+from megarl.config.check_parallel import (
+    MegatronRole,
+    agreed_fields,
+    divisors,
+    parallel_findings,
+    split_sizes,
+    try_,
+)
 from megarl.config.check_paths import path_findings
 from megarl.config.check_rewards import reward_findings
 from megarl.config.check_sharding import sharding_findings
@@ -44,7 +51,11 @@ class _Job:
     @property
     def data_parallel_size(self) -> int | None:
         actor, ranks = self.config.actor, self.ranks["actor"]
-        replica = actor.tensor_model_parallel_size * actor.context_parallel_size * actor.pipeline_model_parallel_size
+        replica = (
+            actor.tensor_model_parallel_size
+            * actor.context_parallel_size
+            * actor.pipeline_model_parallel_size
+        )
         return len(ranks) // replica if ranks and len(ranks) % replica == 0 else None
 
     def megatron_roles(self) -> Iterator[MegatronRole]:
@@ -60,13 +71,22 @@ class _Job:
     def reward_shapes(self) -> dict[str, ModelShape]:
         """Of the reward models that Megatron runs; none if something is wrong with any, which `reward_findings` says."""
         try:
-            return {model.name: value_model_shape(model.path) for model in reward_models(self.config) if model.backend == "megatron"}
+            return {
+                model.name: value_model_shape(model.path)
+                for model in reward_models(self.config)
+                if model.backend == "megatron"
+            }
         except ValueError:
             return {}
 
 
-def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_run: bool = True,
-          critic_shape: ModelShape | None = None) -> list[str]:
+def check(
+    config: TrainConfig,
+    shape: ModelShape | None,
+    world_size: int,
+    new_run: bool = True,
+    critic_shape: ModelShape | None = None,
+) -> list[str]:
     """All rules that one actor with its roles breaks; [] if none.
 
     Args:
@@ -76,12 +96,29 @@ def check(config: TrainConfig, shape: ModelShape | None, world_size: int, new_ru
         critic_shape: of the critic's model, with its value head. Default: `shape`.
     """
     job, findings = _job(config, shape, critic_shape, world_size)
-    rules = [_placement, _megatron, _experts, _fp8, _batch, _optimizer, _lora, _held_out, _offload, _sharding, _critic]
+    rules = [
+        _placement,
+        _megatron,
+        _experts,
+        _fp8,
+        _batch,
+        _optimizer,
+        _lora,
+        _held_out,
+        _offload,
+        _sharding,
+        _critic,
+    ]
     rules += [*([_sequence_length] if shape else []), *([] if new_run else [_evaluation])]
     if job.uses_rollout:
         rules += [_rollout_placement, _sampling, _algorithm, *([_rollout_shape] if shape else [])]
     findings += [finding for rule in rules for finding in rule(job)]
-    return [*filter(None, [megatron_finding(), apex_finding()]), *findings, *reward_findings(config), *path_findings(config, new_run)]
+    return [
+        *filter(None, [megatron_finding(), apex_finding()]),
+        *findings,
+        *reward_findings(config),
+        *path_findings(config, new_run),
+    ]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
@@ -100,7 +137,9 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
     raise_findings(of_all_actors(config, findings_of) + actors_findings(config, world_size))
 
 
-def _job(config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape | None, world_size: int) -> tuple[_Job, list[str]]:
+def _job(
+    config: TrainConfig, shape: ModelShape | None, critic_shape: ModelShape | None, world_size: int
+) -> tuple[_Job, list[str]]:
     """What the rules look at, and what is wrong with the lists of ranks."""
     ranks, findings = place(config, world_size)
     return _Job(config, shape, critic_shape or shape, world_size, ranks), findings
@@ -131,7 +170,11 @@ def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | N
         return shape, None, findings
     critic_shape, of_critic = _load_shape(config.model.critic_model or config.model.model, value_head=True)
     # of one folder the actor's findings say it
-    of_critic = [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic] if config.model.critic_model else []
+    of_critic = (
+        [finding.replace("--model ", "--critic-model ", 1) for finding in of_critic]
+        if config.model.critic_model
+        else []
+    )
     return shape, critic_shape, findings + of_critic
 
 
@@ -174,25 +217,45 @@ def _algorithm(job: _Job) -> Iterator[str]:
     warmup, steps = job.config.algorithm.critic_warmup_iters, job.config.batch.train_iters
     if warmup >= steps:
         yield f"--critic-warmup-iters ({warmup}): must be below --train-iters ({steps}), or the policy never learns. Try {steps // 10}."
-    yield from job.config.algorithm.step_findings(job.config.batch.num_prompts * job.config.batch.num_samples_per_prompt)
+    yield from job.config.algorithm.step_findings(
+        job.config.batch.num_prompts * job.config.batch.num_samples_per_prompt
+    )
 
 
 def _critic(job: _Job) -> Iterator[str]:
     """The critic reads the actor's token ids."""
-    if job.shape is not None and job.critic_shape is not None and job.critic_shape.vocab_size != job.shape.vocab_size:
-        yield (f"--critic-model ({job.config.model.critic_model}): has {job.critic_shape.vocab_size} words, and --model has "
-               f"{job.shape.vocab_size}; it must read the same tokens. Name a model of the same family, or leave it out.")  # fmt: skip
+    if (
+        job.shape is not None
+        and job.critic_shape is not None
+        and job.critic_shape.vocab_size != job.shape.vocab_size
+    ):
+        yield (
+            f"--critic-model ({job.config.model.critic_model}): has {job.critic_shape.vocab_size} words, and --model has "
+            f"{job.shape.vocab_size}; it must read the same tokens. Name a model of the same family, or leave it out."
+        )
     sampling = job.config.sampling
     longest = sampling.max_prompt_length + sampling.max_response_length
-    if job.config.model.critic_model and job.critic_shape is not None and longest > job.critic_shape.max_position_embeddings:
-        yield (f"--critic-model ({job.config.model.critic_model}): takes {job.critic_shape.max_position_embeddings} tokens "
-               f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them shorter.")  # fmt: skip
+    if (
+        job.config.model.critic_model
+        and job.critic_shape is not None
+        and longest > job.critic_shape.max_position_embeddings
+    ):
+        yield (
+            f"--critic-model ({job.config.model.critic_model}): takes {job.critic_shape.max_position_embeddings} tokens "
+            f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them shorter."
+        )
 
 
 def _batch(job: _Job) -> Iterator[str]:
     batch, dp = job.config.batch, job.data_parallel_size
     size, samples = batch.global_batch_size, batch.num_prompts * batch.num_samples_per_prompt
-    fits = [n for n in divisors(samples) if dp and n % dp == 0] if job.uses_rollout else [size - size % dp or dp, size - size % dp + dp] if dp else []
+    fits = (
+        [n for n in divisors(samples) if dp and n % dp == 0]
+        if job.uses_rollout
+        else [size - size % dp or dp, size - size % dp + dp]
+        if dp
+        else []
+    )
     advice = try_(fits, size)
     if dp and not fits:
         num_prompts = -(-batch.num_prompts // dp) * dp
@@ -208,12 +271,16 @@ def _batch(job: _Job) -> Iterator[str]:
 
 def _optimizer(job: _Job) -> Iterator[str]:
     actor, critic = job.config.optimizer, job.config.critic_optimizer
-    for prefix, optimizer in [("", actor)] if critic in (None, actor) else [("actor-", actor), ("critic-", critic)]:
+    for prefix, optimizer in (
+        [("", actor)] if critic in (None, actor) else [("actor-", actor), ("critic-", critic)]
+    ):
         if optimizer.min_lr > optimizer.lr:
             yield f"--{prefix}min-lr ({optimizer.min_lr:g}): must be at most --{prefix}lr ({optimizer.lr:g}). Try {optimizer.lr / 10:g}."
         if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
-            yield (f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
-                   f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}.")  # fmt: skip
+            yield (
+                f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
+                f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}."
+            )
 
 
 def _lora(job: _Job) -> Iterator[str]:
@@ -233,15 +300,19 @@ def _held_out(job: _Job) -> Iterator[str]:
     """Evaluation during training."""
     interval = job.config.run.eval_interval
     if interval and job.uses_rollout and not uses_rule_reward(job.config):
-        yield (f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model there is none. Add "
-               "--reward auto, which then counts in training too, or leave it out.")  # fmt: skip
+        yield (
+            f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model there is none. Add "
+            "--reward auto, which then counts in training too, or leave it out."
+        )
     if interval and not job.config.data.eval_data:
         yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
 
 
 def _evaluation(job: _Job) -> Iterator[str]:
     """Of `megarl eval`."""
-    if job.uses_rollout and not uses_rule_reward(job.config) and not job.config.run.eval_interval:  # else _held_out says it
+    if (
+        job.uses_rollout and not uses_rule_reward(job.config) and not job.config.run.eval_interval
+    ):  # else _held_out says it
         yield "--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto."
     if not job.config.data.eval_data:
         yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
@@ -250,7 +321,11 @@ def _evaluation(job: _Job) -> Iterator[str]:
 
 
 def _rollout_shape(job: _Job) -> Iterator[str]:
-    tp, groups, sizes = job.config.rollout.tensor_parallel_size, job.shape.num_query_groups, split_sizes(job.shape)
+    tp, groups, sizes = (
+        job.config.rollout.tensor_parallel_size,
+        job.shape.num_query_groups,
+        split_sizes(job.shape),
+    )
     sizes |= {"moe_intermediate_size": job.shape.moe_ffn_hidden_size} if job.shape.is_moe else {}
     fits = [
         n
@@ -290,7 +365,11 @@ def _rollout_placement(job: _Job) -> Iterator[str]:
             f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and --rollout-ranks is "
             f"{job.config.placement.rollout_ranks}. Leave --rollout-ranks out, or try --rollout-engine out-of-process."
         )
-    if rollout and job.config.reshard.reshard_double_buffer and engine_mode(job.config, job.world_size) == "in-process":
+    if (
+        rollout
+        and job.config.reshard.reshard_double_buffer
+        and engine_mode(job.config, job.world_size) == "in-process"
+    ):
         yield "--reshard-double-buffer: an in-process engine has one buffer. Leave it out, or try --rollout-engine out-of-process."
 
 

@@ -23,8 +23,19 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.role_names import suffix_of
 
-_OF_THE_TENSORS = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
-                   "num_moe_experts", "moe_ffn_hidden_size", "tie_word_embeddings")  # fmt: skip
+_OF_THE_TENSORS = (
+    "model_type",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "head_dim",
+    "ffn_hidden_size",
+    "vocab_size",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "tie_word_embeddings",
+)
 
 
 def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
@@ -33,7 +44,9 @@ def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
     for suffix, of_actor in configs_of_actors(config).items():
         models[f"actor{suffix}"] = ModelShape.load(of_actor.model.model)
         if of_actor.critic is not None:
-            models[f"critic{suffix}"] = ModelShape.load(of_actor.model.critic_model or of_actor.model.model, value_head=True)
+            models[f"critic{suffix}"] = ModelShape.load(
+                of_actor.model.critic_model or of_actor.model.model, value_head=True
+            )
     return {role: {name: getattr(shape, name) for name in _OF_THE_TENSORS} for role, shape in models.items()}
 
 
@@ -51,14 +64,27 @@ def checkpoint_findings(config: TrainConfig) -> list[str]:
 
 def is_savable(config: TrainConfig) -> bool:
     """Whether there can be checkpoints of the job: not with --optimizer-cpu-offload."""
-    return not any(of_role is not None and of_role.optimizer_cpu_offload for of_actor in configs_of_actors(config).values()
-                   for of_role in (of_actor.optimizer, of_actor.critic_optimizer))  # fmt: skip
+    return not any(
+        of_role is not None and of_role.optimizer_cpu_offload
+        for of_actor in configs_of_actors(config).values()
+        for of_role in (of_actor.optimizer, of_actor.critic_optimizer)
+    )
 
 
 def _unsavable(config: TrainConfig) -> Iterator[str]:
-    load, interval, restarts = config.checkpoint.load, config.checkpoint.save_interval, config.checkpoint.max_restarts
+    load, interval, restarts = (
+        config.checkpoint.load,
+        config.checkpoint.save_interval,
+        config.checkpoint.max_restarts,
+    )
     if (interval or load is not None or restarts) and not is_savable(config):
-        flag = f"--save-interval ({interval})" if interval else f"--load ({load})" if load is not None else f"--max-restarts ({restarts})"
+        flag = (
+            f"--save-interval ({interval})"
+            if interval
+            else f"--load ({load})"
+            if load is not None
+            else f"--max-restarts ({restarts})"
+        )
         yield f"{flag}: the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
 
 
@@ -70,8 +96,10 @@ def _unclear_restart(config: TrainConfig) -> Iterator[str]:
         return
     newest = checkpoints_in(Path(config.run.save))[:1]
     if newest and step_of(newest[0]) > step_of(Path(load)):
-        yield (f"--max-restarts ({restarts}): a restart goes on from the newest checkpoint of --save, and --load ({load}) is an older one of the "
-               f"same run, whose newest is {newest[0]}. Remove the newer ones, or try --max-restarts 0.")  # fmt: skip
+        yield (
+            f"--max-restarts ({restarts}): a restart goes on from the newest checkpoint of --save, and --load ({load}) is an older one of the "
+            f"same run, whose newest is {newest[0]}. Remove the newer ones, or try --max-restarts 0."
+        )
 
 
 def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
@@ -85,7 +113,9 @@ def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
         except JobFileError as error:
             problems.append(str(error))
     if problems:
-        raise JobFileError(f"--load ({config.checkpoint.load}): holds no whole checkpoint. {' '.join(problems)} Name another run, or leave it out.")
+        raise JobFileError(
+            f"--load ({config.checkpoint.load}): holds no whole checkpoint. {' '.join(problems)} Name another run, or leave it out."
+        )
     if goes_on(config) and Path(config.checkpoint.load).resolve() == Path(config.run.save).resolve():
         return None
     raise JobFileError(f"--load ({config.checkpoint.load}): {_why_none(Path(config.checkpoint.load))}")
@@ -112,7 +142,11 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object
             yield f"{head} has no {role}, but {', '.join(saved['models'])}. Leave --load out, or name a run that has one."
             continue
         theirs = saved["models"][role]
-        different = [f"{name} {theirs.get(name)}, not {value}" for name, value in model.items() if theirs.get(name) != value]
+        different = [
+            f"{name} {theirs.get(name)}, not {value}"
+            for name, value in model.items()
+            if theirs.get(name) != value
+        ]
         if different:
             yield f"{head} is of another model: its {role} has {', '.join(different)}. Give the --model that the run had, or leave --load out."
     for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
@@ -125,7 +159,9 @@ def _order_findings(config: TrainConfig, number: int, cursor: Mapping[str, objec
     if config.batch.seed != cursor["seed"]:
         yield f"--{seed} ({config.batch.seed}): the run that --load continues has another. Try --{seed} {cursor['seed']}."
     if config.data.shuffle != cursor["shuffle"]:
-        given, wanted = (f"--{'' if value else 'no-'}{shuffle}" for value in (config.data.shuffle, cursor["shuffle"]))
+        given, wanted = (
+            f"--{'' if value else 'no-'}{shuffle}" for value in (config.data.shuffle, cursor["shuffle"])
+        )
         yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
 
 
@@ -134,5 +170,7 @@ def rows_finding(config: TrainConfig, number: int, num_rows: int, saved: Mapping
     cursor = saved["actors"].get(suffix_of(number - 1), {}).get("cursor", {"num_rows": num_rows})
     if cursor["num_rows"] == num_rows:
         return None
-    return (f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} rows, and the run that --load continues has "
-            f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder.")  # fmt: skip
+    return (
+        f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} rows, and the run that --load continues has "
+        f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder."
+    )

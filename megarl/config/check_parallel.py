@@ -51,7 +51,9 @@ class MegatronRole:
 def agreed_fields(config: TrainConfig, roles: Iterable[str]) -> frozenset[str]:
     """Fields of ParallelConfig that have one value for all these roles."""
     nodes = [getattr(config, role) for role in roles]
-    return frozenset(f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1)
+    return frozenset(
+        f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1
+    )
 
 
 def parallel_findings(role: MegatronRole) -> Iterator[str]:
@@ -60,25 +62,38 @@ def parallel_findings(role: MegatronRole) -> Iterator[str]:
     yield from _ranks(role)
     yield from _virtual_pipeline(role)
     if role.shape is not None:
-        yield from split_findings(role.shape, role.tp, role.pp, role.flag("tensor_model_parallel_size"), role.flag("pipeline_model_parallel_size"),
-                                  len(role.ranks or ()) // role.cp)
+        yield from split_findings(
+            role.shape,
+            role.tp,
+            role.pp,
+            role.flag("tensor_model_parallel_size"),
+            role.flag("pipeline_model_parallel_size"),
+            len(role.ranks or ()) // role.cp,
+        )
         yield from _experts(role)
         if role.parallel.qkv_layout == "stacked" and role.shape.is_mla:
             yield f"{role.flag('qkv_layout')} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. Leave it out."
         elif role.parallel.qkv_layout == "stacked" and role.shape.num_query_groups % role.tp:
-            yield (f"{role.flag('qkv_layout')} (stacked): needs whole key-value heads on each rank: {role.flag('tensor_model_parallel_size')} "
-                   f"({role.tp}) must divide the model's ({role.shape.num_query_groups}). Try {role.flag('qkv_layout')} grouped.")
+            yield (
+                f"{role.flag('qkv_layout')} (stacked): needs whole key-value heads on each rank: {role.flag('tensor_model_parallel_size')} "
+                f"({role.tp}) must divide the model's ({role.shape.num_query_groups}). Try {role.flag('qkv_layout')} grouped."
+            )
 
 
 def _ranks(role: MegatronRole) -> Iterator[str]:
     if role.parallel.sequence_parallel and role.tp == 1:
-        yield (f"{role.flag('sequence_parallel')}: needs {role.flag('tensor_model_parallel_size')} above 1. Leave it out, or try "
-               f"{role.flag('tensor_model_parallel_size')} 2.")  # fmt: skip
+        yield (
+            f"{role.flag('sequence_parallel')}: needs {role.flag('tensor_model_parallel_size')} above 1. Leave it out, or try "
+            f"{role.flag('tensor_model_parallel_size')} 2."
+        )
     if role.shape is not None and any(split_findings(role.shape, role.tp, role.pp)):
         return  # no number of ranks would help; `split_findings` says what does
     size, ranks = role.tp * role.cp * role.pp, role.ranks
-    sizes = {"tensor_model_parallel_size": role.tp, **({"context_parallel_size": role.cp} if role.cp > 1 else {}),
-             "pipeline_model_parallel_size": role.pp}  # fmt: skip
+    sizes = {
+        "tensor_model_parallel_size": role.tp,
+        **({"context_parallel_size": role.cp} if role.cp > 1 else {}),
+        "pipeline_model_parallel_size": role.pp,
+    }
     product = " x ".join(f"{role.flag(field)} ({value})" for field, value in sizes.items()) + f" = {size}"
     if ranks and len(ranks) < size:
         yield f"{product}: needs as many ranks, and the {role.name} has {len(ranks)}. Try --nproc-per-node {size}."
@@ -87,11 +102,18 @@ def _ranks(role: MegatronRole) -> Iterator[str]:
 
 
 def _virtual_pipeline(role: MegatronRole) -> Iterator[str]:
-    flag, pp_flag = role.flag("virtual_pipeline_model_parallel_size"), role.flag("pipeline_model_parallel_size")
+    flag, pp_flag = (
+        role.flag("virtual_pipeline_model_parallel_size"),
+        role.flag("pipeline_model_parallel_size"),
+    )
     if role.vpp > 1 and role.pp == 1:
         halves = role.shape is None or role.shape.num_layers % (2 * role.vpp) == 0
         yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{f', or try {pp_flag} 2' if halves else ''}."
-    elif role.shape is not None and role.shape.num_layers % role.pp == 0 and role.shape.num_layers // role.pp % role.vpp:
+    elif (
+        role.shape is not None
+        and role.shape.num_layers % role.pp == 0
+        and role.shape.num_layers // role.pp % role.vpp
+    ):
         stage = role.shape.num_layers // role.pp
         yield f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage ({stage}).{try_(divisors(stage), role.vpp)}"
 
@@ -100,18 +122,28 @@ def _recompute(role: MegatronRole) -> Iterator[str]:
     """As TransformerConfig.__post_init__ and TransformerBlock demand, and what they would silently ignore."""
     parallel, flag = role.parallel, role.flag
     granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
-    for field, value in {"recompute_method": parallel.recompute_method, "recompute_num_layers": layers}.items():
+    for field, value in {
+        "recompute_method": parallel.recompute_method,
+        "recompute_num_layers": layers,
+    }.items():
         if granularity == "full" and value is None:
-            yield (f"{flag('recompute_granularity')} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
-                   f"{flag('recompute_num_layers')} 1.")  # fmt: skip
+            yield (
+                f"{flag('recompute_granularity')} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
+                f"{flag('recompute_num_layers')} 1."
+            )
         if granularity != "full" and value is not None:
             yield f"{flag(field)} ({value}): has no effect without {flag('recompute_granularity')} full. Leave it out, or set that."
     if parallel.recompute_modules is not None and granularity != "selective":
         modules = " ".join(parallel.recompute_modules)
-        yield (f"{flag('recompute_modules')} ({modules}): has no effect without {flag('recompute_granularity')} selective. Leave it out, or "
-               "set that.")  # fmt: skip
+        yield (
+            f"{flag('recompute_modules')} ({modules}): has no effect without {flag('recompute_granularity')} selective. Leave it out, or "
+            "set that."
+        )
     if role.shape is not None and granularity == "full" and layers is not None:
-        held, what = max(1, role.shape.num_layers // (role.pp * role.vpp)), "model chunk" if role.vpp > 1 else "pipeline stage"
+        held, what = (
+            max(1, role.shape.num_layers // (role.pp * role.vpp)),
+            "model chunk" if role.vpp > 1 else "pipeline stage",
+        )
         if layers > held:
             yield f"{flag('recompute_num_layers')} ({layers}): must be at most the {role.name}'s layers per {what} ({held}). Try {held}."
 
@@ -130,23 +162,39 @@ def _experts(role: MegatronRole) -> Iterator[str]:
     if shape.num_moe_experts % ep:
         yield f"{ep_flag} ({ep}): must divide the model's num_experts ({shape.num_moe_experts}).{try_(divisors(shape.num_moe_experts), ep)}"
     if shape.moe_ffn_hidden_size % etp:
-        yield (f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
-               f"{try_(divisors(shape.moe_ffn_hidden_size), etp)}")  # fmt: skip
+        yield (
+            f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
+            f"{try_(divisors(shape.moe_ffn_hidden_size), etp)}"
+        )
     if ranks and len(ranks) % (tp * role.cp * pp) == 0 and len(ranks) // pp % (etp * ep):
         stage = len(ranks) // pp
         fits = [n for n in divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
-        yield (f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage})."
-               f"{try_(fits, ep) or f' Try {etp_flag} 1.'}")  # fmt: skip
+        yield (
+            f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage})."
+            f"{try_(fits, ep) or f' Try {etp_flag} 1.'}"
+        )
     if tp > 1 and not parallel.sequence_parallel:
-        yield (f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
-               f"sequence parallelism. Try {flag('sequence_parallel')}.")  # fmt: skip
+        yield (
+            f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
+            f"sequence parallelism. Try {flag('sequence_parallel')}."
+        )
 
 
-def split_findings(shape: ModelShape, tp: int, pp: int, tp_flag: str = "--tensor-model-parallel-size",
-                   pp_flag: str = "--pipeline-model-parallel-size", num_ranks: int = 0) -> Iterator[str]:
+def split_findings(
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    tp_flag: str = "--tensor-model-parallel-size",
+    pp_flag: str = "--pipeline-model-parallel-size",
+    num_ranks: int = 0,
+) -> Iterator[str]:
     """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks. `num_ranks`: what is proposed divides it; 0: not known."""
     sizes, groups = split_sizes(shape), shape.num_query_groups
-    fits = [n for n in divisors(shape.num_attention_heads) if _shares_heads(groups, n) and not any(size % n for size in sizes.values())]
+    fits = [
+        n
+        for n in divisors(shape.num_attention_heads)
+        if _shares_heads(groups, n) and not any(size % n for size in sizes.values())
+    ]
     fits = [n for n in fits if num_ranks % (n * pp) == 0] or fits
     for name, size in sizes.items():
         if size % tp:
@@ -154,7 +202,9 @@ def split_findings(shape: ModelShape, tp: int, pp: int, tp_flag: str = "--tensor
     if not _shares_heads(groups, tp):
         yield f"{tp_flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of them.{try_(fits, tp)}"
     if shape.num_layers % pp:
-        stages = [n for n in divisors(shape.num_layers) if num_ranks % (n * tp) == 0] or divisors(shape.num_layers)
+        stages = [n for n in divisors(shape.num_layers) if num_ranks % (n * tp) == 0] or divisors(
+            shape.num_layers
+        )
         yield f"{pp_flag} ({pp}): must divide the model's layers ({shape.num_layers}).{try_(stages, pp)}"
 
 
@@ -168,7 +218,11 @@ def split_sizes(shape: ModelShape) -> dict[str, int]:
     return {
         "attention heads": shape.num_attention_heads,
         **({"intermediate_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}),
-        **({"shared experts' intermediate size": shape.moe_shared_expert_intermediate_size} if shape.is_moe and shape.moe_shared_expert_intermediate_size else {}),
+        **(
+            {"shared experts' intermediate size": shape.moe_shared_expert_intermediate_size}
+            if shape.is_moe and shape.moe_shared_expert_intermediate_size
+            else {}
+        ),
         "vocabulary, padded to a multiple of 64": shape.padded_vocab_size(),
     }
 

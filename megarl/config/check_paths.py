@@ -23,11 +23,21 @@ def unreachable_paths(config: TrainConfig) -> Iterator[str]:
     seen = set()
     for number, of_actor in enumerate((config, *config.others), 1):
         model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
-        of_flag = {"model": [model.model], "tokenizer-model": [model.tokenizer_model], "critic-model": [model.critic_model],
-                   "train-data": data.train_data, "eval-data": data.eval_data, "reward-function": [(data.reward_function or "").rpartition(":")[0]],
-                   "reward-model": rewards.reward_model, "judge-template": [rewards.judge_template], "save": [of_actor.run.save],
-                   "load": [of_actor.checkpoint.load]}  # fmt: skip
-        for flag, path in ((flag, path) for flag, paths in of_flag.items() for path in paths if path and path not in seen):
+        of_flag = {
+            "model": [model.model],
+            "tokenizer-model": [model.tokenizer_model],
+            "critic-model": [model.critic_model],
+            "train-data": data.train_data,
+            "eval-data": data.eval_data,
+            "reward-function": [(data.reward_function or "").rpartition(":")[0]],
+            "reward-model": rewards.reward_model,
+            "judge-template": [rewards.judge_template],
+            "save": [of_actor.run.save],
+            "load": [of_actor.checkpoint.load],
+        }
+        for flag, path in (
+            (flag, path) for flag, paths in of_flag.items() for path in paths if path and path not in seen
+        ):
             seen.add(path)
             try:
                 os.stat(path)
@@ -49,11 +59,22 @@ def path_findings(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
 
 def _model(config: TrainConfig) -> Iterator[str]:
     folder, tokenizer = Path(config.model.model), config.model.tokenizer_model
-    if (folder / "config.json").is_file() and not config.model.random_init and not any(folder.glob("*.safetensors")):
+    if (
+        (folder / "config.json").is_file()
+        and not config.model.random_init
+        and not any(folder.glob("*.safetensors"))
+    ):
         yield f"--model ({folder}): holds no *.safetensors. Give a folder with weights, or --random-init."
     if tokenizer is not None and not Path(tokenizer).exists():
-        own = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-        advice = "Leave it out: --model has one." if own else "Give a Hugging Face tokenizer's folder, or a SentencePiece *.model file."
+        own = any(
+            (folder / name).exists()
+            for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        )
+        advice = (
+            "Leave it out: --model has one."
+            if own
+            else "Give a Hugging Face tokenizer's folder, or a SentencePiece *.model file."
+        )
         yield f"--tokenizer-model ({tokenizer}): does not exist. {advice}"
 
 
@@ -66,7 +87,11 @@ def _data(flag: str, files: tuple[str, ...]) -> Iterator[str]:
 
 
 def _other_data(path: Path) -> str:
-    return try_path(path, lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file(), "Give one or more *.jsonl or *.parquet files.")
+    return try_path(
+        path,
+        lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file(),
+        "Give one or more *.jsonl or *.parquet files.",
+    )
 
 
 def _reward_function(name: str | None) -> Iterator[str]:
@@ -83,6 +108,7 @@ def _reward_function(name: str | None) -> Iterator[str]:
 
 def _other_function(path: Path) -> str:
     """Of the Python file beside it that is named most like it."""
+
     def functions(one: Path) -> list[str]:
         try:
             tree = ast.parse(one.read_bytes()) if one.suffix == ".py" else ast.Module([], [])
@@ -91,7 +117,11 @@ def _other_function(path: Path) -> str:
         return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
     found = path if functions(path) else nearest(path, lambda one: bool(functions(one)))
-    return f" Try {found}:{functions(found)[0]}." if found is not None else " Give a function of a file of yours."
+    return (
+        f" Try {found}:{functions(found)[0]}."
+        if found is not None
+        else " Give a function of a file of yours."
+    )
 
 
 def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
@@ -104,7 +134,9 @@ def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
         return
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     bound |= {alias.asname or alias.name for node in imports for alias in node.names}
     bound |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -124,4 +156,8 @@ def _save(folder: Path) -> Iterator[str]:
 def free_name(folder: Path) -> Path:
     """`folder` with the lowest number behind it that nothing is called yet: run-2."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    return next(path for number in itertools.count(2) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
+    return next(
+        path
+        for number in itertools.count(2)
+        if not (path := folder.with_name(f"{folder.name}-{number}")).exists()
+    )

@@ -67,8 +67,10 @@ def _counts(given: RewardModelConfig) -> Iterator[str]:
     if weights is not None and not all(map(math.isfinite, weights)):
         yield f"--reward-model-weights ({_words(weights)}): must be finite numbers. Try {_words([1.0] * count)}."
     if len(given.reward_model_backend) not in (1, count):
-        yield (f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or one per --reward-model ({count}). "
-               "Try auto.")  # fmt: skip
+        yield (
+            f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or one per --reward-model ({count}). "
+            "Try auto."
+        )
 
 
 def _model(path: str, backend: str, model: dict[str, object], config: TrainConfig) -> Iterator[str]:
@@ -84,20 +86,30 @@ def _shape_findings(path: str, config: TrainConfig) -> Iterator[str]:
     try:
         shape = value_model_shape(path)
     except ConfigError as error:
-        yield from (f"--reward-model ({path}), --reward-model-backend megatron: {finding}" for finding in error.findings)
+        yield from (
+            f"--reward-model ({path}), --reward-model-backend megatron: {finding}"
+            for finding in error.findings
+        )
         return
-    longest, limit = config.sampling.max_prompt_length + config.sampling.max_response_length, shape.max_position_embeddings
+    longest, limit = (
+        config.sampling.max_prompt_length + config.sampling.max_response_length,
+        shape.max_position_embeddings,
+    )
     if longest > limit:
-        yield (f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and --max-prompt-length "
-               f"({config.sampling.max_prompt_length}) + --max-response-length ({config.sampling.max_response_length}) = {longest}. "
-               "Make them shorter.")  # fmt: skip
+        yield (
+            f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and --max-prompt-length "
+            f"({config.sampling.max_prompt_length}) + --max-response-length ({config.sampling.max_response_length}) = {longest}. "
+            "Make them shorter."
+        )
 
 
 def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
     limit = read_model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and given.judge_max_tokens >= limit:
-        yield (f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the {limit} tokens that {path} can take. "
-               f"Try {limit // 4}.")  # fmt: skip
+        yield (
+            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the {limit} tokens that {path} can take. "
+            f"Try {limit // 4}."
+        )
 
 
 def _judge(given: RewardModelConfig) -> Iterator[str]:
@@ -115,8 +127,10 @@ def _judge(given: RewardModelConfig) -> Iterator[str]:
     if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
         yield f"--judge-score-range ({_words(bounds)}): must be two numbers, the lower one first. Try 0 10."
     if given.judge_max_model_len is not None and given.judge_max_model_len <= given.judge_max_tokens:
-        yield (f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens ({given.judge_max_tokens}), which "
-               "is a part of it. Leave it out.")  # fmt: skip
+        yield (
+            f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens ({given.judge_max_tokens}), which "
+            "is a part of it. Leave it out."
+        )
 
 
 def _template(file: Path) -> Iterator[str]:

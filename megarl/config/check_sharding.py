@@ -7,28 +7,41 @@ from collections.abc import Iterator, Sequence
 from megarl.config.check_parallel import MegatronRole
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 
-_UNPROVEN = ("optim_grads_params: the weights are shards between two passes, and no weight sync, export or checkpoint reads these",
-             "no_shard: shards nothing, as without --use-megatron-fsdp")  # fmt: skip
+_UNPROVEN = (
+    "optim_grads_params: the weights are shards between two passes, and no weight sync, export or checkpoint reads these",
+    "no_shard: shards nothing, as without --use-megatron-fsdp",
+)
 
 
 def sharding_findings(config: TrainConfig, roles: Sequence[MegatronRole]) -> Iterator[str]:
     """Every rule that is broken, perhaps twice."""
-    sections = {"actor": (config.optimizer, config.lora), "critic": (config.critic_optimizer, config.critic_lora)}
+    sections = {
+        "actor": (config.optimizer, config.lora),
+        "critic": (config.critic_optimizer, config.critic_lora),
+    }
     for role in roles:
         if role.name in sections:
             optimizer, lora = sections[role.name]
             prefix = "" if config.critic_optimizer in (None, config.optimizer) else f"{role.name}-"
-            yield from _of_role(role, optimizer, lora, prefix) if optimizer.use_megatron_fsdp else _without_effect(optimizer, prefix)
+            yield from (
+                _of_role(role, optimizer, lora, prefix)
+                if optimizer.use_megatron_fsdp
+                else _without_effect(optimizer, prefix)
+            )
 
 
 def _without_effect(optimizer: OptimizerConfig, prefix: str) -> Iterator[str]:
     strategy = optimizer.data_parallel_sharding_strategy
     if strategy != OptimizerConfig().data_parallel_sharding_strategy:
-        yield (f"--{prefix}data-parallel-sharding-strategy ({strategy}): has no effect without --{prefix}use-megatron-fsdp. Leave it out, or "
-               "set that.")  # fmt: skip
+        yield (
+            f"--{prefix}data-parallel-sharding-strategy ({strategy}): has no effect without --{prefix}use-megatron-fsdp. Leave it out, or "
+            "set that."
+        )
 
 
-def _of_role(role: MegatronRole, optimizer: OptimizerConfig, lora: LoRAConfig | None, prefix: str) -> Iterator[str]:
+def _of_role(
+    role: MegatronRole, optimizer: OptimizerConfig, lora: LoRAConfig | None, prefix: str
+) -> Iterator[str]:
     flag, strategy = f"--{prefix}use-megatron-fsdp", optimizer.data_parallel_sharding_strategy
     for refused in _UNPROVEN:
         name, _, why = refused.partition(": ")
@@ -47,5 +60,7 @@ def _of_role(role: MegatronRole, optimizer: OptimizerConfig, lora: LoRAConfig | 
     if role.shape is not None and role.shape.is_moe:
         yield f"{flag}: nobody has proven it with a mixture of experts, which {role.shape.model_type} is. Leave it out."
     if role.parallel.offload:
-        yield (f"{flag}: its buffers stay where they are, and {role.flag('offload')} ({' '.join(role.parallel.offload)}) would move them. "
-               "Leave one of the two out.")  # fmt: skip
+        yield (
+            f"{flag}: its buffers stay where they are, and {role.flag('offload')} ({' '.join(role.parallel.offload)}) would move them. "
+            "Leave one of the two out."
+        )

@@ -1,9 +1,9 @@
 """Checkpoints of whole jobs in a run folder: where they are, and job.json, without which a folder is none.
 
-    run/checkpoints/step_000010/
-      job.json            what no role has: step, data cursors, random states; and the digest of each role's manifest
-      actor/, critic/     one folder per trained role, see megarl/checkpoint
-    run/checkpoints/.step_000012.partial/        being written, or left by a job that ended meanwhile"""
+run/checkpoints/step_000010/
+  job.json            what no role has: step, data cursors, random states; and the digest of each role's manifest
+  actor/, critic/     one folder per trained role, see megarl/checkpoint
+run/checkpoints/.step_000012.partial/        being written, or left by a job that ended meanwhile"""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def step_of(folder: Path) -> int | None:
 def checkpoints_in(run: Path) -> list[Path]:
     """Newest first, damaged ones too."""
     found = (run / CHECKPOINTS).iterdir() if (run / CHECKPOINTS).is_dir() else ()
-    return sorted((path for path in found if step_of(path) is not None and path.is_dir()), key=step_of, reverse=True)
+    return sorted(
+        (path for path in found if step_of(path) is not None and path.is_dir()), key=step_of, reverse=True
+    )
 
 
 def is_one_checkpoint(load: Path) -> bool:

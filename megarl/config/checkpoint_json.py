@@ -14,7 +14,9 @@ from pathlib import Path
 def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) -> None:
     """And wait until it is on the disk. body: what JSON can hold, without NaN."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"format": form, "version": version, "sha256": _digest(body), **body}, file, allow_nan=False)
+        json.dump(
+            {"format": form, "version": version, "sha256": _digest(body), **body}, file, allow_nan=False
+        )
         file.flush()
         os.fsync(file.fileno())
 

@@ -40,7 +40,10 @@ def require(
         rules: (holds, field, rule) for what is not a bound.
     Raises: FieldErrors, a ValueError.
     """
-    findings, default = [], {f.name: f.default for f in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
+    findings, default = (
+        [],
+        {f.name: f.default for f in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {},
+    )
     bounds = [
         (at_least, "at least", lambda value, bound: value >= bound),
         (above, "above", lambda value, bound: value > bound),
@@ -51,7 +54,9 @@ def require(
         for name, bound in fields.items():
             value = getattr(node, name)
             if value is not None and not holds(value, bound):  # written so that NaN breaks every bound
-                findings.append((name, value, f"must be {words} {bound:g}.{_try(default.get(name), bound, words, holds)}"))
+                findings.append(
+                    (name, value, f"must be {words} {bound:g}.{_try(default.get(name), bound, words, holds)}")
+                )
     findings += [(name, getattr(node, name), rule) for holds, name, rule in rules if not holds]
     if findings:
         raise FieldErrors(findings)

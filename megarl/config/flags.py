@@ -30,7 +30,10 @@ def _dataclass_in(hint: object) -> type | None:
 
 
 SECTIONS: dict[str, type] = {
-    name: cls for name, hint in typing.get_type_hints(TrainConfig).items() if (cls := _dataclass_in(hint)) is not None}
+    name: cls
+    for name, hint in typing.get_type_hints(TrainConfig).items()
+    if (cls := _dataclass_in(hint)) is not None
+}
 OF_ROLES: dict[type, dict[str, str]] = {
     ParallelConfig: {"actor": "actor", "reference": "reference", "critic": "critic", "reward": "reward"},
     OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},
@@ -40,10 +43,26 @@ OF_ROLES: dict[type, dict[str, str]] = {
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Roles that a role's own flags set too: the reference is the actor as it was."""
-_PLACEMENT_OF_JOB = ("nproc_per_node", "executor", "num_actors", "pools", "offload_ahead_bytes", "call_timeout_s")
-OF_JOB = frozenset({("batch", "train_iters"), *(("placement", name) for name in _PLACEMENT_OF_JOB),
-                    *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
-                    *(("run", field.name) for field in dataclasses.fields(RunConfig) if not field.name.startswith("gate_"))})  # fmt: skip
+_PLACEMENT_OF_JOB = (
+    "nproc_per_node",
+    "executor",
+    "num_actors",
+    "pools",
+    "offload_ahead_bytes",
+    "call_timeout_s",
+)
+OF_JOB = frozenset(
+    {
+        ("batch", "train_iters"),
+        *(("placement", name) for name in _PLACEMENT_OF_JOB),
+        *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
+        *(
+            ("run", field.name)
+            for field in dataclasses.fields(RunConfig)
+            if not field.name.startswith("gate_")
+        ),
+    }
+)
 """(section, field) of what all actors share."""
 _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
 
@@ -77,7 +96,13 @@ def number_and_name(name: str) -> tuple[int, str]:
 def numbered(name: str, number: int) -> str:
     """The flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
     kind, _, rest = name.partition("-")
-    return name if number == 1 else f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
+    return (
+        name
+        if number == 1
+        else f"{kind}-{number}-{rest}"
+        if kind in KINDS and rest
+        else f"actor-{number}-{name}"
+    )
 
 
 def flag_name(field: str, prefix: str = "") -> str:
@@ -94,7 +119,9 @@ def build_flags(algorithm: type | None) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for flag in _all_flags(algorithm):
         if flag.name in flags:
-            raise TypeError(f"--{flag.name} is claimed by {flags[flag.name].targets} and {flag.targets}; rename one field")
+            raise TypeError(
+                f"--{flag.name} is claimed by {flags[flag.name].targets} and {flag.targets}; rename one field"
+            )
         flags[flag.name] = flag
     return flags
 
@@ -115,7 +142,9 @@ def _all_flags(algorithm: type | None) -> Iterator[Flag]:
 def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator[Flag]:
     for flag in section_flags("", cls):
         field = flag.targets[0][1]
-        yield dataclasses.replace(flag, name=flag_name(field, prefix), targets=tuple((section, field) for section in sections))
+        yield dataclasses.replace(
+            flag, name=flag_name(field, prefix), targets=tuple((section, field) for section in sections)
+        )
 
 
 @functools.cache
@@ -127,7 +156,9 @@ def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
         if typing.get_origin(hints[field.name]) is dict:
             continue
         required = field.default is MISSING and field.default_factory is MISSING
-        default = None if required else field.default if field.default is not MISSING else field.default_factory()
+        default = (
+            None if required else field.default if field.default is not MISSING else field.default_factory()
+        )
         flags.append(
             Flag(
                 name=flag_name(field.name, PREFIXES.get(section, "")),

@@ -50,7 +50,10 @@ def _first_line(cls: type) -> str:
 
 
 def _algorithm_group(algorithms: Mapping[str, type], width: int) -> str:
-    lines = [f"  --algorithm {{{','.join(algorithms)}}}", *_wrapped("How to train. Each algorithm brings its own flags. Required.", width)]
+    lines = [
+        f"  --algorithm {{{','.join(algorithms)}}}",
+        *_wrapped("How to train. Each algorithm brings its own flags. Required.", width),
+    ]
     return "\n".join(["algorithm", *lines, ""])
 
 
@@ -59,7 +62,9 @@ def _group(title: str, flags: list[Flag], width: int) -> str:
 
 
 def _flag_lines(flag: Flag, width: int) -> Iterator[str]:
-    yield f"  --{flag.name}, --no-{flag.name}" if flag.kind.is_bool else f"  --{flag.name} {flag.kind.metavar}"
+    yield (
+        f"  --{flag.name}, --no-{flag.name}" if flag.kind.is_bool else f"  --{flag.name} {flag.kind.metavar}"
+    )
     yield from _wrapped(f"{flag.help} {_default(flag)}", width)
 
 
@@ -75,4 +80,6 @@ def _default(flag: Flag) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, width, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
+    )

@@ -43,7 +43,9 @@ class Family:
     @property
     def sequence_classifier(self) -> str:
         """The transformers class with a value head in place of the output layer."""
-        stem = "Gemma3Text" if self.is_gemma else self.architecture.removesuffix("ForCausalLM")  # Gemma3For... sees images
+        stem = (
+            "Gemma3Text" if self.is_gemma else self.architecture.removesuffix("ForCausalLM")
+        )  # Gemma3For... sees images
         return f"{stem}ForSequenceClassification"
 
 
@@ -52,23 +54,72 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", qkv_bias=True, head_dim_is_a_key=False, num_key_value_heads=16, is_moe=True,
-                        only={"qkv_bias": ((True,), "models without it are not supported")}),
-    "llama": Family("LlamaForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, only=BIASES),
-    "mistral": Family("MistralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, sliding_window=4096),
-    "mixtral": Family("MixtralForCausalLM", num_key_value_heads=8, max_position_embeddings=131072, eos_token_id=2, rms_norm_eps=1e-5,
-                      rope_theta=1e6, is_moe=True),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", num_key_value_heads=None, max_position_embeddings=2048, eos_token_id=2, is_moe=True,
-                          has_latents=True),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", num_key_value_heads=None, max_position_embeddings=4096, eos_token_id=1, is_moe=True,
-                          has_latents=True),
-    "gemma3_text": Family("Gemma3ForCausalLM", qk_layernorm=True, head_dim=256, num_key_value_heads=4, max_position_embeddings=131072,
-                          eos_token_id=1, is_gemma=True, tie_word_embeddings=True, only=ONLY_GEMMA),
-}  # fmt: skip
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        head_dim_is_a_key=False,
+        num_key_value_heads=16,
+        is_moe=True,
+        only={"qkv_bias": ((True,), "models without it are not supported")},
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        num_key_value_heads=None,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        only=BIASES,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        eos_token_id=2,
+        sliding_window=4096,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        eos_token_id=2,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        is_moe=True,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        num_key_value_heads=None,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        is_moe=True,
+        has_latents=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        num_key_value_heads=None,
+        max_position_embeddings=4096,
+        eos_token_id=1,
+        is_moe=True,
+        has_latents=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        qk_layernorm=True,
+        head_dim=256,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        eos_token_id=1,
+        is_gemma=True,
+        tie_word_embeddings=True,
+        only=ONLY_GEMMA,
+    ),
+}
 # Key -> (the values that change nothing, why others are refused). Absent and null are always fine.
 ONLY = {
     "hidden_act": (("silu",), "only SwiGLU (silu) is supported"),
-    "attention_bias": ((False,), "it adds a bias to o_proj as well, which transformers and vLLM have together for llama only"),
+    "attention_bias": (
+        (False,),
+        "it adds a bias to o_proj as well, which transformers and vLLM have together for llama only",
+    ),
     "mlp_bias": ((False,), "biases in the MLP are supported for llama only"),
     "qkv_bias": ((False,), "biases that transformers would not load are not supported"),
     "bias": ((False,), "biases that transformers would not load are not supported"),
@@ -173,15 +224,30 @@ class ModelShape:
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             name = str(config.get("model_type", "missing"))
-            raise ConfigError([f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"])
+            raise ConfigError(
+                [
+                    f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"
+                ]
+            )
         wrong_kinds = list(kind_findings(config))
-        raise_findings([f"{finding} [{path}]" for finding in dict.fromkeys([*wrong_kinds, *_missing(config, family)] if wrong_kinds else ())])
+        raise_findings(
+            [
+                f"{finding} [{path}]"
+                for finding in dict.fromkeys([*wrong_kinds, *_missing(config, family)] if wrong_kinds else ())
+            ]
+        )
         findings = [*_missing(config, family), *_unsupported(config, family, value_head)]
-        findings += unsupported_gemma(config) if family.is_gemma else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
+        findings += (
+            unsupported_gemma(config)
+            if family.is_gemma
+            else [*_unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
+        )
         findings += unsupported_experts(config["model_type"], config) if family.is_moe else ()
         findings += unsupported_latents(config) if family.has_latents else ()
         raise_findings([f"{finding} [{path}]" for finding in findings])
-        shape = _shape(config, family, _eos_token_ids(config, family, path.with_name("generation_config.json")))
+        shape = _shape(
+            config, family, _eos_token_ids(config, family, path.with_name("generation_config.json"))
+        )
         return replace(shape, value_head=True, tie_word_embeddings=False) if value_head else shape
 
     def padded_vocab_size(self, multiple: int = 64) -> int:
@@ -218,7 +284,9 @@ class ModelShape:
     @property
     def shares_experts(self) -> bool:
         """mlp.shared_experts; Qwen2-MoE, where there is a gate, calls them mlp.shared_expert."""
-        return self.is_moe and self.moe_shared_expert_intermediate_size > 0 and not self.moe_shared_expert_gate
+        return (
+            self.is_moe and self.moe_shared_expert_intermediate_size > 0 and not self.moe_shared_expert_gate
+        )
 
     @property
     def gates_shared_expert(self) -> bool:
@@ -265,8 +333,14 @@ def _read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        advice = try_path(path.parent, lambda one: (one / path.name).is_file(), "Give a folder with config.json and *.safetensors.")
-        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}.{advice}"
+        advice = try_path(
+            path.parent,
+            lambda one: (one / path.name).is_file(),
+            "Give a folder with config.json and *.safetensors.",
+        )
+        reason = (
+            f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}.{advice}"
+        )
         raise ConfigError([f"--model ({path.parent}): {reason}"]) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
         raise ConfigError([f"--model ({path.parent}): {path.name} is not JSON: {error}."]) from error
@@ -284,8 +358,15 @@ def _missing(config: dict[str, object], family: Family) -> Iterator[str]:
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
         if not isinstance(config.get(key), int) or config[key] < 1:
             yield f"{key} ({config.get(key, 'missing')}): must be a positive whole number."
-    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads", family.num_key_value_heads)
-    if isinstance(heads, int) and groups is not None and (not isinstance(groups, int) or groups < 1 or heads % groups):
+    heads, groups = (
+        config.get("num_attention_heads"),
+        config.get("num_key_value_heads", family.num_key_value_heads),
+    )
+    if (
+        isinstance(heads, int)
+        and groups is not None
+        and (not isinstance(groups, int) or groups < 1 or heads % groups)
+    ):
         yield f"num_key_value_heads ({groups}): must divide num_attention_heads ({heads})."
 
 
@@ -293,8 +374,18 @@ def _unsupported(config: dict[str, object], family: Family, value_head: bool) ->
     for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
-    head_dim, heads, hidden_size = config.get("head_dim"), config.get("num_attention_heads"), config.get("hidden_size")
-    if head_dim is not None and not family.head_dim_is_a_key and heads and hidden_size and head_dim * heads != hidden_size:
+    head_dim, heads, hidden_size = (
+        config.get("head_dim"),
+        config.get("num_attention_heads"),
+        config.get("hidden_size"),
+    )
+    if (
+        head_dim is not None
+        and not family.head_dim_is_a_key
+        and heads
+        and hidden_size
+        and head_dim * heads != hidden_size
+    ):
         yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
     yield from _unsupported_architecture(config, family, value_head)
 
@@ -304,9 +395,17 @@ def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
     window, full_layers = config.get("sliding_window"), _value(config, "max_window_layers", 28)
-    if config.get("use_sliding_window") and window is not None and full_layers < _value(config, "num_hidden_layers", 0):
+    if (
+        config.get("use_sliding_window")
+        and window is not None
+        and full_layers < _value(config, "num_hidden_layers", 0)
+    ):
         yield f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers for this family."
-    if window is not None and family.sliding_window is not None and (not isinstance(window, int) or window < 1):
+    if (
+        window is not None
+        and family.sliding_window is not None
+        and (not isinstance(window, int) or window < 1)
+    ):
         yield f"sliding_window ({window}): must be a positive whole number, or null."
     if window is not None and config["model_type"] == "llama":
         yield f"sliding_window ({window}): vLLM would slide and transformers would not."
@@ -317,29 +416,43 @@ def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[
 def _unsupported_architecture(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
     architectures = config.get("architectures") or [family.architecture]
     if value_head and architectures == [family.sequence_classifier]:
-        labels = len(config["id2label"]) if config.get("id2label") else _value(config, "num_labels", 2)  # 2 is transformers' default
+        labels = (
+            len(config["id2label"]) if config.get("id2label") else _value(config, "num_labels", 2)
+        )  # 2 is transformers' default
         if labels != 1:
             yield f"num_labels ({labels}): must be 1, the value. Use a {family.sequence_classifier} with num_labels=1, or a {family.architecture}."
     elif architectures != [family.architecture]:
-        rule = f"must be {family.architecture}, a causal language model" + (f", or {family.sequence_classifier}" if value_head else "")
+        rule = f"must be {family.architecture}, a causal language model" + (
+            f", or {family.sequence_classifier}" if value_head else ""
+        )
         yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
 def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
-    window, heads = config.get("sliding_window", family.sliding_window) if family.sliding_window else None, config["num_attention_heads"]
+    window, heads = (
+        config.get("sliding_window", family.sliding_window) if family.sliding_window else None,
+        config["num_attention_heads"],
+    )
     shape = ModelShape(
-        model_type=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"],
-        num_attention_heads=heads, num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
+        model_type=config["model_type"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads", family.num_key_value_heads) or heads,
         head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
-        ffn_hidden_size=config["intermediate_size"], vocab_size=config["vocab_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
-        qkv_bias=family.qkv_bias or bool(config.get("attention_bias")), o_bias=bool(config.get("attention_bias")),
-        mlp_bias=bool(config.get("mlp_bias")), qk_layernorm=family.qk_layernorm,
+        qkv_bias=family.qkv_bias or bool(config.get("attention_bias")),
+        o_bias=bool(config.get("attention_bias")),
+        mlp_bias=bool(config.get("mlp_bias")),
+        qk_layernorm=family.qk_layernorm,
         rms_norm_eps=float(_value(config, "rms_norm_eps", family.rms_norm_eps)),
-        max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings), eos_token_ids=eos_token_ids,
+        max_position_embeddings=_value(config, "max_position_embeddings", family.max_position_embeddings),
+        eos_token_ids=eos_token_ids,
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         **(gemma_fields(config) if family.is_gemma else _plain_fields(config, family, window)),
-    )  # fmt: skip
+    )
     fields = expert_fields(config["model_type"], config) if family.is_moe else {}
     fields |= latent_fields(config) if family.has_latents else {}
     return replace(shape, **fields)
@@ -348,15 +461,29 @@ def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, 
 def _plain_fields(config: dict[str, object], family: Family, window: int | None) -> dict[str, object]:
     """One rotary embedding for all layers, and a window in all of them or in none."""
     rope = rope_parameters(config, family.rope_theta)
-    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling(rope), "sliding_window": window,
-            "sliding_layers": (True,) * config["num_hidden_layers"] if window else ()}  # fmt: skip
+    return {
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": scaling(rope),
+        "sliding_window": window,
+        "sliding_layers": (True,) * config["num_hidden_layers"] if window else (),
+    }
 
 
 def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:
     sources = [config.get("eos_token_id", family.eos_token_id)]
     if generation_config.is_file():
         generation = _read_json(generation_config)
-        raise_findings([f"{finding} [{generation_config}]" for finding in kind_findings({"eos_token_id": generation.get("eos_token_id")})])
+        raise_findings(
+            [
+                f"{finding} [{generation_config}]"
+                for finding in kind_findings({"eos_token_id": generation.get("eos_token_id")})
+            ]
+        )
         sources.append(generation.get("eos_token_id"))
-    ids = [token for source in sources if source is not None for token in (source if isinstance(source, list) else [source])]
+    ids = [
+        token
+        for source in sources
+        if source is not None
+        for token in (source if isinstance(source, list) else [source])
+    ]
     return tuple(dict.fromkeys(ids))

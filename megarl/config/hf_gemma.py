@@ -22,15 +22,25 @@ def gemma_fields(config: dict[str, object]) -> dict[str, object]:
     """Fields of ModelShape."""
     rope, local = _rope(config, "full_attention"), _rope(config, "sliding_attention")
     return dict(
-        activation="gelu_tanh", zero_centered_norms=True, output_norms=True, scaled_embeddings=True,
+        activation="gelu_tanh",
+        zero_centered_norms=True,
+        output_norms=True,
+        scaled_embeddings=True,
         query_pre_attn_scalar=float(_value(config, "query_pre_attn_scalar", _SCALAR)),
-        rope_theta=float(rope["rope_theta"]), rope_scaling=scaling(rope), local_rope_theta=float(local["rope_theta"]),
-        sliding_window=_value(config, "sliding_window", _WINDOW), sliding_layers=tuple(kind == "sliding_attention" for kind in _layer_types(config)),
-    )  # fmt: skip
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=scaling(rope),
+        local_rope_theta=float(local["rope_theta"]),
+        sliding_window=_value(config, "sliding_window", _WINDOW),
+        sliding_layers=tuple(kind == "sliding_attention" for kind in _layer_types(config)),
+    )
 
 
 def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
-    window, scalar, types = config.get("sliding_window", _WINDOW), _value(config, "query_pre_attn_scalar", _SCALAR), _layer_types(config)
+    window, scalar, types = (
+        config.get("sliding_window", _WINDOW),
+        _value(config, "query_pre_attn_scalar", _SCALAR),
+        _layer_types(config),
+    )
     if not isinstance(window, int) or window < 1:
         yield f"sliding_window ({window}): must be a positive whole number."
     if not isinstance(scalar, (int, float)) or not scalar > 0:

@@ -24,18 +24,30 @@ def _are_texts(value: object) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "must be a positive whole number": (_is_whole, """
+    "must be a positive whole number": (
+        _is_whole,
+        """
         hidden_size intermediate_size num_attention_heads vocab_size head_dim max_position_embeddings original_max_position_embeddings
-        sliding_window num_labels max_window_layers num_nextn_predict_layers"""),
+        sliding_window num_labels max_window_layers num_nextn_predict_layers""",
+    ),
     "must be a whole number above 0": (lambda value: _is_whole(value, at_least=1), "sliding_window_pattern"),
-    f"must be a positive whole number, at most {_MOST_LAYERS}": (lambda value: _is_whole(value, at_most=_MOST_LAYERS), "num_hidden_layers"),
+    f"must be a positive whole number, at most {_MOST_LAYERS}": (
+        lambda value: _is_whole(value, at_most=_MOST_LAYERS),
+        "num_hidden_layers",
+    ),
     "must be a number": (lambda value: _is_number(value, -1e300), "query_pre_attn_scalar"),
-    "must be a positive number": (_is_number, "rms_norm_eps rope_theta rope_local_base_freq routed_scaling_factor"),
-    "must be true or false": (lambda value: isinstance(value, bool), "tie_word_embeddings use_sliding_window rope_interleave"),
+    "must be a positive number": (
+        _is_number,
+        "rms_norm_eps rope_theta rope_local_base_freq routed_scaling_factor",
+    ),
+    "must be true or false": (
+        lambda value: isinstance(value, bool),
+        "tie_word_embeddings use_sliding_window rope_interleave",
+    ),
     "must be a list of names": (_are_texts, "layer_types architectures"),
     "must be an object": (lambda value: isinstance(value, dict), "rope_scaling rope_parameters id2label"),
     "must be a token id, or a list of them": (_are_tokens, "eos_token_id"),
-}  # fmt: skip
+}
 """Rule -> (whether a value is of the kind, the keys that it is for). Whether a 0 is right the rules of each key know."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 

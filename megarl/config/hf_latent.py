@@ -31,8 +31,10 @@ def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
     if groups is not None and groups != heads:
         yield f"num_key_value_heads ({groups}): must be num_attention_heads ({heads}); every head has keys and values of its own."
     if config.get("rms_norm_eps") not in (None, LATENT_NORM_EPS):
-        yield (f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers normalizes the latents with {LATENT_NORM_EPS:g} "
-               "whatever it is, vLLM and Megatron with this.")  # fmt: skip
+        yield (
+            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers normalizes the latents with {LATENT_NORM_EPS:g} "
+            "whatever it is, vLLM and Megatron with this."
+        )
     if config.get("rope_interleave") is False:
         yield "rope_interleave (false): must be true; vLLM and Megatron have no other rotary embeddings for this model."
     rope = rope_parameters(config)
@@ -48,7 +50,11 @@ def latent_fields(config: dict[str, object]) -> dict[str, object]:
     """The fields of ModelShape that these keys decide; they take precedence over those of other kinds of attention."""
     values = latent_values(config)
     return dict(
-        num_query_groups=config["num_attention_heads"], head_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
-        q_lora_rank=values["q_lora_rank"], kv_lora_rank=values["kv_lora_rank"], qk_rope_head_dim=values["qk_rope_head_dim"],
-        v_head_dim=values["v_head_dim"], num_nextn_predict_layers=config.get("num_nextn_predict_layers") or 0,
-    )  # fmt: skip
+        num_query_groups=config["num_attention_heads"],
+        head_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
+        q_lora_rank=values["q_lora_rank"],
+        kv_lora_rank=values["kv_lora_rank"],
+        qk_rope_head_dim=values["qk_rope_head_dim"],
+        v_head_dim=values["v_head_dim"],
+        num_nextn_predict_layers=config.get("num_nextn_predict_layers") or 0,
+    )

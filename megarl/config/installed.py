@@ -16,8 +16,25 @@ from megarl.config.values import SCALARS, Kind
 SUPPORTED_MEGATRON = "0.16.1"
 """The only version whose lines megarl.megatron.fixes knows."""
 
-_CONTAINERS = {"list": list, "List": list, "tuple": tuple, "Tuple": tuple, "set": set, "Set": set, "Sequence": list}
-_UNPARSABLE = {"Callable", "type", "Type", "ContextManager", "torch.dtype", "PipelineParallelLayerLayout", "RecipeConfig", "AttnBackend"}
+_CONTAINERS = {
+    "list": list,
+    "List": list,
+    "tuple": tuple,
+    "Tuple": tuple,
+    "set": set,
+    "Set": set,
+    "Sequence": list,
+}
+_UNPARSABLE = {
+    "Callable",
+    "type",
+    "Type",
+    "ContextManager",
+    "torch.dtype",
+    "PipelineParallelLayerLayout",
+    "RecipeConfig",
+    "AttnBackend",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +72,10 @@ def apex_finding() -> str | None:
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     if spec is None or any((folder / "optimizers").is_dir() for folder in folders):
         return None
-    return (f"apex ({spec.origin or folders[0]}): is not NVIDIA's, as it has no apex.optimizers, and Megatron would take it for that. Run "
-            "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex.")  # fmt: skip
+    return (
+        f"apex ({spec.origin or folders[0]}): is not NVIDIA's, as it has no apex.optimizers, and Megatron would take it for that. Run "
+        "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex."
+    )
 
 
 @functools.cache
@@ -76,7 +95,9 @@ def transformer_config() -> InstalledClass | None:
 
 
 def _installed(package: str, *classes: tuple[str, str]) -> InstalledClass | None:
-    spec = importlib.util.find_spec(package)  # a top-level name: nothing is imported, and `megatron` may be a namespace
+    spec = importlib.util.find_spec(
+        package
+    )  # a top-level name: nothing is imported, and `megatron` may be a namespace
     annotations: dict[str, ast.expr] = {}
     aliases: dict[str, Path] = {}
     for file, name in classes:
@@ -101,7 +122,9 @@ def class_annotations(path: Path, name: str) -> dict[str, ast.expr]:
             return {
                 item.target.id: item.annotation
                 for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_")
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and not item.target.id.startswith("_")
             }
     raise LookupError(f"{path} has no class {name}: megarl was not written for this version")
 
@@ -110,9 +133,16 @@ def _imported_names(path: Path, folder: Path) -> dict[str, Path]:
     """Names that a file imports from its own package -> the file of the module."""
     names = {}
     for node in _tree(path).body:
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.split(".")[0] == folder.name:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and node.module
+            and node.module.split(".")[0] == folder.name
+        ):
             module = folder.joinpath(*node.module.split(".")[1:])
-            file = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
+            file = (
+                module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
+            )
             names |= {alias.name: file for alias in node.names if file.is_file()}
     return names
 
@@ -120,8 +150,16 @@ def _imported_names(path: Path, folder: Path) -> dict[str, Path]:
 def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
     """The choices of `name = Literal[...]` in a file."""
     for node in _tree(path).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and isinstance(node.value, ast.Subscript):
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and isinstance(
+            node.value, ast.Subscript
+        ):
             return _choices(node.value, path) if ast.unparse(node.value.value) == "Literal" else None
     return None
 
@@ -132,7 +170,11 @@ def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | Non
     for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
         if isinstance(element, ast.Constant):
             choices += (element.value,)
-        elif isinstance(element, ast.Name) and path is not None and (nested := _literal_alias(element.id, path)) is not None:
+        elif (
+            isinstance(element, ast.Name)
+            and path is not None
+            and (nested := _literal_alias(element.id, path)) is not None
+        ):
             choices += nested
         else:
             return None
@@ -145,7 +187,11 @@ def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         node = ast.parse(node.value, mode="eval").body
     members = _members(node)
-    kinds = [kind for member in members if not _is_none(member) and (kind := _kind_of_member(member, aliases)) is not None]
+    kinds = [
+        kind
+        for member in members
+        if not _is_none(member) and (kind := _kind_of_member(member, aliases)) is not None
+    ]
     if not kinds:
         return None
     return replace(functools.reduce(_either, kinds), optional=any(map(_is_none, members)))
@@ -180,7 +226,11 @@ def _kind_of_member(node: ast.expr, aliases: Mapping[str, Path]) -> Kind | None:
         return None
     if head in SCALARS or head == "bool":
         return Kind(bases=(head,))
-    return Kind(bases=("json",)) if head in ("dict", "Dict") or head.endswith(("Config", "Overrides", "Args")) else Kind()
+    return (
+        Kind(bases=("json",))
+        if head in ("dict", "Dict") or head.endswith(("Config", "Overrides", "Args"))
+        else Kind()
+    )
 
 
 def _either(left: Kind, right: Kind) -> Kind:
@@ -188,4 +238,9 @@ def _either(left: Kind, right: Kind) -> Kind:
     bases = tuple(sorted({*left.bases, *right.bases}, key=("bool", "int", "float", "json", "str").index))
     choices = left.choices + right.choices if left.choices and right.choices else ()
     many = left.many or right.many
-    return Kind(bases=bases, choices=choices, many=many, one_or_many=many is not None and (left.many is None or right.many is None))
+    return Kind(
+        bases=bases,
+        choices=choices,
+        many=many,
+        one_or_many=many is not None and (left.many is None or right.many is None),
+    )

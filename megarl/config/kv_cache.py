@@ -15,15 +15,22 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
     """Sequences that one engine can have at once: its share of a step's samples or of the evaluation's rows, at most max_num_seqs."""
     batch, limit = config.batch, config.rollout.max_num_seqs
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
-    return min(limit, max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)))
+    return min(
+        limit,
+        max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)),
+    )
 
 
-def cpu_kv_cache_bytes(shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int) -> int:
+def cpu_kv_cache_bytes(
+    shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int
+) -> int:
     """KV cache for that many sequences of full length, at most MAX_CPU_KV_CACHE_BYTES but always enough for two sequences."""
     if shape.is_mla:  # a latent and the rotary part of a key, on every rank
         per_token = shape.num_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim) * itemsize
     else:
-        per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
+        per_token = (
+            2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
+        )
     blocks_per_sequence = -(-max_model_len // block_size)
     per_sequence = per_token * block_size * blocks_per_sequence
     one_block = per_token * block_size  # vLLM keeps one block for itself

@@ -15,7 +15,17 @@ from dataclasses import MISSING, fields
 from megarl.config.argsfile import Occurrence, Reader
 from megarl.config.check_paths import unreachable_paths
 from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
-from megarl.config.flags import OF_JOB, OF_ROLES, ROLES, SECTIONS, Flag, algorithm_flags, build_flags, number_and_name, numbered
+from megarl.config.flags import (
+    OF_JOB,
+    OF_ROLES,
+    ROLES,
+    SECTIONS,
+    Flag,
+    algorithm_flags,
+    build_flags,
+    number_and_name,
+    numbered,
+)
 from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.schema import TrainConfig
@@ -35,7 +45,9 @@ class Setting(typing.NamedTuple):
     valid: bool = True
 
 
-def load_config(argv: Sequence[str], algorithms: Mapping[str, type], prog: str = "megarl train") -> TrainConfig:
+def load_config(
+    argv: Sequence[str], algorithms: Mapping[str, type], prog: str = "megarl train"
+) -> TrainConfig:
     """Parse flags and args files.
 
     Args:
@@ -47,7 +59,9 @@ def load_config(argv: Sequence[str], algorithms: Mapping[str, type], prog: str =
     """
     for name, cls in algorithms.items():
         if algorithm_name(cls) != name:
-            raise TypeError(f"the registry calls {cls.__name__} {name!r}; give it the attribute name: ClassVar[str] = {name!r}")
+            raise TypeError(
+                f"the registry calls {cls.__name__} {name!r}; give it the attribute name: ClassVar[str] = {name!r}"
+            )
     if not {"--help", "-h"}.isdisjoint(argv):
         from megarl.config.help import help_text  # only a reader needs it
 
@@ -56,9 +70,15 @@ def load_config(argv: Sequence[str], algorithms: Mapping[str, type], prog: str =
     reader = Reader()
     reader.read(argv)
     loaders = [_Loader(reader.occurrences, algorithms)]
-    loaders += [_Loader(reader.occurrences, algorithms, number) for number in range(2, loaders[0].num_actors + 1)]
+    loaders += [
+        _Loader(reader.occurrences, algorithms, number) for number in range(2, loaders[0].num_actors + 1)
+    ]
     sections = [loader.sections() for loader in loaders]
-    errors = [*reader.errors, *_without_actor(reader.occurrences, len(loaders)), *(error for loader in loaders for error in loader.errors)]
+    errors = [
+        *reader.errors,
+        *_without_actor(reader.occurrences, len(loaders)),
+        *(error for loader in loaders for error in loader.errors),
+    ]
     raise_findings(list(dict.fromkeys(errors)))
     first, *others = sections
     config = TrainConfig(**first, others=tuple(TrainConfig(**of_actor) for of_actor in others))
@@ -77,15 +97,21 @@ class _Loader:
 
     Of the second actor and so on nothing is said about a flag without a number: the first's loader has."""
 
-    def __init__(self, occurrences: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1) -> None:
+    def __init__(
+        self, occurrences: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1
+    ) -> None:
         self.algorithms, self.number, self.errors = algorithms, number, []
-        of_all_or_mine = [occurrence for occurrence in occurrences if number_and_name(occurrence.name)[0] in (1, number)]
+        of_all_or_mine = [
+            occurrence for occurrence in occurrences if number_and_name(occurrence.name)[0] in (1, number)
+        ]
         self.algorithm = self._choose_algorithm(of_all_or_mine)
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
         self.settings: dict[Target, Setting] = {}
         self.given: dict[str, Occurrence] = {}
-        self._set_all([occurrence for occurrence in of_all_or_mine if not self._chooses_algorithm(occurrence)])
+        self._set_all(
+            [occurrence for occurrence in of_all_or_mine if not self._chooses_algorithm(occurrence)]
+        )
 
     @property
     def num_actors(self) -> int:
@@ -106,16 +132,28 @@ class _Loader:
         """None for the sections of roles that the actor has not; a flag of such a role is an error."""
         if sections.get("algorithm") is None or sections.get("reward_models") is None:
             return  # what is wrong with them is reported
-        for role, reason in absent_roles(sections["algorithm"], sections["reward_models"].reward_model).items():
+        for role, reason in absent_roles(
+            sections["algorithm"], sections["reward_models"].reward_model
+        ).items():
             own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
             sections |= dict.fromkeys(own)
             if role == "rollout":  # one args file may serve several algorithms
                 continue
             for name, occurrence in self.given.items():
                 flag = self.flags.get(name)
-                says_something = flag is not None and self._is_mine(occurrence) and self.settings[flag.targets[0]].value != flag.default
-                if says_something and name.startswith(f"{role}-") and flag.targets[0][0] in (*own, "placement", "model"):
-                    self.errors.append(f"{occurrence}: {reason}, so there is no {role} role. Leave it out. [{occurrence.place}]")
+                says_something = (
+                    flag is not None
+                    and self._is_mine(occurrence)
+                    and self.settings[flag.targets[0]].value != flag.default
+                )
+                if (
+                    says_something
+                    and name.startswith(f"{role}-")
+                    and flag.targets[0][0] in (*own, "placement", "model")
+                ):
+                    self.errors.append(
+                        f"{occurrence}: {reason}, so there is no {role} role. Leave it out. [{occurrence.place}]"
+                    )
 
     def _chooses_algorithm(self, occurrence: Occurrence) -> bool:
         return number_and_name(occurrence.name)[1] in ("algorithm", "actor-algorithm")
@@ -132,20 +170,28 @@ class _Loader:
         last = max(chosen, key=lambda occurrence: (occurrence.level, number_and_name(occurrence.name)))
         name = last.words[0].text if len(last.words) == 1 else ""
         if name not in self.algorithms:
-            self.errors.append(f"{last}: must be one of {names}.{did_you_mean(name, self.algorithms, prefix='')} [{last.place}]")
+            self.errors.append(
+                f"{last}: must be one of {names}.{did_you_mean(name, self.algorithms, prefix='')} [{last.place}]"
+            )
         return self.algorithms.get(name)
 
     def _set_all(self, occurrences: list[Occurrence]) -> None:
         """Lower levels first; within a level, flags of all actors before this one's, and flags of more roles before flags of fewer. So the
         last value holds."""
-        found = [(*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None]
+        found = [
+            (*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None
+        ]
         found.sort(key=lambda item: (item[2].level, number_and_name(item[2].name)[0], -len(item[0].targets)))
         seen: dict[tuple[int, int, str], tuple[bool, Occurrence]] = {}
         for flag, negated, occurrence in found:
             key = (occurrence.level, number_and_name(occurrence.name)[0], flag.name)
             if key in seen:
                 before_negated, before = seen[key]
-                self.errors.append(_given_twice(before, occurrence) if negated == before_negated else _contradiction(before, occurrence))
+                self.errors.append(
+                    _given_twice(before, occurrence)
+                    if negated == before_negated
+                    else _contradiction(before, occurrence)
+                )
                 continue
             seen[key] = negated, occurrence
             setting = self._parse(flag, negated, occurrence)
@@ -156,13 +202,19 @@ class _Loader:
         """The flag and whether it was negated (--no-flag). None: unknown or refused, and reported."""
         number, name = number_and_name(occurrence.name)
         found, is_negated = self._resolve(name)
-        if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):  # has no form per role
+        if (
+            number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-")
+        ):  # has no form per role
             found, is_negated = self._resolve(name.replace("actor-", "", 1))
         if isinstance(found, Flag) and number > 1 and OF_JOB.issuperset(found.targets):
             found = f"is the whole job's. Leave it out, or try --{found.name}{_value(occurrence)} instead."
         if isinstance(found, Flag):
             return found, is_negated
-        if self.algorithm is None and name.removeprefix("no-") in self.owners or not self._is_mine(occurrence):
+        if (
+            self.algorithm is None
+            and name.removeprefix("no-") in self.owners
+            or not self._is_mine(occurrence)
+        ):
             return None  # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader judges it
         refused = f"{found}{'' if 'eave' in found else f' Leave --{occurrence.name} out.'}" if found else ""
         self.errors.append(f"{occurrence}: {refused or self._unknown(name, occurrence)} [{occurrence.place}]")
@@ -204,21 +256,30 @@ class _Loader:
         if name in REASON_OF:
             return f"no such flag: {REASON_OF[name]}. Leave it out."
         ours = FLAG_OF.get(name)
-        if ours is None or any(flag not in self.flags and flag != "algorithm" for flag in re.findall(r"--([\w-]+)", ours)):
+        if ours is None or any(
+            flag not in self.flags and flag != "algorithm" for flag in re.findall(r"--([\w-]+)", ours)
+        ):
             return None
         first, space, rest = ours.partition(" ")
         return f"no such flag. Try --{numbered(first.removeprefix('--'), self.number)}{space}{rest.replace('{}', _value(occurrence).strip())} instead."
 
     def _names(self) -> list[str]:
         """Every flag that could be meant; the schema's come first, as the nearest of equals is the first."""
-        names = [numbered(name, self.number) for name in (*self.flags, "algorithm", *self.owners, *passthrough_names())]
-        return names + [f"no-{numbered(name, self.number)}" for name, flag in self.flags.items() if flag.kind.is_bool]
+        names = [
+            numbered(name, self.number)
+            for name in (*self.flags, "algorithm", *self.owners, *passthrough_names())
+        ]
+        return names + [
+            f"no-{numbered(name, self.number)}" for name, flag in self.flags.items() if flag.kind.is_bool
+        ]
 
     def _parse(self, flag: Flag, negated: bool, occurrence: Occurrence) -> Setting:
         try:
             if flag.kind.is_bool and not occurrence.words:
                 return Setting(not negated, occurrence)
-            if flag.kind.is_bool and not (flag.kind.optional and not negated and occurrence.words[0].text == "none"):
+            if flag.kind.is_bool and not (
+                flag.kind.optional and not negated and occurrence.words[0].text == "none"
+            ):
                 raise ValueError(f"takes no value. Write --{self._name(flag)} or --no-{self._name(flag)}.")
             value = flag.kind.parse(occurrence.words)
         except ValueError as error:
@@ -233,7 +294,9 @@ class _Loader:
             setting = self.settings.get((section, field.name))
             required = field.default is MISSING and field.default_factory is MISSING
             if setting is None and required and self.number == 1:
-                self.errors.append(f"--{self._flag_of(section, field.name)} is required: {self._help_of(section, field.name)}")
+                self.errors.append(
+                    f"--{self._flag_of(section, field.name)} is required: {self._help_of(section, field.name)}"
+                )
             if setting is None and required or setting is not None and not setting.valid:
                 values[field.name], complete = None, False
             elif setting is not None:
@@ -251,7 +314,11 @@ class _Loader:
         return None
 
     def _extra(self, section: str) -> dict[str, object]:
-        return {field: setting.value for (owner, field), setting in self.settings.items() if owner == section and setting.valid}
+        return {
+            field: setting.value
+            for (owner, field), setting in self.settings.items()
+            if owner == section and setting.valid
+        }
 
     def _rule_error(self, section: str, field: str, value: object, rule: str) -> str:
         setting = self.settings.get((section, field))
@@ -261,8 +328,17 @@ class _Loader:
 
     def _flag_of(self, section: str, field: str) -> str:
         """With the actor's number if any flag of the section has it; else the first actor's loader says the same."""
-        mine = any(of == section and self._is_mine(setting.occurrence) for (of, _), setting in self.settings.items())
-        return next((self._name(flag) if mine else flag.name for flag in self.flags.values() if (section, field) in flag.targets), field)
+        mine = any(
+            of == section and self._is_mine(setting.occurrence) for (of, _), setting in self.settings.items()
+        )
+        return next(
+            (
+                self._name(flag) if mine else flag.name
+                for flag in self.flags.values()
+                if (section, field) in flag.targets
+            ),
+            field,
+        )
 
     def _name(self, flag: Flag) -> str:
         """As this actor's flag is written."""
@@ -280,7 +356,9 @@ def _value(occurrence: Occurrence) -> str:
 def _try(flag: Flag, occurrence: Occurrence) -> str:
     """' Try cosine.': the nearest of a few choices, else the default, else to leave the flag out."""
     choices = [str(choice) for choice in flag.kind.choices]
-    near = [near[0] for word in occurrence.words if (near := difflib.get_close_matches(word.text, choices, n=1))]
+    near = [
+        near[0] for word in occurrence.words if (near := difflib.get_close_matches(word.text, choices, n=1))
+    ]
     if near and len(near) == len(occurrence.words):
         return f" Try {' '.join(dict.fromkeys(near))}."
     if flag.kind.is_bool:
@@ -288,11 +366,17 @@ def _try(flag: Flag, occurrence: Occurrence) -> str:
     if flag.required:
         return {("int",): " Try 100."}.get(flag.kind.bases, "")
     values = flag.default if isinstance(flag.default, tuple) else (flag.default,)
-    return " Leave it out." if None in values or not values or not flag.kind.bases else f" Try {' '.join(map(str, values))}."
+    return (
+        " Leave it out."
+        if None in values or not values or not flag.kind.bases
+        else f" Try {' '.join(map(str, values))}."
+    )
 
 
 def _given_twice(first: Occurrence, second: Occurrence) -> str:
-    values = " and ".join(" ".join(word.text for word in occurrence.words) or "no value" for occurrence in (first, second))
+    values = " and ".join(
+        " ".join(word.text for word in occurrence.words) or "no value" for occurrence in (first, second)
+    )
     return f"--{first.name} ({values}): is given twice. Keep one [{first.place}; {second.place}]"
 
 

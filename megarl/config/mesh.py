@@ -37,19 +37,31 @@ class MeshSpec:
     vpp: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"tensor_model": self.tp, "pipeline_model": self.pp, "virtual_pipeline_model": self.vpp, "context": self.cp,
-                 "expert_model": self.ep, "expert_tensor": self.expert_tp}  # fmt: skip
+        sizes = {
+            "tensor_model": self.tp,
+            "pipeline_model": self.pp,
+            "virtual_pipeline_model": self.vpp,
+            "context": self.cp,
+            "expert_model": self.ep,
+            "expert_tensor": self.expert_tp,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}_parallel_size ({size}) must be at least 1.")
         if len(self.ranks) % (self.tp * self.cp * self.pp):
-            raise ValueError(f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
-                             f"context_parallel_size ({self.cp}) x pipeline_model_parallel_size ({self.pp})")
+            raise ValueError(
+                f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
+                f"context_parallel_size ({self.cp}) x pipeline_model_parallel_size ({self.pp})"
+            )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"virtual_pipeline_model_parallel_size ({self.vpp}) needs pipeline_model_parallel_size above 1. Try 2.")
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size ({self.vpp}) needs pipeline_model_parallel_size above 1. Try 2."
+            )
         if self.ranks_per_stage % (self.expert_tp * self.ep):
-            raise ValueError(f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
-                             f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})")
+            raise ValueError(
+                f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
+                f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})"
+            )
 
     @property
     def dp(self) -> int:
@@ -71,11 +83,18 @@ class MeshSpec:
     @property
     def expert_shape(self) -> dict[str, int]:
         """The same for the grid of the experts."""
-        return {"etp": self.expert_tp, "ep": self.ep, "edp": self.ranks_per_stage // (self.expert_tp * self.ep), "pp": self.pp}
+        return {
+            "etp": self.expert_tp,
+            "ep": self.ep,
+            "edp": self.ranks_per_stage // (self.expert_tp * self.ep),
+            "pp": self.pp,
+        }
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """In both grids; they share pp."""
-        return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(self.ranks.index(rank), self.expert_shape)
+        return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(
+            self.ranks.index(rank), self.expert_shape
+        )
 
     def ranks_where(self, **fixed: int) -> tuple[int, ...]:
         """Ranks whose coordinates match, e.g. ranks_where(dp=0): the model-parallel block of the first replica."""
@@ -96,9 +115,15 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
 
 
 def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
-    return MeshSpec(ranks, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.context_parallel_size,
-                    parallel.virtual_pipeline_model_parallel_size)
+    return MeshSpec(
+        ranks,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+        parallel.context_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
@@ -108,7 +133,10 @@ def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference "actor", critic "critic"."""
     first: dict[tuple, str] = {}
-    return {role: first.setdefault((actor_suffix(role, meshes), mesh.ranks, *mesh.shape.items()), role) for role, mesh in meshes.items()}
+    return {
+        role: first.setdefault((actor_suffix(role, meshes), mesh.ranks, *mesh.shape.items()), role)
+        for role, mesh in meshes.items()
+    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,8 +152,11 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
     """Every role of the job and where it lives, in the order in which they are set up: the first actor's, the second's, ..."""
-    return {f"{role}{suffix}": mesh for suffix, of_actor in configs_of_actors(config).items()
-            for role, mesh in actor_meshes(of_actor, world_size).items()}  # fmt: skip
+    return {
+        f"{role}{suffix}": mesh
+        for suffix, of_actor in configs_of_actors(config).items()
+        for role, mesh in actor_meshes(of_actor, world_size).items()
+    }
 
 
 def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:

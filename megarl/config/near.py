@@ -17,7 +17,9 @@ def nearest(path: Path, fits: Callable[[Path], bool]) -> Path | None:
         found = sorted(one for one in beside if one != path and fits(one))
     except OSError:
         return None
-    return max(found, key=lambda one: difflib.SequenceMatcher(None, one.name, path.name).ratio(), default=None)
+    return max(
+        found, key=lambda one: difflib.SequenceMatcher(None, one.name, path.name).ratio(), default=None
+    )
 
 
 def try_path(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:

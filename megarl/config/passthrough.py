@@ -53,8 +53,10 @@ _SHAPE_KEYS = {
 
 # The same for TransformerConfig. Names of Megatron's own training arguments are among them, for those who know these.
 TRANSFORMER_REFUSED = {
-    **{f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another --model.": fields
-       for key, fields in _SHAPE_KEYS.items()},
+    **{
+        f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another --model.": fields
+        for key, fields in _SHAPE_KEYS.items()
+    },
     "the shape comes from --model's config.json. Change it there, or use another --model.": """
         num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size max_position_embeddings
         normalization layernorm_epsilon norm_epsilon layernorm_zero_centered_gamma apply_layernorm_1p add_bias_linear
@@ -105,7 +107,9 @@ ALIASES = {"fp8_format": "fp8"}
 
 def find_engine_flag(name: str) -> Flag | str | None:
     """The flag --rollout-<name>, why it is refused, or None if vLLM has no such engine argument."""
-    return _find(name.removeprefix("rollout-"), "rollout-", "engine_args", engine_args(), ENGINE_REFUSED, "vLLM")
+    return _find(
+        name.removeprefix("rollout-"), "rollout-", "engine_args", engine_args(), ENGINE_REFUSED, "vLLM"
+    )
 
 
 def find_transformer_flag(name: str) -> Flag | str | None:
@@ -114,7 +118,12 @@ def find_transformer_flag(name: str) -> Flag | str | None:
 
 
 def _find(
-    name: str, prefix: str, section: str, installed: InstalledClass | None, refused: dict[str, str], library: str
+    name: str,
+    prefix: str,
+    section: str,
+    installed: InstalledClass | None,
+    refused: dict[str, str],
+    library: str,
 ) -> Flag | str | None:
     field = name.replace("-", "_")
     field = ALIASES.get(field, field)
@@ -138,5 +147,8 @@ def passthrough_names() -> list[str]:
     """All flags beyond the schema's that are not refused, for suggestions."""
     names = [flag_name(field, "rollout-") for field in (engine_args() or InstalledClass({})).annotations]
     names = [name for name in names if isinstance(find_engine_flag(name), Flag)]
-    return names + [name for field in (transformer_config() or InstalledClass({})).annotations
-                    if isinstance(find_transformer_flag(name := flag_name(field)), Flag)]  # fmt: skip
+    return names + [
+        name
+        for field in (transformer_config() or InstalledClass({})).annotations
+        if isinstance(find_transformer_flag(name := flag_name(field)), Flag)
+    ]

@@ -19,12 +19,16 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
         if match is None:
-            raise ValueError(f"ranks ({text}): must be ranks and ranges of ranks, like 0-3 or 0,2. Try {_all(world_size)}.")
+            raise ValueError(
+                f"ranks ({text}): must be ranks and ranges of ranks, like 0-3 or 0,2. Try {_all(world_size)}."
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or ranks and first <= ranks[-1]:
             raise ValueError(f"ranks ({text}): must ascend, each rank once. Try {_all(world_size)}.")
         if last >= world_size:
-            raise ValueError(f"ranks ({text}): must be below the number of ranks ({world_size}). Try {_all(world_size)}.")
+            raise ValueError(
+                f"ranks ({text}): must be below the number of ranks ({world_size}). Try {_all(world_size)}."
+            )
         ranks += range(first, last + 1)
     return tuple(ranks)
 
@@ -57,7 +61,9 @@ class DeviceMap:
     def __init__(self, **ranks: Sequence[int] | Sequence[Sequence[int]] | None) -> None:
         for role in ranks:
             if kind_and_suffix(role)[0] not in KINDS:
-                raise TypeError(f"DeviceMap has no role ({role}): {', '.join(KINDS)}, or one of these with a number, like actor_2.")
+                raise TypeError(
+                    f"DeviceMap has no role ({role}): {', '.join(KINDS)}, or one of these with a number, like actor_2."
+                )
         self.ranks = {role: of_role for role, of_role in ranks.items() if of_role is not None}
 
     def flags(self) -> list[str]:
@@ -86,7 +92,9 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
         try:
             return parse_ranks(pools.get(text, text), world_size)
         except ValueError as error:
-            known = f" Pools: {', '.join(pools)}." if pools and text not in pools and text.isidentifier() else ""
+            known = (
+                f" Pools: {', '.join(pools)}." if pools and text not in pools and text.isidentifier() else ""
+            )
             pool = f"{role}-ranks is pool {text}, whose " if text in pools else f"{role}-"
             findings.append(f"--{pool}{error}{known}")
             return None
@@ -96,7 +104,10 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
         placed["reference"] = placed["actor"]
     if pools is None:
         placed = dict.fromkeys(placed)
-    return placed, [*findings, *_uneven_reward_ranks(config.placement, len(config.reward_models.reward_model))]
+    return placed, [
+        *findings,
+        *_uneven_reward_ranks(config.placement, len(config.reward_models.reward_model)),
+    ]
 
 
 def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
@@ -104,8 +115,14 @@ def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
     placement = config.placement
     for kind in present_roles(config):
         if kind == "reward":
-            names = [f"reward_model{suffix_of(index)}" for index in range(len(config.reward_models.reward_model))]
-            per_model = placement.reward_ranks if len(placement.reward_ranks) > 1 else (*placement.reward_ranks, None)[:1] * len(names)
+            names = [
+                f"reward_model{suffix_of(index)}" for index in range(len(config.reward_models.reward_model))
+            ]
+            per_model = (
+                placement.reward_ranks
+                if len(placement.reward_ranks) > 1
+                else (*placement.reward_ranks, None)[:1] * len(names)
+            )
             yield from zip(names, per_model)
         else:
             yield kind, getattr(placement, f"{kind}_ranks")
@@ -114,8 +131,10 @@ def _texts(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
 def _uneven_reward_ranks(placement: PlacementConfig, num_models: int) -> Iterator[str]:
     given = placement.reward_ranks
     if num_models and len(given) > 1 and len(given) != num_models:
-        yield (f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of the {num_models}."
-               f" Try --reward-ranks {given[0]}.")  # fmt: skip
+        yield (
+            f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of the {num_models}."
+            f" Try --reward-ranks {given[0]}."
+        )
 
 
 def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:

@@ -11,7 +11,10 @@ from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.role_names import suffix_of
 
-_CLASSIFIER, _LANGUAGE_MODEL = "ForSequenceClassification", ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_CLASSIFIER, _LANGUAGE_MODEL = (
+    "ForSequenceClassification",
+    ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
+)
 GROUND_TRUTH = "{ground_truth}"
 
 
@@ -31,15 +34,31 @@ def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
     """In the order of --reward-model, for a configuration that `check` accepts."""
     given = config.reward_models
     count = len(given.reward_model)
-    backends = given.reward_model_backend * count if len(given.reward_model_backend) == 1 else given.reward_model_backend
-    return [RewardModelSpec(f"reward_model{suffix_of(index)}", path, find_backend(path) if backend == "auto" else backend, weight)
-            for index, (path, backend, weight) in enumerate(
-                zip(given.reward_model, backends, given.reward_model_weights or (1.0,) * count, strict=True))]  # fmt: skip
+    backends = (
+        given.reward_model_backend * count
+        if len(given.reward_model_backend) == 1
+        else given.reward_model_backend
+    )
+    return [
+        RewardModelSpec(
+            f"reward_model{suffix_of(index)}",
+            path,
+            find_backend(path) if backend == "auto" else backend,
+            weight,
+        )
+        for index, (path, backend, weight) in enumerate(
+            zip(given.reward_model, backends, given.reward_model_weights or (1.0,) * count, strict=True)
+        )
+    ]
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
     """Whether --reward or --reward-function takes part: always without reward models, else if one of them was given."""
-    return not config.reward_models.reward_model or config.data.reward is not None or config.data.reward_function is not None
+    return (
+        not config.reward_models.reward_model
+        or config.data.reward is not None
+        or config.data.reward_function is not None
+    )
 
 
 def needs_ground_truth(config: TrainConfig) -> bool:
@@ -60,8 +79,12 @@ def find_backend(path: str) -> str:
         return "megatron" if _is_trainable(config, path) else "transformers"
     if architecture.endswith(_LANGUAGE_MODEL):
         return "judge"
-    raise ConfigError([f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor *ForCausalLM, but {architecture}, so "
-                       "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge."])
+    raise ConfigError(
+        [
+            f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor *ForCausalLM, but {architecture}, so "
+            "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge."
+        ]
+    )
 
 
 def read_model_config(path: str) -> dict[str, object]:
@@ -70,8 +93,12 @@ def read_model_config(path: str) -> dict[str, object]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"--reward-model ({path}): must be a Hugging Face model folder, but config.json cannot be read: "
-                           f"{error.strerror}."]) from error
+        raise ConfigError(
+            [
+                f"--reward-model ({path}): must be a Hugging Face model folder, but config.json cannot be read: "
+                f"{error.strerror}."
+            ]
+        ) from error
     except ValueError as error:
         raise ConfigError([f"--reward-model ({path}): config.json is not JSON: {error}."]) from error
     if not isinstance(config, dict):
@@ -86,7 +113,11 @@ def value_model_shape(path: str) -> ModelShape:
 
 def num_labels(config: dict[str, object]) -> int:
     """As transformers counts them: names of labels if config.json has any, else 2."""
-    return len(config["id2label"]) if isinstance(config.get("id2label"), dict) else int(config.get("num_labels", 2))
+    return (
+        len(config["id2label"])
+        if isinstance(config.get("id2label"), dict)
+        else int(config.get("num_labels", 2))
+    )
 
 
 def _is_trainable(config: dict[str, object], path: str) -> bool:

@@ -21,7 +21,12 @@ REFUSED_TYPES = {
     "longrope": "two sets of frequencies, by the length of the sequence, are not supported",
     "proportional": "frequencies that differ over the heads' parts are not supported",
 }
-_KEYS = {key for needed, optional in TYPES.values() for key in (*needed, *optional)} | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+_KEYS = {key for needed, optional in TYPES.values() for key in (*needed, *optional)} | {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "partial_rotary_factor",
+}
 
 
 def rope_parameters(config: dict[str, object], theta: float = 10000.0) -> dict[str, object]:

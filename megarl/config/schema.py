@@ -89,7 +89,9 @@ class ParallelConfig:
             },
             rules=[
                 (
-                    self.recompute_modules is None or 0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
+                    self.recompute_modules is None
+                    or 0 < len(self.recompute_modules)
+                    and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
                     "recompute_modules",
                     f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
                 )
@@ -154,8 +156,12 @@ class PlacementConfig:
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
 
     def __post_init__(self) -> None:
-        require(self, at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0}, at_most={"num_actors": 64, "nproc_per_node": 1024},
-                above={"call_timeout_s": 0})  # fmt: skip
+        require(
+            self,
+            at_least={"nproc_per_node": 1, "num_actors": 1, "offload_ahead_bytes": 0},
+            at_most={"num_actors": 64, "nproc_per_node": 1024},
+            above={"call_timeout_s": 0},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +230,9 @@ class OptimizerConfig:
     use_megatron_fsdp: bool = False
     """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in place of Megatron's DDP and
     distributed optimizer."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads"
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "optim_grads"
+    )
     """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients too (ZeRO-2)."""
     optimizer_cpu_offload: bool = False
     """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
@@ -260,7 +268,9 @@ class LoRAConfig:
     """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all weights are trained."""
     lora_alpha: float = 32.0
     """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
-    lora_target_modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = LORA_TARGETS
+    lora_target_modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = (
+        LORA_TARGETS
+    )
     """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts get none."""
 
     def __post_init__(self) -> None:
@@ -269,7 +279,13 @@ class LoRAConfig:
             self,
             at_least={"lora_rank": 0},
             above={"lora_alpha": 0},
-            rules=[(0 < len(targets) == len({*targets}), "lora_target_modules", f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.")],
+            rules=[
+                (
+                    0 < len(targets) == len({*targets}),
+                    "lora_target_modules",
+                    f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
+                )
+            ],
         )
 
 
@@ -404,7 +420,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"reward_num_workers": 0, "reward_memory_limit_bytes": 1, "reward_max_failed_share": 0, "code_memory_limit_bytes": 1},
+            at_least={
+                "reward_num_workers": 0,
+                "reward_memory_limit_bytes": 1,
+                "reward_max_failed_share": 0,
+                "code_memory_limit_bytes": 1,
+            },
             above={"reward_timeout_s": 0, "code_timeout_s": 0},
             at_most={"reward_max_failed_share": 1},
             rules=[
@@ -445,7 +466,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            at_least={"eval_interval": 0, "eval_num_prompts": 1, "export_interval": 0, "num_rollouts_to_log": -1, "warn_after_zero_reward_steps": 0},
+            at_least={
+                "eval_interval": 0,
+                "eval_num_prompts": 1,
+                "export_interval": 0,
+                "num_rollouts_to_log": -1,
+                "warn_after_zero_reward_steps": 0,
+            },
             above={"exit_loss": 0, "gate_max_abs": 0, "gate_mean_abs": 0},
             rules=[(self.save != "", "save", "must name a folder.")],
         )

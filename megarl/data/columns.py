@@ -47,12 +47,20 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
     _read_ground_truth(row, parsed, problems)
     if row.get("response") is not None:
         parsed.response = problems.check("response", row["response"], str, _WANTED_TEXT)
-    content = {"data_source": parsed.data_source, prompt_key: parsed.messages, "reward_model.ground_truth": parsed.ground_truth,
-               "response": parsed.response}  # fmt: skip
+    content = {
+        "data_source": parsed.data_source,
+        prompt_key: parsed.messages,
+        "reward_model.ground_truth": parsed.ground_truth,
+        "response": parsed.response,
+    }
     for column, value in (*content.items(), ("extra_info", parsed.extra_info)):
         if (reason := _unfit(value, is_recorded=column in content)) is not None:
             problems.unfit(column, reason)
-    if needs == "ground_truth" and parsed.ground_truth is None and not problems.about("reward_model", "answer"):
+    if (
+        needs == "ground_truth"
+        and parsed.ground_truth is None
+        and not problems.about("reward_model", "answer")
+    ):
         problems.missing("reward_model.ground_truth", "the right answer as a string")
     if needs == "response" and parsed.response is None and not problems.about("response", "messages"):
         problems.missing("response", 'a string (or "messages" with the assistant\'s turn last)')
@@ -78,7 +86,9 @@ class _Problems:
         return None
 
     def wrong(self, column: str, value: object, wanted: str) -> None:
-        self.texts.append(f"column {column!r} is {_shown(repr(value), _SHOWN_CHARACTERS)} ({type(value).__name__}), wanted {wanted}")
+        self.texts.append(
+            f"column {column!r} is {_shown(repr(value), _SHOWN_CHARACTERS)} ({type(value).__name__}), wanted {wanted}"
+        )
         self._columns.add(column.partition(".")[0])
 
     def unfit(self, column: str, reason: str) -> None:
@@ -87,7 +97,9 @@ class _Problems:
 
     def missing(self, column: str, wanted: str) -> None:
         there = ", ".join(name for name in self.row if self.row[name] is not None) or "nothing"
-        self.texts.append(f"no column {column!r} (there: {_shown(there, 5 * _SHOWN_CHARACTERS)}), wanted {wanted}")
+        self.texts.append(
+            f"no column {column!r} (there: {_shown(there, 5 * _SHOWN_CHARACTERS)}), wanted {wanted}"
+        )
 
 
 def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: ParsedRow, problems: _Problems) -> None:
@@ -95,7 +107,11 @@ def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: ParsedRow, proble
         parsed.messages = _messages(row[prompt_key], prompt_key, problems)
     elif row.get("messages") is not None:
         parsed.messages = _messages(row["messages"], "messages", problems)
-        if isinstance(parsed.messages, tuple) and parsed.messages and parsed.messages[-1]["role"] == "assistant":
+        if (
+            isinstance(parsed.messages, tuple)
+            and parsed.messages
+            and parsed.messages[-1]["role"] == "assistant"
+        ):
             *before, answer = parsed.messages
             parsed.messages, parsed.response = tuple(before), answer["content"] or None
             if not before:
@@ -119,7 +135,9 @@ def _read_ground_truth(row: dict[str, Any], parsed: ParsedRow, problems: _Proble
     wanted = 'an object, e.g. {"style": "rule", "ground_truth": "17"}'
     reward_model = problems.check("reward_model", row.get("reward_model"), dict, wanted)
     if reward_model and reward_model.get("ground_truth") is not None:
-        parsed.ground_truth = problems.check("reward_model.ground_truth", reward_model["ground_truth"], str, _WANTED_TEXT)
+        parsed.ground_truth = problems.check(
+            "reward_model.ground_truth", reward_model["ground_truth"], str, _WANTED_TEXT
+        )
 
 
 def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str, Any], ...] | str:
@@ -149,10 +167,16 @@ def _unfit(value: object, is_recorded: bool, depth: int = 0) -> str | None:
     if depth > _MAX_DEPTH:
         return f"is nested deeper than {_MAX_DEPTH} levels"
     if isinstance(value, str):
-        return None if value.isascii() or not _SURROGATE.search(value) else f"holds {_SURROGATE.search(value)[0]!r}, half of a character"
+        return (
+            None
+            if value.isascii() or not _SURROGATE.search(value)
+            else f"holds {_SURROGATE.search(value)[0]!r}, half of a character"
+        )
     if isinstance(value, (dict, list, tuple)):
         inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-        return next((reason for part in inner if (reason := _unfit(part, is_recorded, depth + 1)) is not None), None)
+        return next(
+            (reason for part in inner if (reason := _unfit(part, is_recorded, depth + 1)) is not None), None
+        )
     if is_recorded and not (value is None or isinstance(value, (bool, int, float))):
         return f"holds a {type(value).__name__}, wanted what JSON can hold"
     return None

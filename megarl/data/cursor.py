@@ -35,7 +35,13 @@ class DataCursor:
 
     def state(self) -> dict[str, Any]:
         """JSON-able; see `restore`."""
-        return {"num_rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle, "pass": self._pass, "offset": self._offset}
+        return {
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "pass": self._pass,
+            "offset": self._offset,
+        }
 
     @classmethod
     def restore(cls, state: dict[str, Any], num_rows: int | None = None) -> DataCursor:

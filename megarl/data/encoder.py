@@ -23,14 +23,18 @@ class PromptEncoder:
     def prompts(self, rows: Sequence[int]) -> list[list[int]]:
         """The prompts' ids, up to and including the assistant's header."""
         new = [row for row in dict.fromkeys(rows) if row not in self._prompts]
-        for row, ids in zip(new, self._tokenizer.encode_prompts([self._dataset[row].messages for row in new]), strict=True):
+        for row, ids in zip(
+            new, self._tokenizer.encode_prompts([self._dataset[row].messages for row in new]), strict=True
+        ):
             self._prompts[row] = array("i", ids)
         return [self._prompts[row].tolist() for row in rows]
 
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
         """The responses' ids, without end-of-sequence. The dataset must have been loaded with needs="response"."""
         new = [row for row in dict.fromkeys(rows) if row not in self._responses]
-        for row, ids in zip(new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True):
+        for row, ids in zip(
+            new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True
+        ):
             self._responses[row] = array("i", ids)
         return [self._responses[row].tolist() for row in rows]
 

@@ -18,13 +18,21 @@ class HFTokenizer:
 
         self.name = path
         try:
-            self.hugging_face = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)  # None: transformers asks on the terminal
+            self.hugging_face = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )  # None: transformers asks on the terminal
         except Exception as error:  # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
-            raise ValueError(f"{flag} ({path}): transformers cannot load this tokenizer: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{flag} ({path}): transformers cannot load this tokenizer: {type(error).__name__}: {error}"
+            ) from error
         if not self._ids(["1+1"])[0]:
-            raise ValueError(f"{flag} ({path}): the tokenizer has no vocabulary. Is tokenizer.json (or vocab.json, tokenizer.model) there?")
+            raise ValueError(
+                f"{flag} ({path}): the tokenizer has no vocabulary. Is tokenizer.json (or vocab.json, tokenizer.model) there?"
+            )
         if self.hugging_face.eos_token_id is None:
-            raise ValueError(f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.')
+            raise ValueError(
+                f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.'
+            )
         self.eos_token_id: int = self.hugging_face.eos_token_id
         pad = self.hugging_face.pad_token_id
         self.pad_token_id: int = self.eos_token_id if pad is None else pad
@@ -36,7 +44,9 @@ class HFTokenizer:
         return self.encode_prompts([prompt])[0]
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        all_ids = self._ids([prompt if isinstance(prompt, str) else self._render(prompt) for prompt in prompts])
+        all_ids = self._ids(
+            [prompt if isinstance(prompt, str) else self._render(prompt) for prompt in prompts]
+        )
         for position, prompt in enumerate(prompts):
             # A user may have rendered the template himself, with its BOS token in the text: two of them would be wrong.
             if isinstance(prompt, str) and self._bos and all_ids[position][:1] != self._bos:
@@ -54,7 +64,9 @@ class HFTokenizer:
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         # Without clean-up: it would turn the " ." a model wrote into ".", and the reward would judge another text.
-        return self.hugging_face.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.hugging_face.batch_decode(
+            sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.hugging_face(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
@@ -66,7 +78,11 @@ class HFTokenizer:
                 "Put a chat_template.jinja into that folder, or make the prompt column a string."
             )
         try:
-            return self.hugging_face.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            return self.hugging_face.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # a foreign template: its own word, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
-            raise ValueError(f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}"
+            ) from error

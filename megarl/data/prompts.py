@@ -40,7 +40,12 @@ class PromptDataset(Sequence[Prompt]):
 
     @classmethod
     def load(
-        cls, paths: Path | Sequence[Path], prompt_key: str = "prompt", needs: Needs = None, flag: str = "--train-data", first: int | None = None
+        cls,
+        paths: Path | Sequence[Path],
+        prompt_key: str = "prompt",
+        needs: Needs = None,
+        flag: str = "--train-data",
+        first: int | None = None,
     ) -> PromptDataset:
         """Reads *.jsonl and *.parquet files, one after another.
 
@@ -65,7 +70,9 @@ class PromptDataset(Sequence[Prompt]):
             try:
                 for where, row in itertools.islice(read_rows(os.fspath(path)), first):
                     errors.num_rows += 1
-                    parsed, problems = parse_row(row, prompt_key, needs) if isinstance(row, dict) else (None, [_text(row)])
+                    parsed, problems = (
+                        parse_row(row, prompt_key, needs) if isinstance(row, dict) else (None, [_text(row)])
+                    )
                     if problems:
                         errors.add_row(where, problems)
                     else:
@@ -117,4 +124,8 @@ def _prompt(index: int, row: ParsedRow) -> Prompt:
 
 
 def _text(row: object) -> str:
-    return row.reason if isinstance(row, UnreadableRow) else f"the row is a {type(row).__name__}, wanted an object with columns"
+    return (
+        row.reason
+        if isinstance(row, UnreadableRow)
+        else f"the row is a {type(row).__name__}, wanted an object with columns"
+    )

@@ -23,7 +23,10 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
     if os.path.isfile(os.path.join(path, "tokenizer.json")):
         return QuickTokenizer(path, flag)
     files = set(os.listdir(path)) if os.path.isdir(path) else set()
-    needs_transformers = files and any(name.startswith(("tokenizer_config", "vocab", "spiece")) or name.endswith(".tiktoken") for name in files)
+    needs_transformers = files and any(
+        name.startswith(("tokenizer_config", "vocab", "spiece")) or name.endswith(".tiktoken")
+        for name in files
+    )
     return None if needs_transformers else load_tokenizer(path, flag)
 
 
@@ -46,18 +49,26 @@ class QuickTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = config.get("added_tokens_decoder") or {}
         if not isinstance(added, dict) or not all(index.isdecimal() for index in added):
-            raise ValueError(f"{flag} ({path}): added_tokens_decoder in its tokenizer_config.json must be an object of token ids.")
+            raise ValueError(
+                f"{flag} ({path}): added_tokens_decoder in its tokenizer_config.json must be an object of token ids."
+            )
         later = {_content(token): int(index) for index, token in added.items()}
         self.vocab_size = max([*vocabulary.values(), *later.values()], default=-1) + 1
         eos = self._special.get("eos_token")
         if eos is None:
-            raise ValueError(f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.')
+            raise ValueError(
+                f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.'
+            )
         if (index := vocabulary.get(eos, later.get(eos))) is None:
-            raise ValueError(f'{flag} ({path}): the end-of-sequence token {eos!r} is not in the vocabulary. Correct "eos_token" in its tokenizer_config.json.')
+            raise ValueError(
+                f'{flag} ({path}): the end-of-sequence token {eos!r} is not in the vocabulary. Correct "eos_token" in its tokenizer_config.json.'
+            )
         self.eos_token_id: int = index
         self.pad_token_id: int = vocabulary.get(self._special.get("pad_token", ""), index)
         first = self._tokenizer.encode("").ids[:1]
-        self._bos: list[int] = first if first and first == [vocabulary.get(self._special.get("bos_token", ""))] else []
+        self._bos: list[int] = (
+            first if first and first == [vocabulary.get(self._special.get("bos_token", ""))] else []
+        )
         self._template_source = _template_source(path, config)
         self._template: Any = None
 
@@ -75,7 +86,9 @@ class QuickTokenizer:
         return [self.encode_response(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([index for index in ids if index < self.vocab_size], skip_special_tokens=True)
+        return self._tokenizer.decode(
+            [index for index in ids if index < self.vocab_size], skip_special_tokens=True
+        )
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self.decode(ids) for ids in sequences]
@@ -89,10 +102,18 @@ class QuickTokenizer:
         if self._template is None:
             self._template = compile_template(self._template_source, f"the chat template in {self.name}")
         try:
-            return self._template.render(messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special)
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
+            )
         except Exception as error:  # a foreign template: its own word, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
-            raise ValueError(f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _read_object(path: str, flag: str) -> dict[str, Any]:
@@ -103,9 +124,13 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
-        raise ValueError(f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} is not JSON: {error}") from error
+        raise ValueError(
+            f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} is not JSON: {error}"
+        ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} must hold a JSON object.")
+        raise ValueError(
+            f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} must hold a JSON object."
+        )
     return value
 
 
@@ -122,5 +147,7 @@ def _template_source(path: str, config: dict[str, Any]) -> str | None:
             return text.read()
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
+        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get(
+            "default"
+        )
     return template if isinstance(template, str) else None

@@ -23,9 +23,7 @@ from typing import Any
 from megarl.data.chat_template import compile_template
 from megarl.data.tokenizer import Messages
 
-DEFAULT_CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
+DEFAULT_CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +43,16 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eos_token_id: int = self._processor.eos_id()
         if self.eos_token_id < 0:
-            raise ValueError(f"{flag} ({path}) has no end-of-sequence piece (eos_id is -1). Train the model with one.")
+            raise ValueError(
+                f"{flag} ({path}) has no end-of-sequence piece (eos_id is -1). Train the model with one."
+            )
         pad = self._processor.pad_id()
         self.pad_token_id: int = self.eos_token_id if pad < 0 else pad
         bos = self._processor.bos_id()
         self._bos: list[int] = [] if bos < 0 else [bos]
-        self._control_ids = {self._processor.id_to_piece(i): i for i in range(self.vocab_size) if self._processor.is_control(i)}
+        self._control_ids = {
+            self._processor.id_to_piece(i): i for i in range(self.vocab_size) if self._processor.is_control(i)
+        }
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         self._template = _load_template(os.path.join(os.path.dirname(path), "chat_template.jinja"))
@@ -60,7 +62,9 @@ class SentencePieceTokenizer:
             "add_generation_prompt": True,
         }
         if self.decode(self.encode_response("1\n2")) != "1\n2":
-            logger.warning("%s loses line breaks: prompts and responses of several lines become one line", path)
+            logger.warning(
+                "%s loses line breaks: prompts and responses of several lines become one line", path
+            )
 
     def encode_prompt(self, prompt: Messages) -> list[int]:
         ids = self.encode_response(prompt if isinstance(prompt, str) else self._render(prompt))
@@ -92,7 +96,9 @@ class SentencePieceTokenizer:
             return self._template.render(messages=list(messages), **self._template_variables)
         except Exception as error:  # a foreign template: its own word, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
-            raise ValueError(f"the chat template beside {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the chat template beside {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _load_template(path: str) -> Any:

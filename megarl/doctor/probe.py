@@ -18,14 +18,30 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from megarl.workers.process import end_with_parent, keep_checkout_off_path, listen_on_loopback, quiet_libraries
+from megarl.workers.process import (
+    end_with_parent,
+    keep_checkout_off_path,
+    listen_on_loopback,
+    quiet_libraries,
+)
 
 _TIMEOUT = timedelta(seconds=60)
 _MODEL = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "eos_token_id": 1,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "eos_token_id": 1,
+}
 
 
 def main(rank: int) -> None:
@@ -141,13 +157,20 @@ def update() -> str:
     from megarl.reshard.megatron_atlas import megatron_atlases
 
     mesh = MeshSpec((0,))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
     create_groups(mesh)
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         shape = ModelShape.load(folder)
         policy = Policy(shape, mesh, ModelConfig(model=folder), ParallelConfig(), OptimizerConfig(lr=1e-2))
-    random_weights(shape, megatron_atlases(shape, mesh, uses_transformer_engine())[0], policy.parameters, seed=0)
+    random_weights(
+        shape, megatron_atlases(shape, mesh, uses_transformer_engine())[0], policy.parameters, seed=0
+    )
     policy.parameters_changed()
     micro_batches = [MicroBatch.of(Batch.from_samples([0, 1], [[3, 4], [5]], [[6, 7, 8], [9, 10]]))]
 
@@ -159,7 +182,9 @@ def update() -> str:
     policy.update(micro_batches, loss, temperature=1.0)
     after = sum(part.sum().item() for part in policy.log_probs(micro_batches, 1.0))
     if not after > before:
-        raise ValueError(f"5 tokens are less likely after an update towards them: log-prob {before:.2f} to {after:.2f}")
+        raise ValueError(
+            f"5 tokens are less likely after an update towards them: log-prob {before:.2f} to {after:.2f}"
+        )
     return f"log-prob {before:.1f} to {after:.1f}"
 
 

@@ -21,11 +21,22 @@ _DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
 
 def main(argv: list[str]) -> int:
     """Exit code: 0; 1 if a test failed or a version is not the one that megarl needs."""
-    parser = argparse.ArgumentParser("megarl doctor", description="Show what this installation and machine have, and try the parts.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "megarl doctor",
+        description="Show what this installation and machine have, and try the parts.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args(argv)
     found = versions()
-    report = {"versions": found, "machine": machine(), "findings": version_findings(found), "devices": [], "features": {}, "tests": []}
+    report = {
+        "versions": found,
+        "machine": machine(),
+        "findings": version_findings(found),
+        "devices": [],
+        "features": {},
+        "tests": [],
+    }
     with _probes() as lines:
         for line in lines:
             report["tests"] += [line] if "test" in line else []
@@ -38,12 +49,24 @@ def main(argv: list[str]) -> int:
 @contextlib.contextmanager
 def _probes() -> Iterator[Iterator[dict]]:
     """Two processes, and what they say as it comes. Both are gone afterwards."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONSAFEPATH": "1"}
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {
+        "PYTHONSAFEPATH": "1"
+    }
     env.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryFile("w+") as stderr:
         # Unbuffered: a line that waits in a buffer here is one that the selector does not see.
-        processes = [subprocess.Popen([sys.executable, "-P", "-m", "megarl.doctor.probe", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      stderr=stderr, bufsize=0, env=env, start_new_session=True) for rank in range(2)]  # fmt: skip
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "megarl.doctor.probe", str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                bufsize=0,
+                env=env,
+                start_new_session=True,
+            )
+            for rank in range(2)
+        ]
         try:
             yield _lines(processes, stderr)
         finally:
@@ -65,7 +88,12 @@ def _lines(processes: list[subprocess.Popen], stderr) -> Iterator[dict]:
                     selector.unregister(key.fileobj)
                     running.discard(key.data)
                     if code := processes[key.data].wait():
-                        yield {"test": begun[key.data], "ok": False, "text": f"rank {key.data} of the test {_how(code, stderr)}", "seconds": 0.0}
+                        yield {
+                            "test": begun[key.data],
+                            "ok": False,
+                            "text": f"rank {key.data} of the test {_how(code, stderr)}",
+                            "seconds": 0.0,
+                        }
                         if begun[0] == "rank 0 starts":  # rank 1 waits for its port
                             return
                     continue
@@ -78,7 +106,12 @@ def _lines(processes: list[subprocess.Popen], stderr) -> Iterator[dict]:
                         processes[1].stdin.write(f"{said['port']}\n".encode())
                 yield said
     for rank in running:
-        yield {"test": begun[rank], "ok": False, "text": f"rank {rank} of the test did not end within {_DEADLINE_S:g} s", "seconds": _DEADLINE_S}
+        yield {
+            "test": begun[rank],
+            "ok": False,
+            "text": f"rank {rank} of the test did not end within {_DEADLINE_S:g} s",
+            "seconds": _DEADLINE_S,
+        }
 
 
 def _how(code: int, stderr) -> str:
@@ -90,9 +123,21 @@ def _how(code: int, stderr) -> str:
 
 def text(report: dict) -> str:
     versions = ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items())
-    lines = ["versions", f"  {versions}", "machine", *(f"  {name}: {value}" for name, value in report["machine"].items()),
-             *(f"  {device}" for device in report["devices"] or ["no GPU: everything runs on the CPU"]), "features"]  # fmt: skip
+    lines = [
+        "versions",
+        f"  {versions}",
+        "machine",
+        *(f"  {name}: {value}" for name, value in report["machine"].items()),
+        *(f"  {device}" for device in report["devices"] or ["no GPU: everything runs on the CPU"]),
+        "features",
+    ]
     lines += [f"  {'on ' if on else 'off'} {name}: {why}" for name, (on, why) in report["features"].items()]
-    lines += ["tests", *(f"  {'ok    ' if t['ok'] else 'FAILED'} {t['test']}: {t['text']} ({t['seconds']} s)" for t in report["tests"])]
+    lines += [
+        "tests",
+        *(
+            f"  {'ok    ' if t['ok'] else 'FAILED'} {t['test']}: {t['text']} ({t['seconds']} s)"
+            for t in report["tests"]
+        ),
+    ]
     lines += [f"wrong: {finding}" for finding in report["findings"]]
     return "\n".join([*lines, "ok" if report["ok"] else "not ok"]) + "\n"

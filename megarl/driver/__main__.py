@@ -32,7 +32,11 @@ def main(argv: list[str]) -> int:
         config = continued(config)
     world_size = world_size_from_env()
     ranks = hosting_ranks(config, world_size)
-    return run_driver(lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size), ranks, config.placement.call_timeout_s)
+    return run_driver(
+        lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size),
+        ranks,
+        config.placement.call_timeout_s,
+    )
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ class Checkpoints:
         with self.executor.stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            copied = [self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles]
+            copied = [
+                self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles
+            ]
             states = self.executor.call(self._everywhere, "random_state")
             for future in copied:
                 future.result()
@@ -146,8 +148,14 @@ class Checkpoints:
             note(f"checkpoint {folder} is passed over: {problem}")
         if problems or not goes_on(self.job.config):
             load = Path(self.config.load)
-            others = f" Try --load {load.resolve().parent.parent} for another one of the run." if is_one_checkpoint(load) else ""
-            raise NoWholeCheckpoint("\n".join([f"--load ({load}): no whole checkpoint is there.{others}", *problems]))
+            others = (
+                f" Try --load {load.resolve().parent.parent} for another one of the run."
+                if is_one_checkpoint(load)
+                else ""
+            )
+            raise NoWholeCheckpoint(
+                "\n".join([f"--load ({load}): no whole checkpoint is there.{others}", *problems])
+            )
         self._go_on(0, None)
         return 0
 
@@ -162,13 +170,19 @@ class Checkpoints:
         job, row, best = self.job, self.job.run.row_of(step), self.config.best_metric
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
-            job.run.progress.note(f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has "
-                                  f"{', '.join(row)}.")  # fmt: skip
+            job.run.progress.note(
+                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has "
+                f"{', '.join(row)}."
+            )
         return {
-            "step": step, "weight_version": step, "random_states": random_states, "models": described_models(job.config),
+            "step": step,
+            "weight_version": step,
+            "random_states": random_states,
+            "models": described_models(job.config),
             "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
-            "metrics": {name: value for name, value in row.items() if math.isfinite(value)}, "arguments": write_args(job.config),
-        }  # fmt: skip
+            "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
+            "arguments": write_args(job.config),
+        }
 
     def _publish(self, digests: Mapping[str, str]) -> None:
         saving, folder = self._saving, folder_of_step(self.run_folder, self._saving.step)
@@ -186,7 +200,9 @@ class Checkpoints:
         kept = {step_of(folder) for folder in folders[: self.config.keep]} | {self._best_step()}
         for folder in folders:
             if step_of(folder) not in kept:
-                folder.rename(folder.with_name(f".{folder.name}.removed"))  # a job that ends meanwhile leaves no half of one
+                folder.rename(
+                    folder.with_name(f".{folder.name}.removed")
+                )  # a job that ends meanwhile leaves no half of one
         for hidden in (self.run_folder / CHECKPOINTS).glob(".step_*"):
             shutil.rmtree(hidden, ignore_errors=True)
 
@@ -194,7 +210,9 @@ class Checkpoints:
         """Of the checkpoints that are there; of equal ones the latest."""
         name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
         there = {step_of(folder) for folder in checkpoints_in(self.run_folder)}
-        values = {step: sign * row[name] for step, row in self._metrics.items() if step in there and name in row}
+        values = {
+            step: sign * row[name] for step, row in self._metrics.items() if step in there and name in row
+        }
         return max(values, key=lambda step: (values[step], step), default=None)
 
     # ------------------------------------------------------------------ reading
@@ -207,19 +225,35 @@ class Checkpoints:
             return str(error)
         if missing := [role for role in self.roles if role not in body["roles"]]:
             return f"{folder} has no {missing[0]}, but {', '.join(body['roles'])}."
-        damages = {role: self.executor.call(role, "damage_of_checkpoint", str(folder / role)) for role in self.roles}
-        return next((f"{role}: {damage}" for role, future in damages.items() if (damage := future.first()) is not None), None)
+        damages = {
+            role: self.executor.call(role, "damage_of_checkpoint", str(folder / role)) for role in self.roles
+        }
+        return next(
+            (
+                f"{role}: {damage}"
+                for role, future in damages.items()
+                if (damage := future.first()) is not None
+            ),
+            None,
+        )
 
     def _load(self, folder: Path) -> int:
         body = read_job(folder)
-        for future in [self.executor.call(role, "load_checkpoint", str(folder / role), digests=False) for role in self.roles]:
+        for future in [
+            self.executor.call(role, "load_checkpoint", str(folder / role), digests=False)
+            for role in self.roles
+        ]:
             future.result()
         for suffix, learner in self.job.learners.items():
             learner.restore(body["actors"][suffix])
         ranks = self.executor.ranks[self._everywhere]
-        if len(body["random_states"]) == len(ranks):  # under another number of ranks there is no such thing as the same state
-            for future in [self.executor.call_on([rank], self._everywhere, "set_random_state", state)
-                           for rank, state in zip(ranks, body["random_states"], strict=True)]:  # fmt: skip
+        if len(body["random_states"]) == len(
+            ranks
+        ):  # under another number of ranks there is no such thing as the same state
+            for future in [
+                self.executor.call_on([rank], self._everywhere, "set_random_state", state)
+                for rank, state in zip(ranks, body["random_states"], strict=True)
+            ]:
                 future.result()
         self.last_step, self.restored_metrics = body["step"], body["metrics"]
         return body["step"]
@@ -239,7 +273,9 @@ class Checkpoints:
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:
-            note(f"continues after step {step}: {folder}; later rows of metrics.jsonl, rollouts and TensorBoard events are removed")
+            note(
+                f"continues after step {step}: {folder}; later rows of metrics.jsonl, rollouts and TensorBoard events are removed"
+            )
 
     def _later_than(self, step: int) -> Iterator[Path]:
         return (path for path in checkpoints_in(self.run_folder) if step_of(path) > step)

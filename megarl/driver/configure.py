@@ -21,7 +21,9 @@ def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object
     Raises: ConfigError that lists everything that is wrong.
     """
     words = [word for name, value in flags.items() for word in _words(flag_name(name), value)]
-    return loader.load_config([*argv, *words, *(device_map.flags() if device_map else ())], REGISTRY, prog="megarl.load_config")
+    return loader.load_config(
+        [*argv, *words, *(device_map.flags() if device_map else ())], REGISTRY, prog="megarl.load_config"
+    )
 
 
 def _words(flag: str, value: object) -> list[str]:

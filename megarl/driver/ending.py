@@ -1,9 +1,9 @@
 """How a driver process ends, whoever started it and its ranks: one message, one exit code, nothing left behind.
 
-    SIGINT           the loop is unwound at once, wherever it is
-    SIGTERM          while a loop runs that stops in order (`limited_stop`): a request, which the loop sees to; at the end of its time, and
-                     at the second one, everything ends at once. Else as SIGINT
-    SIGTERM, a rank  a rank's death: torchrun sends SIGTERM to all others, and rank 0's death is one. So it is asked first who lives
+SIGINT           the loop is unwound at once, wherever it is
+SIGTERM          while a loop runs that stops in order (`limited_stop`): a request, which the loop sees to; at the end of its time, and
+                 at the second one, everything ends at once. Else as SIGINT
+SIGTERM, a rank  a rank's death: torchrun sends SIGTERM to all others, and rank 0's death is one. So it is asked first who lives
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ def limited_stop(grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
         _running.newest = None
 
 
-def run_to_the_end(main: Callable[[StoreExecutor], object], connect: Callable[[], StoreExecutor],
-                   processes: Processes | None = None) -> int:  # fmt: skip
+def run_to_the_end(
+    main: Callable[[StoreExecutor], object],
+    connect: Callable[[], StoreExecutor],
+    processes: Processes | None = None,
+) -> int:
     """Run `main(connect())`, then shut the workers down.
 
     Whatever goes wrong, one message goes to stderr: the first failure of any rank, else the driver's own error, else where the job
@@ -114,7 +117,11 @@ def run_to_the_end(main: Callable[[StoreExecutor], object], connect: Callable[[]
             raise Stopped(signum)
         _running.executor = executor = connect()
         # A dead rank makes the collectives of its peers raise; by the time its death is known to all it is known why.
-        executor.death_first_s, executor.is_ending, executor.on_terminated = _DEATH_FIRST_S, _is_ending, _terminate
+        executor.death_first_s, executor.is_ending, executor.on_terminated = (
+            _DEATH_FIRST_S,
+            _is_ending,
+            _terminate,
+        )
         main(executor)
         executor.shutdown()
         if processes is not None:
@@ -159,7 +166,11 @@ def _explain(error: BaseException, executor: StoreExecutor | None) -> str:
     if isinstance(error, Stopped):
         if error.text is not None:
             return error.text
-        return f"[driver] interrupted {where}" if error.signal == signal.SIGINT else f"[driver] stopped by {error.signal.name}{_reason()} {where}"
+        return (
+            f"[driver] interrupted {where}"
+            if error.signal == signal.SIGINT
+            else f"[driver] stopped by {error.signal.name}{_reason()} {where}"
+        )
     last = "".join(traceback.format_exception_only(error)).strip()
     step = None if executor is None else executor.step
     return f"[driver] failed{at_step(step)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
@@ -216,7 +227,9 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         if _running.processes is None:
             time.sleep(_OVERTAKE_S)
     _ignore_signals()
-    threading.Thread(target=_limit_unwinding, args=(128 + signum,), name="limit_unwinding", daemon=True).start()
+    threading.Thread(
+        target=_limit_unwinding, args=(128 + signum,), name="limit_unwinding", daemon=True
+    ).start()
     raise Stopped(signum)
 
 
@@ -238,11 +251,15 @@ def _see_to_the_stop(job: _Running) -> None:
     executor.wake()
     if missing := executor.ask_who_lives():
         named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        executor.fail(RuntimeError(f"[driver] stopped by SIGTERM {executor.where()}, with no sign of life from {named}"))
+        executor.fail(
+            RuntimeError(f"[driver] stopped by SIGTERM {executor.where()}, with no sign of life from {named}")
+        )
     job.judged.set()
     if not job.has_unwound.wait(max(0.0, start + job.grace_s - time.monotonic())):
         newest = "" if job.newest is None else f"; {job.newest()}"
-        sys.stderr.write(f"[driver] stopped by SIGTERM {executor.where()}, as --exit-grace-s ({job.grace_s:g}) is over{newest}\n")
+        sys.stderr.write(
+            f"[driver] stopped by SIGTERM {executor.where()}, as --exit-grace-s ({job.grace_s:g}) is over{newest}\n"
+        )
         sys.stderr.flush()
         _leave(128 + signal.SIGTERM, job)
 

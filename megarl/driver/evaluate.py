@@ -18,7 +18,9 @@ MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 """Metric -> whether it decodes greedily (else samples at --temperature)."""
 
 
-def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], step: int) -> tuple[dict[str, float], dict[str, dict]]:
+def held_out_accuracy(
+    rollout: RoleHandle, reward: RoleHandle, rows: list[int], step: int
+) -> tuple[dict[str, float], dict[str, dict]]:
     """Mean reward of one response per row, sampled and greedy, and the first row's answer for each."""
     scores, answers = {}, {}
     for name, greedy in MODES.items():
@@ -29,7 +31,9 @@ def held_out_accuracy(rollout: RoleHandle, reward: RoleHandle, rows: list[int], 
     return scores, answers
 
 
-def evaluate_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
+def evaluate_job(
+    executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int
+) -> None:
     """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles stay as they are."""
     meshes = role_meshes(config, world_size)
     for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
@@ -49,8 +53,13 @@ def main(argv: list[str]) -> int:
     config = load_config(argv, REGISTRY, "megarl eval")
     world_size = world_size_from_env()
     ranks = hosting_ranks(config, world_size)
-    return run_driver(lambda executor: evaluate_job(executor, config, read_inputs(config, world_size, new_run=False), world_size), ranks,
-                      config.placement.call_timeout_s)  # fmt: skip
+    return run_driver(
+        lambda executor: evaluate_job(
+            executor, config, read_inputs(config, world_size, new_run=False), world_size
+        ),
+        ranks,
+        config.placement.call_timeout_s,
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ class EventFile:
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"  # TensorBoard reads files in the order of their names
-        self._file = open(next(path for n in itertools.count() if not (path := folder / f"{name}.{n}").exists()), "xb")
+        self._file = open(
+            next(path for n in itertools.count() if not (path := folder / f"{name}.{n}").exists()), "xb"
+        )
         self._records = RecordWriter(self._file)
         self._add(self._event(wall_time=now, file_version="brain.Event:2"))
         if first_step is not None:

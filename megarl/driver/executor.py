@@ -17,24 +17,44 @@ from megarl.driver.stop_request import StopRequest
 class RemoteError(RuntimeError):
     """A method of a role raised on one rank. The message is complete: role, rank, method, step, error and remote traceback."""
 
-    def __init__(self, role: str, rank: int, method: str, step: int | None, error: str, remote_traceback: str):
+    def __init__(
+        self, role: str, rank: int, method: str, step: int | None, error: str, remote_traceback: str
+    ):
         super().__init__(f"[{role} rank {rank}] {method} failed{at_step(step)}: {error}\n{remote_traceback}")
-        self.role, self.rank, self.method, self.step, self.error, self.remote_traceback = role, rank, method, step, error, remote_traceback
+        self.role, self.rank, self.method, self.step, self.error, self.remote_traceback = (
+            role,
+            rank,
+            method,
+            step,
+            error,
+            remote_traceback,
+        )
 
 
 class CallTimeout(RuntimeError):
     """A call took longer than the deadline. `ranks` are those that did not answer; `stacks` is where Python was on each rank that says so;
     None: nobody was asked."""
 
-    def __init__(self, role: str, method: str, step: int | None, ranks: list[int], answered: list[int], timeout_s: float,
-                 stacks: Mapping[int, str] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        role: str,
+        method: str,
+        step: int | None,
+        ranks: list[int],
+        answered: list[int],
+        timeout_s: float,
+        stacks: Mapping[int, str] | None = None,
+    ):
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         silent = [] if stacks is None else [rank for rank in ranks if rank not in stacks]
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
             f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within call_timeout_s ({timeout_s:g} s). "
             "Raise --call-timeout-s if the call is merely slow."
-            + "".join(f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps Python's lock." for rank in silent)
+            + "".join(
+                f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps Python's lock."
+                for rank in silent
+            )
             + "".join(f"\n[rank {rank}] was here:\n{stack}" for rank, stack in sorted((stacks or {}).items()))
         )
         self.role, self.method, self.step, self.ranks = role, method, step, ranks
@@ -71,7 +91,9 @@ class Executor(Protocol):
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future: ...
 
-    def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> Future:
+    def call_on(
+        self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
+    ) -> Future:
         """Call only these ranks of the role. `result` has their values in the order of `ranks`."""
 
     def wait_any(self, futures: Sequence[Future]) -> list[Future]:
@@ -104,14 +126,18 @@ class RoleHandle:
 def check_role(ranks: dict[str, list[int]], role: str) -> None:
     """Raise ValueError if there is no such role."""
     if role not in ranks:
-        raise ValueError(f"role ({role!r}) is not placed on any rank. Placed roles: {', '.join(sorted(ranks))}.")
+        raise ValueError(
+            f"role ({role!r}) is not placed on any rank. Placed roles: {', '.join(sorted(ranks))}."
+        )
 
 
 def check_subset(ranks: dict[str, list[int]], role: str, subset: Sequence[int]) -> None:
     """Raise ValueError if these are not ranks of the role, each once."""
     check_role(ranks, role)
     if not subset or len(set(subset)) < len(subset) or not set(subset) <= set(ranks[role]):
-        raise ValueError(f"ranks ({list(subset)}) must be some of those of role {role} ({ranks[role]}), each once. Try {ranks[role][:1]}.")
+        raise ValueError(
+            f"ranks ({list(subset)}) must be some of those of role {role} ({ranks[role]}), each once. Try {ranks[role][:1]}."
+        )
 
 
 def check_some(futures: Sequence[Future]) -> None:

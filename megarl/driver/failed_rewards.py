@@ -17,6 +17,13 @@ def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: f
     if len(failed) <= max_share * len(batch.rewards):
         return
     reasons = (batch.records[role][sample].get("failure") for sample in failed for role in roles)
-    silent = next(f"{role} gave none for sample {sample}" for sample in failed for role in roles if batch.score_of(role, sample) is None)
-    raise RewardsFailed(f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share ({max_share:g}) allows "
-                        f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), silent)}")
+    silent = next(
+        f"{role} gave none for sample {sample}"
+        for sample in failed
+        for role in roles
+        if batch.score_of(role, sample) is None
+    )
+    raise RewardsFailed(
+        f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share ({max_share:g}) allows "
+        f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), silent)}"
+    )

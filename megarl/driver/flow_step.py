@@ -28,25 +28,39 @@ class PreparedFlow:
         driver_columns: names of the columns whose values are in the driver.
     """
 
-    def __init__(self, flow: Flow, meshes: Mapping[str, object], share_of: Mapping[str, str], driver_columns: Collection[str]):
+    def __init__(
+        self,
+        flow: Flow,
+        meshes: Mapping[str, object],
+        share_of: Mapping[str, str],
+        driver_columns: Collection[str],
+    ):
         flow.validate(meshes)
         self.flow = flow
         self.nodes = {node.name: node for node in flow.nodes}
         index = {name: i for i, name in enumerate(self.nodes)}
-        self.order = sorted(flow.nodes, key=lambda node: (node.background, -flow.chain_behind[node.name], index[node.name]))
+        self.order = sorted(
+            flow.nodes, key=lambda node: (node.background, -flow.chain_behind[node.name], index[node.name])
+        )
         self.path = [node for node in self.order if not node.background]
-        self.ranks = {n.name: frozenset() if n.function else frozenset(meshes[n.role].ranks) for n in flow.nodes}
+        self.ranks = {
+            n.name: frozenset() if n.function else frozenset(meshes[n.role].ranks) for n in flow.nodes
+        }
         self.path_ranks = frozenset().union(*(self.ranks[node.name] for node in self.path))
         self.share_of = share_of
         self.driver_columns = frozenset(driver_columns)
-        self.travelling: dict[tuple[str, str], tuple[str, ...]] = {}  # (writer, share of the reader) -> columns to bring there
+        self.travelling: dict[
+            tuple[str, str], tuple[str, ...]
+        ] = {}  # (writer, share of the reader) -> columns to bring there
         for node in flow.nodes:
             for need, columns in flow.dependencies[node.name].items():
                 if far := self.far(node, self.nodes[need], columns):
                     before = self.travelling.get((need, self.share_of[node.role]), ())
                     self.travelling[need, self.share_of[node.role]] = tuple(dict.fromkeys(before + far))
         names_on_path = {node.name for node in self.path}
-        self.awaited = {need for name in names_on_path for need, columns in flow.dependencies[name].items() if columns}
+        self.awaited = {
+            need for name in names_on_path for need, columns in flow.dependencies[name].items() if columns
+        }
 
     def far(self, node: Node, source: Node, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the columns that must be brought to the node's ranks."""
@@ -66,7 +80,9 @@ class FlowStep:
         self.prepared, self.skipped = prepared, frozenset(skipped)
         self.issued: set[str] = set()
         self.ended: set[str] = set()
-        self.moved: dict[tuple[str, str], bool] = {}  # (writer, share of the reader) -> whether there was an exchange
+        self.moved: dict[
+            tuple[str, str], bool
+        ] = {}  # (writer, share of the reader) -> whether there was an exchange
 
     def is_over(self) -> bool:
         """Everything on the path is issued, and what others on the path read has ended."""
@@ -84,7 +100,10 @@ class FlowStep:
         for node in self.prepared.order:
             if node.name in self.issued:
                 continue
-            needs = [self._need(node, need, columns) for need, columns in self.prepared.flow.dependencies[node.name].items()]
+            needs = [
+                self._need(node, need, columns)
+                for need, columns in self.prepared.flow.dependencies[node.name].items()
+            ]
             for need in needs:
                 if isinstance(need, Candidate):
                     moves.setdefault((need.source.name, self.prepared.share_of[node.role]), need)
@@ -103,7 +122,9 @@ class FlowStep:
         key = (need, prepared.share_of[node.role])
         if prepared.far(node, source, columns):
             if key not in self.moved:
-                return Candidate(node, prepared.ranks[node.name] | prepared.ranks[need], source, prepared.travelling[key])
+                return Candidate(
+                    node, prepared.ranks[node.name] | prepared.ranks[need], source, prepared.travelling[key]
+                )
             if self.moved[key]:  # that call is on the ranks of both
                 return True
         return ended or prepared.ranks[node.name] <= prepared.ranks[need]
@@ -121,21 +142,36 @@ class FlowStep:
         if candidate.source is not None:  # all that wait for the same exchange
             share = self.prepared.share_of[candidate.node.role]
             needs, share_of = self.prepared.flow.dependencies, self.prepared.share_of
-            after |= {n.name for n in self.prepared.flow.nodes
-                      if not n.function and share_of[n.role] == share and candidate.source.name in needs[n.name]}
+            after |= {
+                n.name
+                for n in self.prepared.flow.nodes
+                if not n.function and share_of[n.role] == share and candidate.source.name in needs[n.name]
+            }
         after = after.union(*(self.prepared.flow.behind[name] for name in after))
-        return any(self._ranks_with_sources(node) & candidate.ranks for node in self._unissued_path() if node.name not in after)
+        return any(
+            self._ranks_with_sources(node) & candidate.ranks
+            for node in self._unissued_path()
+            if node.name not in after
+        )
 
     def path_wants(self, ranks: frozenset[int]) -> bool:
         """Whether something on the path has still to be issued on some of these ranks."""
         return any(self._ranks_with_sources(node) & ranks for node in self._unissued_path())
 
     def _unissued_path(self) -> Iterator[Node]:
-        return (node for node in self.prepared.path if node.name not in self.issued and node.name not in self.skipped)
+        return (
+            node
+            for node in self.prepared.path
+            if node.name not in self.issued and node.name not in self.skipped
+        )
 
     def _ranks_with_sources(self, node: Node) -> frozenset[int]:
         """Ranks of a node and of the exchanges that it still waits for."""
         prepared = self.prepared
-        far = (need for need, columns in prepared.flow.dependencies[node.name].items()
-               if prepared.far(node, prepared.nodes[need], columns) and (need, prepared.share_of[node.role]) not in self.moved)  # fmt: skip
+        far = (
+            need
+            for need, columns in prepared.flow.dependencies[node.name].items()
+            if prepared.far(node, prepared.nodes[need], columns)
+            and (need, prepared.share_of[node.role]) not in self.moved
+        )
         return prepared.ranks[node.name].union(*(prepared.ranks[need] for need in far))

@@ -19,7 +19,13 @@ from megarl.workers.process import keep_checkout_off_path
 def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
     """The executor over the roles of a world of one rank, which is this process."""
     keep_checkout_off_path()
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     from megarl.workers.worker import build_roles, join_world
 
     join_world(config.placement.call_timeout_s)
@@ -75,7 +81,9 @@ class InlineExecutor:
         self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
         return InlineFuture(role, value, seconds)
 
-    def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
+    def call_on(
+        self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
+    ) -> InlineFuture:
         check_subset(self.ranks, role, ranks)
         return self.call(role, method, *args, **kwargs)
 

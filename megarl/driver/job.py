@@ -30,8 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int,
-             progress: Progress | None = None) -> Iterator[Job]:  # fmt: skip
+def open_job(
+    executor: Executor,
+    config: TrainConfig,
+    inputs: Mapping[str, Inputs],
+    world_size: int,
+    progress: Progress | None = None,
+) -> Iterator[Job]:
     """Create the run folder; close it and stop the engines after the last call. `progress`: as of `Run`."""
     with Run(config, write_args(config), progress) as run:
         job = Job(config, executor, run, inputs, world_size)
@@ -48,10 +53,15 @@ def open_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Input
 class Job:
     """Args: inputs: suffix of each actor -> its data; see `read_inputs`."""
 
-    def __init__(self, config: TrainConfig, executor: Executor, run: Run, inputs: Mapping[str, Inputs], world_size: int) -> None:
+    def __init__(
+        self, config: TrainConfig, executor: Executor, run: Run, inputs: Mapping[str, Inputs], world_size: int
+    ) -> None:
         self.config, self.executor, self.run = config, executor, run
         self.meshes = role_meshes(config, world_size)
-        self.learners = {suffix: Learner(suffix, of_actor, inputs[suffix]) for suffix, of_actor in configs_of_actors(config).items()}
+        self.learners = {
+            suffix: Learner(suffix, of_actor, inputs[suffix])
+            for suffix, of_actor in configs_of_actors(config).items()
+        }
         self.first = self.learners[""]
         self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
         """One step, as the algorithms say; None of one that samples nothing."""
@@ -75,7 +85,9 @@ class Job:
         """Build every role, in an order that all ranks share."""
         for future in [self.executor.call(name, "setup") for name in self.meshes]:
             future.result()
-        took = ", ".join(f"{role} {seconds:.1f} s" for (role, _), seconds in self.executor.take_seconds().items())
+        took = ", ".join(
+            f"{role} {seconds:.1f} s" for (role, _), seconds in self.executor.take_seconds().items()
+        )
         self.run.progress.note(f"roles are set up: {took}")
 
     def sync(self, version: int, learner: Learner) -> Future:
@@ -113,8 +125,15 @@ class Job:
     def plan_rows(self, rows: list[int], lengths: list[tuple[int, int]]) -> list[MiniBatch]:
         """One mini-batch of dataset rows (SFT); (length, response length) by row."""
         batch = self.config.batch
-        return plan_mini_batches([Sample(row, *lengths[row]) for row in rows], len(rows), {}, self.meshes["actor"].dp,
-                                 batch.max_tokens_per_micro_batch, self.first.shape.hidden_size, seed=None)
+        return plan_mini_batches(
+            [Sample(row, *lengths[row]) for row in rows],
+            len(rows),
+            {},
+            self.meshes["actor"].dp,
+            batch.max_tokens_per_micro_batch,
+            self.first.shape.hidden_size,
+            seed=None,
+        )
 
     def check_gate(self, gap: Future) -> None:
         """Before an actor's first update wait for its comparison of trainer and engine; raise GateError if they disagree."""
@@ -129,7 +148,9 @@ class Job:
             worst = [token for rank in self.role(learner.actor).worst_tokens(5).result() for token in rank]
             raise GateError(f"{learner.actor}: {finding}" if learner.suffix else finding, worst)
 
-    def finish_sft_step(self, step: int, rows: list[int], lengths: list[tuple[int, int]], updated: Future) -> dict[str, float]:
+    def finish_sft_step(
+        self, step: int, rows: list[int], lengths: list[tuple[int, int]], updated: Future
+    ) -> dict[str, float]:
         """Record the step. Returns its metrics."""
         metrics = combine(updated.result()) | phase_times(self.executor.take_seconds())
         self.run.finish_step(step, metrics, sum(lengths[row][0] for row in rows))
@@ -139,7 +160,11 @@ class Job:
     def evaluate_if_due(self, step: int) -> None:
         """Before the first step, every --eval-interval, after the last."""
         interval = self.config.run.eval_interval
-        if self.first.eval_rows and interval and (step % interval == 0 or step == self.config.batch.train_iters):
+        if (
+            self.first.eval_rows
+            and interval
+            and (step % interval == 0 or step == self.config.batch.train_iters)
+        ):
             self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -147,9 +172,13 @@ class Job:
         scores = {}
         for learner in self.learners.values():
             if not learner.eval_rows:
-                raise ValueError("--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.")
+                raise ValueError(
+                    "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+                )
             if not uses_rule_reward(learner.config):
-                raise ValueError("--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto.")
+                raise ValueError(
+                    "--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto."
+                )
             rollout, reward = (self.role(f"{kind}{learner.suffix}") for kind in ("rollout", "reward"))
             found, answers = held_out_accuracy(rollout, reward, learner.eval_rows, step)
             for name, answer in answers.items():

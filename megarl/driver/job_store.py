@@ -22,9 +22,16 @@ def loopback_store() -> dist.TCPStore:
         listener.bind((LOOPBACK, 0))
         listener.listen(_BACKLOG)
         port = listener.getsockname()[1]
-        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
 
 def store_environment(store: dist.TCPStore) -> dict[str, str]:
     """What a rank needs to find the store and to be believed there."""
-    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", JOB_SECRET: job_secret()}
+    return {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        JOB_SECRET: job_secret(),
+    }

@@ -1,7 +1,7 @@
 """`megarl train`: this process is the driver, and the ranks are its children.
 
-    launch            the job: ranks, executor, loop, end
-    launch_ranks      ranks that need no driver (`megarl convert`)
+launch            the job: ranks, executor, loop, end
+launch_ranks      ranks that need no driver (`megarl convert`)
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
 """(executor, config, inputs, world_size)."""
 
 
-def launch(config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True) -> int:
+def launch(
+    config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
+) -> int:
     """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again, --max-restarts times. Returns the exit
     code of the last attempt, as `run_to_the_end`.
 
@@ -42,21 +44,32 @@ def launch(config: TrainConfig, argv: list[str], job: Job, module: str = "megarl
             return 128 + signum
         attempt, config = attempt + 1, continued(config)
         failure = *last_failure(), where_it_goes_on(config)
-        again = " It was the same failure as before, at the same step, and nothing was saved since." if failure == before else ""
-        sys.stderr.write(f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[-1]}.{again}\n")
+        again = (
+            " It was the same failure as before, at the same step, and nothing was saved since."
+            if failure == before
+            else ""
+        )
+        sys.stderr.write(
+            f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[-1]}.{again}\n"
+        )
         before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
     return code
 
 
 def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
     """The ranks of later attempts have the same arguments: what differs, --load, is the driver's alone."""
-    from megarl.driver.local_ranks import LocalRanks  # torch: what a signal interrupts there cannot be unwound
+    from megarl.driver.local_ranks import (
+        LocalRanks,
+    )  # torch: what a signal interrupts there cannot be unwound
     from megarl.driver.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
     processes = LocalRanks(argv, world_size, module, hosting_ranks(config, world_size), attempt)
-    return run_to_the_end(lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
-                          lambda: processes.start(config.placement.call_timeout_s), processes)  # fmt: skip
+    return run_to_the_end(
+        lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
+        lambda: processes.start(config.placement.call_timeout_s),
+        processes,
+    )
 
 
 def launch_ranks(argv: list[str], world_size: int, module: str) -> int:

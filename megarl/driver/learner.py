@@ -36,12 +36,18 @@ class Learner:
         limit = self.config.run.warn_after_zero_reward_steps
         if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
             return None
-        return (f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the reward see what you think? "
-                "Look at the texts in rollouts/.")  # fmt: skip
+        return (
+            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the reward see what you think? "
+            "Look at the texts in rollouts/."
+        )
 
     def state(self) -> dict[str, object]:
         """What a checkpoint holds of it, for JSON."""
-        return {"cursor": self.cursor.state(), "kl": self.kl.state_dict(), "zero_reward_steps": self.zero_reward_steps}
+        return {
+            "cursor": self.cursor.state(),
+            "kl": self.kl.state_dict(),
+            "zero_reward_steps": self.zero_reward_steps,
+        }
 
     def restore(self, state: dict[str, object]) -> None:
         """What `state` returned. Raises: ValueError if the training data has changed its size. The gate is passed anew."""

@@ -35,8 +35,13 @@ _EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
 
 
 @contextlib.contextmanager
-def local_ranks(argv: list[str], ranks: dict[str, list[int]], world_size: int, call_timeout_s: float,
-                module: str = "megarl.train") -> Iterator[StoreExecutor]:  # fmt: skip
+def local_ranks(
+    argv: list[str],
+    ranks: dict[str, list[int]],
+    world_size: int,
+    call_timeout_s: float,
+    module: str = "megarl.train",
+) -> Iterator[StoreExecutor]:
     """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an exception killed; in both cases
     all of them are gone when this returns.
 
@@ -67,11 +72,17 @@ class RankDied(RuntimeError):
 
     def __init__(self, rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]):
         """code: as of Popen. ranks_of: role -> its ranks, to say who was there."""
-        roles = ", ".join(role for role, ranks in ranks_of.items() if rank in ranks and kind_and_suffix(role)[0] not in ("data", "reward"))
+        roles = ", ".join(
+            role
+            for role, ranks in ranks_of.items()
+            if rank in ranks and kind_and_suffix(role)[0] not in ("data", "reward")
+        )
         who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
         self.is_kill = code < 0
         if code == -signal.SIGKILL:
-            super().__init__(f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).")
+            super().__init__(
+                f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+            )
         elif self.is_kill:
             super().__init__(f"{who} died of {signal.Signals(-code).name}.")
         else:
@@ -89,13 +100,29 @@ class LocalRanks:
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
     may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often the job was started before."""
 
-    def __init__(self, argv: list[str], world_size: int, module: str, ranks_of: Mapping[str, Sequence[int]], attempt: int = 0):
+    def __init__(
+        self,
+        argv: list[str],
+        world_size: int,
+        module: str,
+        ranks_of: Mapping[str, Sequence[int]],
+        attempt: int = 0,
+    ):
         self._store = loopback_store()
-        self._env = without_rank(os.environ) | store_environment(self._store) | {
-            "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-            "TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "PYTHONSAFEPATH": "1", DRIVER_PID: str(os.getpid()),
-        }  # fmt: skip
+        self._env = (
+            without_rank(os.environ)
+            | store_environment(self._store)
+            | {
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "PYTHONSAFEPATH": "1",
+                DRIVER_PID: str(os.getpid()),
+            }
+        )
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         self._command = [sys.executable, "-u", "-P", "-m", module, *argv]
         self._world_size, self._ranks_of = world_size, ranks_of
@@ -111,15 +138,19 @@ class LocalRanks:
         from megarl.driver.store_executor import StoreExecutor
 
         self.start_ranks()
-        executor = StoreExecutor(dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect())
+        executor = StoreExecutor(
+            dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect()
+        )
         self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
 
     def start_ranks(self) -> None:
         """Raises: OSError if one cannot be started."""
         started = threading.Barrier(self._world_size + 1)
-        self._threads = [threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
-                         for rank in range(self._world_size)]  # fmt: skip
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
+            for rank in range(self._world_size)
+        ]
         for thread in self._threads:
             thread.start()
         started.wait()
@@ -174,8 +205,12 @@ class LocalRanks:
 
     def _run(self, rank: int, started: threading.Barrier) -> None:
         try:
-            process = subprocess.Popen(self._command, env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.DEVNULL,
-                                       start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(
+                self._command,
+                env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             self._processes[process.pid] = process
         except OSError as error:  # thread boundary: of processes, say, the machine has no more
             self._not_started.append(error)

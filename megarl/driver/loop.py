@@ -35,7 +35,10 @@ def train_sft(job: Job) -> None:
     actor = job.role("actor")
     job.set_up()
     start, exit_loss = job.checkpoints.restore(), job.config.run.exit_loss or 0.0
-    if start == job.config.batch.train_iters or job.checkpoints.restored_metrics.get("policy/loss", exit_loss) < exit_loss:
+    if (
+        start == job.config.batch.train_iters
+        or job.checkpoints.restored_metrics.get("policy/loss", exit_loss) < exit_loss
+    ):
         job.export(start, last=True)  # the job before may have ended just then
         return
     lengths = actor.load_dataset().first()

@@ -37,20 +37,33 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
     inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
-        findings = [rows_finding(of_actor, number, len(inputs[suffix].train), found[1])
-                    for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)]  # fmt: skip
+        findings = [
+            rows_finding(of_actor, number, len(inputs[suffix].train), found[1])
+            for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)
+        ]
         raise_findings([finding for finding in findings if finding is not None])
     return inputs
 
 
 def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     shape = ModelShape.load(config.model.model)
-    needs = "response" if not config.algorithm.needs_rollout else "ground_truth" if needs_ground_truth(config) else None
+    needs = (
+        "response"
+        if not config.algorithm.needs_rollout
+        else "ground_truth"
+        if needs_ground_truth(config)
+        else None
+    )
     train = load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
     evaluation = None
     if config.data.eval_data:
-        evaluation = load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data")
-    tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model, "--tokenizer-model" if config.model.tokenizer_model else "--model")
+        evaluation = load(
+            config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data"
+        )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer_model or config.model.model,
+        "--tokenizer-model" if config.model.tokenizer_model else "--model",
+    )
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:

@@ -1,6 +1,6 @@
 """What a person watching the run sees: a live display on a terminal, else one line per step, `name=value`, easy to grep.
 
-    step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
+step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ class Progress:
         if self._live is not None:
             self._live.update(step, values)
         else:
-            self._line(f"step={step}/{self._num_steps} " + " ".join(f"{name}={value}" for name, value in values.items()))
+            self._line(
+                f"step={step}/{self._num_steps} "
+                + " ".join(f"{name}={value}" for name, value in values.items())
+            )
 
     def show_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         self._latest |= _columns(scores)
         if self._live is not None:
             self._live.update(self._step, dict(self._latest))
         else:
-            self._line(f"eval step={step}/{self._num_steps} " + " ".join(f"{name}={value:.3f}" for name, value in scores.items()))
+            self._line(
+                f"eval step={step}/{self._num_steps} "
+                + " ".join(f"{name}={value:.3f}" for name, value in scores.items())
+            )
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -89,7 +95,11 @@ def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
     shown = {}
     for name, (key, form) in COLUMNS.items():
         group = key.split("/")[0]
-        for suffix in sorted(suffix for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics}) if kind == group):
+        for suffix in sorted(
+            suffix
+            for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics})
+            if kind == group
+        ):
             if (of_actor := with_suffix(key, suffix)) in metrics:
                 shown[f"{name}{suffix}"] = form.format(metrics[of_actor])
     return shown
@@ -105,10 +115,20 @@ class _LiveDisplay:
         from rich.progress import Progress as Bar
         from rich.text import Text
 
-        self._bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), expand=True)
+        self._bar = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            expand=True,
+        )
         self._task = self._bar.add_task("step", total=num_steps)
         self._values = Text("starting", overflow="fold")
-        self._live = Live(Group(self._bar, self._values), console=Console(file=stream, force_terminal=True), refresh_per_second=2)
+        self._live = Live(
+            Group(self._bar, self._values),
+            console=Console(file=stream, force_terminal=True),
+            refresh_per_second=2,
+        )
         self._live.start()
 
     def update(self, step: int, values: Mapping[str, str]) -> None:

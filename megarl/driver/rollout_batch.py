@@ -46,7 +46,9 @@ class RolloutBatch:
     @property
     def texts(self) -> dict[int, dict[str, object]]:
         """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of all)."""
-        rule = next((records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {})
+        rule = next(
+            (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
+        )
         return {sample: record for sample, record in rule.items() if "response" in record}
 
     @property

@@ -1,13 +1,13 @@
 """The run folder: everything a run leaves behind.
 
-    resolved.args                the whole configuration; `megarl train @resolved.args --save elsewhere` runs it again
-    metrics.jsonl                one JSON object per step, written as the step ends
-    tensorboard/                 the same as event files
-    rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
-    timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
-    rollouts/eval.jsonl          one held-out answer per evaluation
-    checkpoints/step_000010/     what a later job goes on from, see `driver/checkpoints.py`
-    hf/, hf_critic/              exported weights (written by actor and critic)
+resolved.args                the whole configuration; `megarl train @resolved.args --save elsewhere` runs it again
+metrics.jsonl                one JSON object per step, written as the step ends
+tensorboard/                 the same as event files
+rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
+timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
+rollouts/eval.jsonl          one held-out answer per evaluation
+checkpoints/step_000010/     what a later job goes on from, see `driver/checkpoints.py`
+hf/, hf_critic/              exported weights (written by actor and critic)
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ def check_folder_is_free(save: str) -> None:
     """Raise ValueError if `save` holds a run, naming a folder that is free. Creates nothing."""
     folder = Path(save)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--save ({save}) is a file; it must be a folder that can be created. Try --save {free_name(folder)}.")
+        raise ValueError(
+            f"--save ({save}) is a file; it must be a folder that can be created. Try --save {free_name(folder)}."
+        )
     if any((folder / mark).exists() for mark in MARKS):
-        raise ValueError(f"--save ({save}) already holds a run, and no run overwrites another. Try --save {free_name(folder)}.")
+        raise ValueError(
+            f"--save ({save}) already holds a run, and no run overwrites another. Try --save {free_name(folder)}."
+        )
 
 
 def lock_folder(folder: Path) -> int:
@@ -50,7 +54,9 @@ def lock_folder(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ValueError(f"--save ({folder}): another job is running there. Wait for its end, or try --save {free_name(folder)}.") from None
+        raise ValueError(
+            f"--save ({folder}): another job is running there. Wait for its end, or try --save {free_name(folder)}."
+        ) from None
     except OSError:
         pass  # a file system without locks
     return descriptor
@@ -108,7 +114,12 @@ class Run:
     def finish_step(self, step: int, metrics: Mapping[str, float | int], num_tokens: int) -> None:
         """Record the step's metrics, its wall time and tokens per second. `num_tokens`: prompt and response tokens trained on."""
         seconds = time.perf_counter() - self._step_start
-        self._row = {"step": step, **metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
+        self._row = {
+            "step": step,
+            **metrics,
+            "time/step_s": seconds,
+            "throughput/tokens_per_s": num_tokens / seconds,
+        }
         self.progress.update(step, self._row)
 
     def record_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
@@ -140,11 +151,15 @@ class Run:
 
     def keep_answer(self, step: int, name: str, record: Mapping[str, object]) -> None:
         """Append one evaluation sample to rollouts/eval.jsonl; `name` is the metric it belongs to."""
-        self._write(_append_lines, self.folder / "rollouts" / "eval.jsonl", [{"step": step, "name": name, **record}])
+        self._write(
+            _append_lines, self.folder / "rollouts" / "eval.jsonl", [{"step": step, "name": name, **record}]
+        )
 
     def close(self) -> None:
         """Write everything that was recorded. Raises the first error of the background thread."""
-        with contextlib.ExitStack() as last:  # each of these also after an error of another: on a full disk closing a file fails too
+        with (
+            contextlib.ExitStack() as last
+        ):  # each of these also after an error of another: on a full disk closing a file fails too
             last.callback(self.progress.close)
             last.callback(self._unlock)
             if self._metrics_file is not None:
@@ -198,7 +213,9 @@ class Run:
 
     def _add_events(self, row: dict[str, float | int], wall_time: float) -> None:
         step = int(row["step"])
-        self._events.add_scalars(step, {name: value for name, value in row.items() if name != "step"}, wall_time)
+        self._events.add_scalars(
+            step, {name: value for name, value in row.items() if name != "step"}, wall_time
+        )
 
     def _close_events(self) -> None:
         if self._events is not None:

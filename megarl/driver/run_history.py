@@ -22,7 +22,9 @@ def cut_after(folder: Path, step: int) -> None:
 
 def _keep_rows(path: Path, last: int) -> None:
     """Of steps up to `last`, but for a line that a job did not write to its end."""
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if last > 0 and _step_of(line) <= last]
+    kept = [
+        line for line in path.read_bytes().splitlines(keepends=True) if last > 0 and _step_of(line) <= last
+    ]
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(b"".join(kept))
     os.replace(new, path)

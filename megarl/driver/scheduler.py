@@ -110,10 +110,18 @@ class Scheduler:
         scheduler.close()
     """
 
-    def __init__(self, executor: Executor, meshes: Mapping[str, object], host: Host, share_of: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        executor: Executor,
+        meshes: Mapping[str, object],
+        host: Host,
+        share_of: Mapping[str, str] | None = None,
+    ):
         self.timeline = Timeline()
         self._executor, self._meshes, self._host = executor, meshes, host
-        self._share_of = share_of or {role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()}
+        self._share_of = share_of or {
+            role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()
+        }
         self._prepared: PreparedFlow | None = None
         self._running: FlowStep | None = None  # a step until its path is over
         self._step: FlowStep | None = None  # from then on, for what is left in the background
@@ -195,7 +203,17 @@ class Scheduler:
             future = self._host.move(candidate.columns, candidate.source.role, node)
             step.moved[candidate.source.name, step.prepared.share_of[node.role]] = future is not None
             if future is not None:
-                self._add(_Call(f"{', '.join(candidate.columns)} to {node.role}", None, ranks, future, issued, self._executor.step, step))
+                self._add(
+                    _Call(
+                        f"{', '.join(candidate.columns)} to {node.role}",
+                        None,
+                        ranks,
+                        future,
+                        issued,
+                        self._executor.step,
+                        step,
+                    )
+                )
             return
         args, kwargs = self._host.arguments(node, self._results)
         step.issued.add(node.name)
@@ -237,10 +255,19 @@ class Scheduler:
         call.ended = True
         self._in_flight.remove(call)
         self._newest = {rank: newest for rank, newest in self._newest.items() if newest is not call}
-        self.timeline.add(call.name, tuple(sorted(call.ranks)), call.step, call.issued, call.future.seconds, call.future.ended)
+        self.timeline.add(
+            call.name,
+            tuple(sorted(call.ranks)),
+            call.step,
+            call.issued,
+            call.future.seconds,
+            call.future.ended,
+        )
         if isinstance(call.future, DriverCall) and (error := call.future.error) is not None:
             where = "in the background" if call.node.background else "on the path"
-            raise RuntimeError(f"[driver] node {call.name}, {where}, failed{at_step(call.step)}: {error!r}") from error
+            raise RuntimeError(
+                f"[driver] node {call.name}, {where}, failed{at_step(call.step)}: {error!r}"
+            ) from error
         if call.node is not None:
             call.of.ended.add(call.name)
             self._host.finished(call.node, call.future.result())

@@ -41,7 +41,9 @@ class StepHost:
         self.share_of = share_keys(job.meshes)
         shares = dict.fromkeys(self.share_of[role] for role in training_data_roles(job.meshes))
         self.hidden_size = {share: job.learner_of(share).hidden_size(share) for share in shares}
-        self.weight_of = {role: weight for learner in job.learners.values() for role, weight in learner.weight_of.items()}
+        self.weight_of = {
+            role: weight for learner in job.learners.values() for role, weight in learner.weight_of.items()
+        }
         self.flow = job.flow
         self.batches: dict[str, RolloutBatch] = {}
         self.begin(0, {}, job.flow)
@@ -57,9 +59,13 @@ class StepHost:
         self.batches = {}
         for suffix, learner in self.job.learners.items():
             samples_per_prompt = learner.config.batch.num_samples_per_prompt
-            self.batches[suffix] = RolloutBatch(number, rows.get(suffix, []), samples_per_prompt, kl_coef=learner.kl.coef)
+            self.batches[suffix] = RolloutBatch(
+                number, rows.get(suffix, []), samples_per_prompt, kl_coef=learner.kl.coef
+            )
         for batch in self.batches.values():
-            batch.actors = {learner.actor: self.batches[learner.suffix] for learner in self.job.learners.values()}
+            batch.actors = {
+                learner.actor: self.batches[learner.suffix] for learner in self.job.learners.values()
+            }
         return self.current
 
     def batch_of(self, role: str) -> RolloutBatch:
@@ -77,7 +83,12 @@ class StepHost:
             case "reward", "score":
                 return ("train",), {}
             case "actor", "advantages":
-                return (batch.sample_ids, batch.group_ids, [batch.rewards[s] for s in batch.sample_ids], learner.kl.coef), {}
+                return (
+                    batch.sample_ids,
+                    batch.group_ids,
+                    [batch.rewards[s] for s in batch.sample_ids],
+                    learner.kl.coef,
+                ), {}
             case "actor", "update":
                 for result in results.values():
                     if (result.role, result.method) == (node.role, "log_probs"):
@@ -87,13 +98,18 @@ class StepHost:
                 send_weights(self.job.executor, self.job.meshes, batch.step, learner.suffix)
                 return (batch.step,), {}
         if node.role in self.weight_of:
-            return (dict(zip(batch.sample_ids, [batch.rows[group] for group in batch.group_ids], strict=True)),), {}
+            return (
+                dict(zip(batch.sample_ids, [batch.rows[group] for group in batch.group_ids], strict=True)),
+            ), {}
         return (), {}
 
     def skips(self, node: Node) -> bool:
         """While its critic warms up an actor stays as it is."""
         warming_up = self.current.step <= self.job.learner_of(node.role).config.algorithm.critic_warmup_iters
-        return warming_up and (kind_and_suffix(node.role)[0], node.method) in (("actor", "update"), ("rollout", "sync"))
+        return warming_up and (kind_and_suffix(node.role)[0], node.method) in (
+            ("actor", "update"),
+            ("rollout", "sync"),
+        )
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
         """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
@@ -120,24 +136,46 @@ class StepHost:
         job, batch, suffix = self.job, self.batch_of(rollout), self.job.learner_of(rollout).suffix
         batch.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         limits = job.learner_of(rollout).config.sampling
-        check_samples(samples, len(batch.rows), batch.num_samples_per_prompt, limits.max_prompt_length + limits.max_response_length)
+        check_samples(
+            samples,
+            len(batch.rows),
+            batch.num_samples_per_prompt,
+            limits.max_prompt_length + limits.max_response_length,
+        )
         shares = [share for share in self.hidden_size if self.batch_of(share) is batch]
         ranks = sorted({rank for role in (rollout, *shares) for rank in job.meshes[role].ranks})
         for share in shares:
             mesh, of_actor = job.meshes[share], job.learner_of(share).config.batch
             homes = homes_of(samples, replicas(mesh))
-            mini_batches = plan_mini_batches(samples, of_actor.global_batch_size, homes, mesh.dp, of_actor.max_tokens_per_micro_batch,
-                                             self.hidden_size[share], seed=f"{of_actor.seed}/{batch.step}")
+            mini_batches = plan_mini_batches(
+                samples,
+                of_actor.global_batch_size,
+                homes,
+                mesh.dp,
+                of_actor.max_tokens_per_micro_batch,
+                self.hidden_size[share],
+                seed=f"{of_actor.seed}/{batch.step}",
+            )
             check_plan(mini_batches, samples)
-            batch.moved.append(job.executor.call_on(ranks, "data", "distribute", share, samples, mini_batches, f"train{suffix}"))
+            batch.moved.append(
+                job.executor.call_on(
+                    ranks, "data", "distribute", share, samples, mini_batches, f"train{suffix}"
+                )
+            )
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
         """The rewards are whole when all have scored. Raises RewardsFailed if too many of them have failed."""
         batch, config = self.batch_of(role), self.job.learner_of(role).config
         check_scores(role, [record for rank in per_rank for record in rank], batch.samples)
-        batch.records[role] = {r["sample_id"]: {k: v for k, v in r.items() if k != "digest"} for rank in per_rank for r in rank}
+        batch.records[role] = {
+            r["sample_id"]: {k: v for k, v in r.items() if k != "digest"} for rank in per_rank for r in rank
+        }
         weights = {role: weight for role, weight in self.weight_of.items() if role in batch.records}
-        rewards = combine_rewards([_scores(batch, role) for role in weights], list(weights.values())) if weights else []
+        rewards = (
+            combine_rewards([_scores(batch, role) for role in weights], list(weights.values()))
+            if weights
+            else []
+        )
         batch.rewards = dict(zip(batch.sample_ids, rewards))
         if all(other in batch.records for other in self.weight_of if self.batch_of(other) is batch):
             check_failed_rewards(batch, list(weights), config.data.reward_max_failed_share)
@@ -146,19 +184,35 @@ class StepHost:
 
     def finish(self, results: Mapping[str, NodeResult]) -> dict[str, float]:
         """Record the step: what the nodes report, and what the driver knows. Returns it. Raises as `record`."""
-        return self.record([result for result in results.values() if result.is_on_path and result.method in REPORTING])
+        return self.record(
+            [result for result in results.values() if result.is_on_path and result.method in REPORTING]
+        )
 
     def record(self, reports: Iterable[Future]) -> dict[str, float]:
         """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and engine have drifted apart."""
         job, reports = self.job, list(reports)
-        of_actors = {learner: self._metrics(self.batches[suffix], [r for r in reports if job.learner_of(r.role) is learner])
-                     for suffix, learner in job.learners.items()}  # fmt: skip
+        of_actors = {
+            learner: self._metrics(
+                self.batches[suffix], [r for r in reports if job.learner_of(r.role) is learner]
+            )
+            for suffix, learner in job.learners.items()
+        }
         seconds = job.executor.take_seconds()  # of all these calls, as they have ended now
         for learner, own in of_actors.items():
-            own |= phase_times({call: value for call, value in seconds.items() if job.learner_of(call[0]) is learner})
-        metrics = {with_suffix(name, learner.suffix): value for learner, own in of_actors.items() for name, value in own.items()}
+            own |= phase_times(
+                {call: value for call, value in seconds.items() if job.learner_of(call[0]) is learner}
+            )
+        metrics = {
+            with_suffix(name, learner.suffix): value
+            for learner, own in of_actors.items()
+            for name, value in own.items()
+        }
         self._write_rollouts()
-        job.run.finish_step(self.current.step, metrics, sum(s.length for batch in self.batches.values() for s in batch.samples))
+        job.run.finish_step(
+            self.current.step,
+            metrics,
+            sum(s.length for batch in self.batches.values() for s in batch.samples),
+        )
         for learner, own in of_actors.items():
             self._judge(learner, own)
             if note := learner.note_zero_rewards(self.batches[learner.suffix]):
@@ -177,7 +231,11 @@ class StepHost:
         metrics |= combine(rank for future in batch.moved for rank in future.result())
         if batch is not self.current and not batch.samples:  # it learnt from the samples of another
             return metrics
-        return metrics | self._metrics_of_samples(batch) | {"batch/tokens": sum(s.length for s in batch.samples), "sync/version": batch.step}
+        return (
+            metrics
+            | self._metrics_of_samples(batch)
+            | {"batch/tokens": sum(s.length for s in batch.samples), "sync/version": batch.step}
+        )
 
     def _metrics_of_samples(self, batch: RolloutBatch) -> dict[str, float]:
         """{} of a step that sampled nothing."""
@@ -186,16 +244,25 @@ class StepHost:
         if not lengths:
             return {}
         return {
-            "reward/mean": sum(scored) / max(len(scored), 1), "reward/min": min(scored, default=0.0), "reward/max": max(scored, default=0.0),
-            "response/length_mean": sum(lengths) / len(lengths), "response/length_max": max(lengths),
-            "response/truncated": sum(s.truncated for s in batch.samples) / len(lengths), **self._score_metrics(batch),
-        }  # fmt: skip
+            "reward/mean": sum(scored) / max(len(scored), 1),
+            "reward/min": min(scored, default=0.0),
+            "reward/max": max(scored, default=0.0),
+            "response/length_mean": sum(lengths) / len(lengths),
+            "response/length_max": max(lengths),
+            "response/truncated": sum(s.truncated for s in batch.samples) / len(lengths),
+            **self._score_metrics(batch),
+        }
 
     def _score_metrics(self, batch: RolloutBatch) -> dict[str, float]:
         """Of each that scores, if there are several."""
         roles = [role for role in self.weight_of if role in batch.records]
-        scored = {role: [x for x in _scores(batch, role) if x is not None] for role in roles if len(roles) > 1}
-        return {f"reward/{self._without_number(role)}_mean": sum(scores) / max(len(scores), 1) for role, scores in scored.items()}
+        scored = {
+            role: [x for x in _scores(batch, role) if x is not None] for role in roles if len(roles) > 1
+        }
+        return {
+            f"reward/{self._without_number(role)}_mean": sum(scores) / max(len(scores), 1)
+            for role, scores in scored.items()
+        }
 
     def _without_number(self, role: str) -> str:
         return role.removesuffix(self.job.learner_of(role).suffix)
@@ -204,11 +271,17 @@ class StepHost:
         """The logged samples with their texts and rewards; what rule and each reward model say of them, where that is not the reward."""
         rows = []
         for suffix, batch in self.batches.items():
-            models = [role for role in self.weight_of if kind_and_suffix(role)[0] != "reward" and role in batch.records]
+            models = [
+                role
+                for role in self.weight_of
+                if kind_and_suffix(role)[0] != "reward" and role in batch.records
+            ]
             of = {"actor": f"actor{suffix}"} if suffix else {}
             for sample, record in batch.texts.items():
                 reward = batch.rewards.get(sample)
-                said = {self._without_number(role): _without_id(batch.records[role][sample]) for role in models}
+                said = {
+                    self._without_number(role): _without_id(batch.records[role][sample]) for role in models
+                }
                 rule = {"rule_reward": record["reward"]} if models or reward != record["reward"] else {}
                 rows.append(of | record | {"reward": reward} | rule | said)
         self.job.run.write_rollouts(rows)

@@ -1,7 +1,7 @@
 """Whether the job is to end, and what that means for the calls of the step that runs.
 
-    before its first update      the step is dropped: the next call, or wait for one, raises StopRequested
-    from then on                 it is finished first"""
+before its first update      the step is dropped: the next call, or wait for one, raises StopRequested
+from then on                 it is finished first"""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ def stops_in_order(job: Job) -> Iterator[None]:
 def newest_checkpoint(run: Path) -> str:
     """In words, with how to go on."""
     found = checkpoints_in(run)
-    return f"the newest whole checkpoint is {found[0]} (go on with --load {run})" if found else "there is no checkpoint yet"
+    return (
+        f"the newest whole checkpoint is {found[0]} (go on with --load {run})"
+        if found
+        else "there is no checkpoint yet"
+    )
 
 
 def _checkpoint_of_last_step(job: Job) -> str:

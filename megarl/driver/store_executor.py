@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
+from megarl.driver.executor import (
+    CallTimeout,
+    RemoteError,
+    RoleHandle,
+    at_step,
+    check_role,
+    check_some,
+    check_subset,
+)
 from megarl.driver.stop_request import StopRequest
 from megarl.driver.torchrun import world_size_from_env
 from megarl.signed_pickle import JOB_SECRET, job_secret
@@ -63,7 +71,14 @@ class StoreExecutor:
         writer, reader: two connections to the store; see `mailbox.connect`.
     """
 
-    def __init__(self, ranks: dict[str, list[int]], world_size: int, call_timeout_s: float, writer: dist.Store, reader: dist.Store):
+    def __init__(
+        self,
+        ranks: dict[str, list[int]],
+        world_size: int,
+        call_timeout_s: float,
+        writer: dist.Store,
+        reader: dist.Store,
+    ):
         _check_ranks(ranks, world_size)
         self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
         self.step: int | None = None
@@ -79,11 +94,18 @@ class StoreExecutor:
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
         self._changed = threading.Condition()
         self._futures: dict[int, _Future] = {}  # calls in flight, by index
-        self._queues: dict[int, deque[int]] = {rank: deque() for rank in range(world_size)}  # their indices on each rank, oldest first
+        self._queues: dict[int, deque[int]] = {
+            rank: deque() for rank in range(world_size)
+        }  # their indices on each rank, oldest first
         self._free_since = dict.fromkeys(range(world_size), 0.0)
         self._ended = False
-        self._next, self._log = 0, deque()  # next index; (index, keys) of the commands that are still in the store
-        self._answered = dict.fromkeys(range(world_size), -1)  # newest index that each rank answered, and so the newest it surely read
+        self._next, self._log = (
+            0,
+            deque(),
+        )  # next index; (index, keys) of the commands that are still in the store
+        self._answered = dict.fromkeys(
+            range(world_size), -1
+        )  # newest index that each rank answered, and so the newest it surely read
         self._seconds: dict[tuple[str, str], float] = {}
         self._reader = threading.Thread(target=self._read, name="read_inbox", daemon=True)
         self._reader.start()
@@ -93,14 +115,18 @@ class StoreExecutor:
         """In the driver process: connect to the job that `start_driver` described."""
         job_secret()
         os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
-        writer, reader = (connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2))
+        writer, reader = (
+            connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2)
+        )
         return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> _Future:
         check_role(self.ranks, role)
         return self.call_on(self.ranks[role], role, method, *args, **kwargs)
 
-    def call_on(self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object) -> _Future:
+    def call_on(
+        self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
+    ) -> _Future:
         check_subset(self.ranks, role, ranks)
         return self._issue(Command(role, tuple(ranks), method, self.step, pickle.dumps((args, kwargs))))
 
@@ -162,7 +188,10 @@ class StoreExecutor:
     def where(self) -> str:
         """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
         with self._changed:
-            calls = [f"{f.command.role}.{f.command.method} on rank {', '.join(map(str, f.missing()))}" for f in self._futures.values()]
+            calls = [
+                f"{f.command.role}.{f.command.method} on rank {', '.join(map(str, f.missing()))}"
+                for f in self._futures.values()
+            ]
         when = at_step(self.step).strip() or "before the first step"
         return f"{when}, waiting for {' and '.join(calls)}" if calls else f"{when}, no call in flight"
 
@@ -207,13 +236,25 @@ class StoreExecutor:
     def _seconds_left(self) -> float:
         """Until the next deadline. Past one: set the failure. A rank's clock starts when its oldest call could start there."""
         now = self._now()
-        waited = {rank: now - max(self._futures[queue[0]].issued, self._free_since[rank]) for rank, queue in self._queues.items() if queue}
+        waited = {
+            rank: now - max(self._futures[queue[0]].issued, self._free_since[rank])
+            for rank, queue in self._queues.items()
+            if queue
+        }
         slowest = max(waited, key=waited.__getitem__)
         if waited[slowest] >= self._timeout_s:
             late = self._futures[self._queues[slowest][0]]
             c = late.command
             stacks = self._outbox.stacks(list(self._queues), wait_s=_STACKS_S)
-            self.failure = CallTimeout(c.role or "driver", c.method, c.step, late.missing(), sorted(late.values), self._timeout_s, stacks)
+            self.failure = CallTimeout(
+                c.role or "driver",
+                c.method,
+                c.step,
+                late.missing(),
+                sorted(late.values),
+                self._timeout_s,
+                stacks,
+            )
             return 0.0
         return self._timeout_s - waited[slowest]
 
@@ -234,8 +275,12 @@ class StoreExecutor:
                     self._accept(result)
                     self._inbox.delete(self._read_by_all())
         except Exception as error:  # thread boundary: the main thread would wait for ever
-            time.sleep(_SIGNAL_S)  # Ctrl-C also ends whoever keeps the store; then it is the signal that tells what happened
-            text = f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
+            time.sleep(
+                _SIGNAL_S
+            )  # Ctrl-C also ends whoever keeps the store; then it is the signal that tells what happened
+            text = (
+                f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
+            )
             self.fail(RuntimeError(text.splitlines()[0]))
 
     def _accept(self, result: Result) -> None:
@@ -251,7 +296,10 @@ class StoreExecutor:
             self._queues[result.rank].popleft()
             self._free_since[result.rank] = self._now()
             self._answered[result.rank] = result.index
-            future.seconds, future.ended = max(future.seconds, result.seconds), max(future.ended, result.ended)
+            future.seconds, future.ended = (
+                max(future.seconds, result.seconds),
+                max(future.ended, result.ended),
+            )
             if not future.missing():
                 del self._futures[result.index]
                 self._seconds[c.role, c.method] = self._seconds.get((c.role, c.method), 0.0) + future.seconds
@@ -276,6 +324,10 @@ class StoreExecutor:
 def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
     placed = {rank for of_role in ranks.values() for rank in of_role}
     if outside := sorted(placed - set(range(world_size))):
-        raise ValueError(f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to {world_size - 1}). Start more.")
+        raise ValueError(
+            f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to {world_size - 1}). Start more."
+        )
     if idle := sorted(set(range(world_size)) - placed):
-        raise ValueError(f"no role is placed on ranks {idle} of the {world_size} that were started. Start fewer, or place a role there.")
+        raise ValueError(
+            f"no role is placed on ranks {idle} of the {world_size} that were started. Start fewer, or place a role there."
+        )

@@ -30,7 +30,9 @@ class Timeline:
     def __init__(self) -> None:
         self.records: deque[Record] = deque(maxlen=_MAX_RECORDS)
 
-    def add(self, name: str, ranks: tuple[int, ...], step: int | None, issued: float, seconds: float, ended: float) -> None:
+    def add(
+        self, name: str, ranks: tuple[int, ...], step: int | None, issued: float, seconds: float, ended: float
+    ) -> None:
         self.records.append(Record(name, ranks, step, issued, max(issued, ended - seconds), ended))
 
     def chrome_trace(self) -> dict:
@@ -38,11 +40,23 @@ class Timeline:
         start = min((r.issued for r in self.records), default=0.0)
         ranks = sorted({rank for r in self.records for rank in r.ranks})
         lines = [(rank, f"rank {rank}") for rank in ranks] + [(len(ranks) and ranks[-1] + 1, "driver")]
-        events: list[dict] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in lines]
+        events: list[dict] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
+            for tid, name in lines
+        ]
         for r in self.records:
             for tid in r.ranks or (lines[-1][0],):
-                events.append({"ph": "X", "name": r.name, "pid": 0, "tid": tid, "ts": (r.started - start) * 1e6,
-                               "dur": (r.ended - r.started) * 1e6, "args": {"step": r.step, "queued_s": r.started - r.issued}})  # fmt: skip
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": r.name,
+                        "pid": 0,
+                        "tid": tid,
+                        "ts": (r.started - start) * 1e6,
+                        "dur": (r.ended - r.started) * 1e6,
+                        "args": {"step": r.step, "queued_s": r.started - r.issued},
+                    }
+                )
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def write(self, path: Path) -> None:

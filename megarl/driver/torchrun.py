@@ -28,7 +28,9 @@ DRIVER_PID = "MEGARL_DRIVER_PID"
 """In the ranks that a driver has started itself: its process."""
 
 
-def start_driver(argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.driver") -> subprocess.Popen:
+def start_driver(
+    argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.driver"
+) -> subprocess.Popen:
     """Start the driver beside rank 0: `python -P -m module argv`. Call it on rank 0's main thread; hand the result to `serve`.
 
     The driver finds the job in its environment and not the variables that would make it pass for a rank. From here on this process
@@ -68,11 +70,15 @@ def world_size_from_env() -> int:
     return int(os.environ["MEGARL_WORLD_SIZE"])
 
 
-def run_driver(main: Callable[[StoreExecutor], object], ranks: dict[str, list[int]], call_timeout_s: float) -> int:
+def run_driver(
+    main: Callable[[StoreExecutor], object], ranks: dict[str, list[int]], call_timeout_s: float
+) -> int:
     """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns the exit code, as
     `run_to_the_end`."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
-    from megarl.driver.store_executor import StoreExecutor  # torch: what a signal interrupts there cannot be unwound
+    from megarl.driver.store_executor import (
+        StoreExecutor,
+    )  # torch: what a signal interrupts there cannot be unwound
 
     return run_to_the_end(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s))

@@ -1,13 +1,13 @@
 """Training for people who write their own loop: this process is the driver.
 
-    config = megarl.load_config("@configs/quickstart_ppo.args", train_iters=5)
-    with megarl.PPOTrainer(config) as trainer:
-        for step in trainer.steps():
-            batch = trainer.rollout()
-            metrics = trainer.update(batch)
-            print(metrics["reward/mean"])
-        print(trainer.evaluate())
-        trainer.roles.actor.export_hf("out").result()
+config = megarl.load_config("@configs/quickstart_ppo.args", train_iters=5)
+with megarl.PPOTrainer(config) as trainer:
+    for step in trainer.steps():
+        batch = trainer.rollout()
+        metrics = trainer.update(batch)
+        print(metrics["reward/mean"])
+    print(trainer.evaluate())
+    trainer.roles.actor.export_hf("out").result()
 """
 
 from __future__ import annotations
@@ -53,8 +53,16 @@ class Trainer(Training):
     def __init__(self, config: TrainConfig, progress: bool = False):
         if not config.algorithm.needs_rollout or not isinstance(config.algorithm, self.algorithm):
             name, wanted = type(config.algorithm).__name__.lower(), self.algorithm.__name__.lower()
-            raise ConfigError([f"--algorithm ({name}): " + (
-                f"{type(self).__name__} wants {wanted}." if self.algorithm is not Algorithm else "nothing is sampled. Use `megarl train`.")])
+            raise ConfigError(
+                [
+                    f"--algorithm ({name}): "
+                    + (
+                        f"{type(self).__name__} wants {wanted}."
+                        if self.algorithm is not Algorithm
+                        else "nothing is sampled. Use `megarl train`."
+                    )
+                ]
+            )
         self._open = _open(config, progress)
         job = self._open.__enter__()
         try:
@@ -131,7 +139,9 @@ def _executor(config: TrainConfig, world_size: int) -> Iterator[Executor]:
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
-        with local_ranks([f"@{arguments}"], hosting_ranks(config, world_size), world_size, config.placement.call_timeout_s) as executor:
+        with local_ranks(
+            [f"@{arguments}"], hosting_ranks(config, world_size), world_size, config.placement.call_timeout_s
+        ) as executor:
             yield executor
 
 

@@ -1,8 +1,8 @@
 """Reinforcement learning as a loop says it: roll out, update, evaluate. The built-in loop and users' own are written with this.
 
-    for step in training.steps():
-        batch = training.rollout()        prompts -> responses -> rewards
-        training.update(batch)            -> log-probs, values -> advantages -> updates -> new weights into the engines
+for step in training.steps():
+    batch = training.rollout()        prompts -> responses -> rewards
+    training.update(batch)            -> log-probs, values -> advantages -> updates -> new weights into the engines
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Training:
             self._begin_step()
             yield self.step
 
-    def rollout(self, flow: Flow | None = None, rows: Sequence[int] | Mapping[str, Sequence[int]] | None = None) -> RolloutBatch:
+    def rollout(
+        self, flow: Flow | None = None, rows: Sequence[int] | Mapping[str, Sequence[int]] | None = None
+    ) -> RolloutBatch:
         """Sample responses and score them: the step's flow until the rewards are here. What else is ready is computed meanwhile.
 
         Begins a step unless one has begun (see `steps`). Called again before `update` it discards what the step has sampled.
@@ -64,7 +66,11 @@ class Training:
         flow = self.flow if flow is None else flow
         flow.validate(self.job.meshes)
         batch = self._host.begin(self.step, self._rows(flow, rows), flow)
-        judged = {node.name for node in flow.nodes if not node.background and {*map(base, node.writes)} & {*StepHost.driver_columns}}
+        judged = {
+            node.name
+            for node in flow.nodes
+            if not node.background and {*map(base, node.writes)} & {*StepHost.driver_columns}
+        }
         self.results = self._scheduler.run(flow, until=judged)
         return batch
 
@@ -101,8 +107,12 @@ class Training:
             raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(EXCHANGED_COLUMNS)}.")
         for role in (source, destination):
             if role not in self._host.share_of:
-                raise ValueError(f"role ({role}) must be one of those of the job: {', '.join(self._host.share_of)}.")
-        return self._host.move(columns, source, Node(role=destination, method="exchange", reads=(), writes=()))
+                raise ValueError(
+                    f"role ({role}) must be one of those of the job: {', '.join(self._host.share_of)}."
+                )
+        return self._host.move(
+            columns, source, Node(role=destination, method="exchange", reads=(), writes=())
+        )
 
     def check_gate(self, log_probs: Future) -> None:
         """Before an update by hand: wait for `roles.actor.log_probs()`; raise GateError if trainer and engine disagree."""
@@ -124,7 +134,9 @@ class Training:
     def save_checkpoint(self) -> None:
         """Begin a checkpoint of the state after this step, in --save; `wait`, or the next one, ends it. Raises: ValueError within a step."""
         if self._in_step:
-            raise ValueError(f"a checkpoint is made between steps, and step {self.step} has no update yet. Call update() first.")
+            raise ValueError(
+                f"a checkpoint is made between steps, and step {self.step} has no update yet. Call update() first."
+            )
         self.job.checkpoints.save(self.step)
 
     def wait(self) -> None:
@@ -144,9 +156,15 @@ class Training:
             raise ValueError(f"actor ({actor}) must be one of {', '.join(names)}.")
         return names[actor]
 
-    def _rows(self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
+    def _rows(
+        self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
+    ) -> dict[str, list[int]]:
         """Suffix of each actor that samples -> its rows."""
-        given = {self._learner(actor).suffix: list(of_actor) for actor, of_actor in rows.items()} if isinstance(rows, Mapping) else {}
+        given = (
+            {self._learner(actor).suffix: list(of_actor) for actor, of_actor in rows.items()}
+            if isinstance(rows, Mapping)
+            else {}
+        )
         chosen = {}
         for suffix, learner in self.job.learners.items():
             if any(node.role == f"rollout{suffix}" and node.method == "generate" for node in flow.nodes):
@@ -158,7 +176,9 @@ class Training:
 
     def _check_current(self, batch: RolloutBatch) -> None:
         if batch is not self._host.current or not self._in_step:
-            raise ValueError(f"batch ({batch}) must be what the last rollout() returned, once: the ranks hold the tokens of that one alone.")
+            raise ValueError(
+                f"batch ({batch}) must be what the last rollout() returned, once: the ranks hold the tokens of that one alone."
+            )
 
 
 def _checked(learner: Learner, rows: list[int]) -> list[int]:
@@ -166,8 +186,10 @@ def _checked(learner: Learner, rows: list[int]) -> list[int]:
     if outside := [row for row in rows if not 0 <= row < total]:
         raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
     if not rows or len(rows) * batch.num_samples_per_prompt % batch.global_batch_size:
-        raise ValueError(f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) must be a multiple of "
-                         f"global_batch_size ({batch.global_batch_size}). Try {batch.num_prompts} rows.")  # fmt: skip
+        raise ValueError(
+            f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) must be a multiple of "
+            f"global_batch_size ({batch.global_batch_size}). Try {batch.num_prompts} rows."
+        )
     return rows
 
 

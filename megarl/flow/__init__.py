@@ -5,4 +5,15 @@ from megarl.flow.methods import METHODS, columns
 from megarl.flow.roles import SymbolicRole, background, dataflow, symbolic_roles
 from megarl.flow.validate import FlowError
 
-__all__ = ["DRIVER", "METHODS", "Flow", "FlowError", "Node", "SymbolicRole", "background", "columns", "dataflow", "symbolic_roles"]
+__all__ = [
+    "DRIVER",
+    "METHODS",
+    "Flow",
+    "FlowError",
+    "Node",
+    "SymbolicRole",
+    "background",
+    "columns",
+    "dataflow",
+    "symbolic_roles",
+]

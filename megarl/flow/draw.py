@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from megarl.flow.graph import Flow, Node
 
 COLOURS = ("#cfe3f7", "#d8eecf", "#fbe3c4", "#ead7f3", "#f8d3d3", "#d2eeee", "#f1ecc3", "#e0e0e0")
-_CHAR, _LINE, _PAD = 6.6, 17, 12  # pixels: width of a character of the 11 px font, height of a line, distance of things
+_CHAR, _LINE, _PAD = (
+    6.6,
+    17,
+    12,
+)  # pixels: width of a character of the 11 px font, height of a line, distance of things
 
 
 def draw_text(flow: Flow, meshes: Mapping[str, object] | None) -> str:
@@ -21,9 +25,19 @@ def draw_text(flow: Flow, meshes: Mapping[str, object] | None) -> str:
     for node in _by_depth(flow):
         reads = ", ".join(f"({column})" if is_state(column) else column for column in node.reads)
         name = f"{node.name}{' (background)' if node.background else ''}"
-        rows.append((str(flow.depth.get(node.name, "?")), name, _ranks(node, meshes), reads or "-", ", ".join(node.writes) or "-"))
+        rows.append(
+            (
+                str(flow.depth.get(node.name, "?")),
+                name,
+                _ranks(node, meshes),
+                reads or "-",
+                ", ".join(node.writes) or "-",
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    table = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip() for row in rows]
+    table = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip() for row in rows
+    ]
     return "\n".join([*table, f"longest chain: {' -> '.join(longest_chain(flow)) or 'none'}", ""])
 
 
@@ -38,7 +52,10 @@ def longest_chain(flow: Flow) -> list[str]:
 
 def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
     """Left to right by depth, a lane per mesh; an edge ends at the names of the columns that it brings. Dashed: background, and state."""
-    edges = {node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns] for node in flow.nodes}
+    edges = {
+        node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns]
+        for node in flow.nodes
+    }
     nodes, lanes = _by_depth(flow), {}
     for node in nodes:
         lanes.setdefault(_lane(node, meshes), []).append(node)
@@ -57,36 +74,54 @@ def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
             boxes[node.name] = (label_width + level * (node_width + gap) + gap - _PAD, top, height)
             bottoms[level] = top + height + _PAD
         bottom, colour = max(bottoms.values()), COLOURS[number % len(COLOURS)]
-        shapes.append(f'<rect x="0" y="{y:.0f}" width="{width:.0f}" height="{bottom - y:.0f}" fill="{colour}" fill-opacity="0.35"/>')
+        shapes.append(
+            f'<rect x="0" y="{y:.0f}" width="{width:.0f}" height="{bottom - y:.0f}" fill="{colour}" fill-opacity="0.35"/>'
+        )
         shapes.append(_label(_PAD, (y + bottom) / 2 + 4, lane))
         shapes += [_box(node, *boxes[node.name], node_width, colour) for node in members]
         y = bottom + _PAD
     arrows = [arrow for name, into in edges.items() for arrow in _arrows(boxes, name, into, node_width)]
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{y:.0f}" viewBox="0 0 {width:.0f} {y:.0f}" '
-        'font-family="Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>', *shapes, *arrows, "</svg>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{y:.0f}" viewBox="0 0 {width:.0f} {y:.0f}" '
+            'font-family="Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="11">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            *shapes,
+            *arrows,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _box(node: Node, x: float, y: float, height: float, width: float, colour: str) -> str:
     dashed = ' stroke-dasharray="4 3"' if node.background else ""
-    return (f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="5" fill="{colour}" stroke="#444"{dashed}/>'
-            + _label(x + width / 2, y + height / 2 + 4, node.name, "middle"))  # fmt: skip
+    return (
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="5" fill="{colour}" stroke="#444"{dashed}/>'
+        + _label(x + width / 2, y + height / 2 + 4, node.name, "middle")
+    )
 
 
-def _arrows(boxes: Mapping[str, tuple], name: str, into: Sequence[tuple[str, Sequence[str]]], width: float) -> list[str]:
+def _arrows(
+    boxes: Mapping[str, tuple], name: str, into: Sequence[tuple[str, Sequence[str]]], width: float
+) -> list[str]:
     """Curves into one node, one below the other, each ending at its columns."""
     x, y, _ = boxes[name]
     shapes = []
     for i, (source, columns) in enumerate(into):
         text, (source_x, source_y, source_height) = ", ".join(columns), boxes[source]
-        start_x, start_y, port_y = source_x + width, source_y + source_height / 2, y + _PAD / 2 + _LINE * (i + 0.5)
+        start_x, start_y, port_y = (
+            source_x + width,
+            source_y + source_height / 2,
+            y + _PAD / 2 + _LINE * (i + 0.5),
+        )
         end_x = x - _PAD - _CHAR * len(text)
         bend = max(30.0, (end_x - start_x) / 2)
         dashed = ' stroke-dasharray="3 3"' if all(map(is_state, columns)) else ""
-        shapes.append(f'<path d="M{start_x:.0f},{start_y:.0f} C{start_x + bend:.0f},{start_y:.0f} {end_x - bend:.0f},{port_y:.0f} '
-                      f'{end_x:.0f},{port_y:.0f}" fill="none" stroke="#666" stroke-opacity="0.7"{dashed}/>')  # fmt: skip
+        shapes.append(
+            f'<path d="M{start_x:.0f},{start_y:.0f} C{start_x + bend:.0f},{start_y:.0f} {end_x - bend:.0f},{port_y:.0f} '
+            f'{end_x:.0f},{port_y:.0f}" fill="none" stroke="#666" stroke-opacity="0.7"{dashed}/>'
+        )
         shapes.append(_label(x - 4, port_y + 4, text, "end", "#333"))
     return shapes
 

@@ -78,7 +78,9 @@ class Flow:
 
     # Building.
 
-    def then(self, method: SymbolicMethod, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None) -> Flow:
+    def then(
+        self, method: SymbolicMethod, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None
+    ) -> Flow:
         """One more node. Say what it reads and writes if METHODS does not."""
         return self._with(method.node(reads, writes)) if method else self
 
@@ -91,12 +93,20 @@ class Flow:
 
         Scores of reward models count among the rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes)
-        reads = [column for name in algorithm.advantage_reads
-                 for column in (("rewards?", "scores*") if name == "rewards" and scored else (name,))]  # fmt: skip
+        reads = [
+            column
+            for name in algorithm.advantage_reads
+            for column in (("rewards?", "scores*") if name == "rewards" and scored else (name,))
+        ]
         role = "actor" if actor is None else actor.name
         log_probs = Node(role=role, method="log_probs")
         added = [] if log_probs.name in (node.name for node in self.declared) else [log_probs]
-        return self._with(*added, Node(role=role, method="advantages", reads=tuple(reads), writes=tuple(algorithm.advantage_writes)))
+        return self._with(
+            *added,
+            Node(
+                role=role, method="advantages", reads=tuple(reads), writes=tuple(algorithm.advantage_writes)
+            ),
+        )
 
     def update(self, role: SymbolicRole) -> Flow:
         """The role's optimizer updates; after an actor's its engines, if there are any, get the new weights."""
@@ -108,7 +118,12 @@ class Flow:
             nodes.append(Node(role=f"rollout{suffix}", method="sync"))
         return self._with(*nodes)
 
-    def background(self, work: SymbolicMethod | Callable, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None) -> Flow:
+    def background(
+        self,
+        work: SymbolicMethod | Callable,
+        reads: Iterable[str] | None = None,
+        writes: Iterable[str] | None = None,
+    ) -> Flow:
         """Work that delays nothing: a method of a role, or a function, which runs in a thread of the driver."""
         if hasattr(work, "node"):
             return self._with(replace(work.node(reads, writes), background=True)) if work else self
@@ -167,7 +182,9 @@ class Flow:
         """Node -> all nodes that wait for it, directly or not."""
         behind: dict[str, frozenset[str]] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
-            direct = {other for other, needs in self.dependencies.items() if name in needs and other in self.depth}
+            direct = {
+                other for other, needs in self.dependencies.items() if name in needs and other in self.depth
+            }
             behind[name] = frozenset(direct).union(*(behind[other] for other in direct))
         return behind
 
@@ -213,7 +230,9 @@ def function_node(function: Callable, reads: Iterable[str] | None, writes: Itera
     own = getattr(function, "flow_columns", ((), ()))
     reads, writes = own[0] if reads is None else reads, own[1] if writes is None else writes
     name = function.__name__
-    return Node(role=DRIVER, method=name, reads=tuple(reads), writes=tuple(writes), function=function, name=name)
+    return Node(
+        role=DRIVER, method=name, reads=tuple(reads), writes=tuple(writes), function=function, name=name
+    )
 
 
 def _renumbered(node: Node, suffix: str) -> Node:
@@ -221,10 +240,14 @@ def _renumbered(node: Node, suffix: str) -> Node:
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         """What METHODS says of the first actor's state it means of any; a node's own words mean that of its actor."""
-        return names and tuple(name + suffix if is_state(name) and name not in known[0] + known[1] else name for name in names)
+        return names and tuple(
+            name + suffix if is_state(name) and name not in known[0] + known[1] else name for name in names
+        )
 
     name = "" if node.name == f"{node.role}.{node.method}" else node.name + suffix
-    return replace(node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes))
+    return replace(
+        node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes)
+    )
 
 
 def _lineages(nodes: Iterable[Node]) -> set[str]:
@@ -250,7 +273,11 @@ def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
         if is_state(column):
             return state_name(node, column)
         peers = (n for n in declared if n.role != node.role and kind_and_suffix(n.role)[0] == kind)
-        return f"{column}:{node.role}" if suffix and any(column in (peer.writes or ()) for peer in peers) else column
+        return (
+            f"{column}:{node.role}"
+            if suffix and any(column in (peer.writes or ()) for peer in peers)
+            else column
+        )
 
     def state_name(node: Node, column: str) -> str:
         """weights:actor means the actor of the node's own number where METHODS says it."""
@@ -261,19 +288,30 @@ def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
     def read_names(node: Node, column: str) -> list[str]:
         if is_state(column):
             return [state_name(node, column)]
-        names = [name for of, wanted, name in written if of == lineage(node) and column.rstrip("?*") in (wanted, name)]
+        names = [
+            name
+            for of, wanted, name in written
+            if of == lineage(node) and column.rstrip("?*") in (wanted, name)
+        ]
         if column.endswith("*"):
             return names
         suffix = kind_and_suffix(node.role)[1]
         own = [name for name in names if suffix and kind_and_suffix(name)[1] == suffix]
         plain = [name for name in names if name == column.rstrip("?")]
-        elsewhere = f":*{lineage(node)}" if any(name == column for _, _, name in written) else ""  # by another lineage
+        elsewhere = (
+            f":*{lineage(node)}" if any(name == column for _, _, name in written) else ""
+        )  # by another lineage
         return (own or plain or names)[:1] or ([] if column.endswith("?") else [column + elsewhere])
 
     for node in declared:
         written += [(lineage(node), column, written_name(node, column)) for column in node.writes or ()]
     return tuple(
-        replace(node, reads=tuple(dict.fromkeys(name for column in node.reads or () for name in read_names(node, column))),
-                writes=tuple(written_name(node, column) for column in node.writes or ()))
+        replace(
+            node,
+            reads=tuple(
+                dict.fromkeys(name for column in node.reads or () for name in read_names(node, column))
+            ),
+            writes=tuple(written_name(node, column) for column in node.writes or ()),
+        )
         for node in declared
-    )  # fmt: skip
+    )

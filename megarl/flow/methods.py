@@ -31,7 +31,9 @@ METHODS: dict[tuple[str, str], Columns] = {
     ("critic", "values"): Columns(("tokens", "lengths", "weights:critic"), ("values",)),
     ("critic", "update"): Columns(("tokens", "values", "returns"), ("weights:critic",)),
     ("actor", "log_probs"): Columns(("tokens", "lengths", "weights:actor"), ("old_log_probs",)),
-    ("actor", "update"): Columns(("tokens", "old_log_probs", "ref_log_probs?", "advantages"), ("weights:actor",)),
+    ("actor", "update"): Columns(
+        ("tokens", "old_log_probs", "ref_log_probs?", "advantages"), ("weights:actor",)
+    ),
 }
 """(kind of role, method) -> its columns. `actor.advantages` is not here: its columns are the algorithm's."""
 

@@ -1,18 +1,18 @@
 """Roles by name only, to write a flow with. Two ways that give the same Flow:
 
-    actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=meshes)
-    flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
-            .advantages(gae).update(critic).update(actor))
+actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=meshes)
+flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
+        .advantages(gae).update(critic).update(actor))
 
-    @dataflow
-    def ppo(actor, critic, reference, reward):
-        samples = actor.rollout()
-        scores, ref_log_probs, values = reward.score(samples), reference.log_probs(samples), critic.values(samples)
-        advantages = actor.advantages(scores, ref_log_probs, values, algorithm=gae)
-        critic.update(advantages)
-        return actor.update(advantages)
+@dataflow
+def ppo(actor, critic, reference, reward):
+    samples = actor.rollout()
+    scores, ref_log_probs, values = reward.score(samples), reference.log_probs(samples), critic.values(samples)
+    advantages = actor.advantages(scores, ref_log_probs, values, algorithm=gae)
+    critic.update(advantages)
+    return actor.update(advantages)
 
-    flow = ppo(present=meshes)
+flow = ppo(present=meshes)
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class SymbolicRole:
             raise AttributeError(f"{method} of role {self.name} is private: no flow can call it.")
         kind, suffix = kind_and_suffix(self.name)
         if (kind, method) == ("actor", "rollout"):
-            return SymbolicMethod(SymbolicRole(f"rollout{suffix}", self._present, None, self._trace), "generate")
+            return SymbolicMethod(
+                SymbolicRole(f"rollout{suffix}", self._present, None, self._trace), "generate"
+            )
         return SymbolicMethod(self, method)
 
     def __repr__(self) -> str:
@@ -64,16 +66,29 @@ class SymbolicMethod:
     def node(self, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None) -> Node:
         """With the columns given, else those of the class of the role, else those of METHODS."""
         own = getattr(getattr(self.role._cls, self.method, None), "flow_columns", (None, None))
-        return Node(role=self.role.name, method=self.method, reads=own[0] if reads is None else reads,
-                    writes=own[1] if writes is None else writes)  # fmt: skip
+        return Node(
+            role=self.role.name,
+            method=self.method,
+            reads=own[0] if reads is None else reads,
+            writes=own[1] if writes is None else writes,
+        )
 
-    def __call__(self, *inputs: Traced | None, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None,
-                 algorithm: HasAdvantages | None = None) -> Flow | Traced:
+    def __call__(
+        self,
+        *inputs: Traced | None,
+        reads: Iterable[str] | None = None,
+        writes: Iterable[str] | None = None,
+        algorithm: HasAdvantages | None = None,
+    ) -> Flow | Traced:
         """Args: inputs: what other calls in the function returned. None is a role that is not there."""
         trace = self.role._trace
         if trace is None:
             return Flow().then(self, reads, writes)
-        if reads is None and (kind_and_suffix(self.role.name)[0], self.method) not in METHODS and writes is not None:
+        if (
+            reads is None
+            and (kind_and_suffix(self.role.name)[0], self.method) not in METHODS
+            and writes is not None
+        ):
             reads = [column for traced in inputs if traced for column in traced.columns]
         if not self:
             return Traced(trace, ())
@@ -104,25 +119,46 @@ class _Trace:
         reads = [column for node in added for column in node.reads or ()]
         wanted = {column if is_state(column) else base(column) for column in reads}
         for given in inputs:
-            if given and given.columns and all(node.is_known for node in added) and not wanted & {*given.columns}:
-                raise ValueError(f"node ({added[-1].name}) is given {', '.join(given.columns)}, which it does not read. "
-                                 f"It reads {', '.join(reads) or 'nothing'}.")  # fmt: skip
+            if (
+                given
+                and given.columns
+                and all(node.is_known for node in added)
+                and not wanted & {*given.columns}
+            ):
+                raise ValueError(
+                    f"node ({added[-1].name}) is given {', '.join(given.columns)}, which it does not read. "
+                    f"It reads {', '.join(reads) or 'nothing'}."
+                )
         self.flow = longer
         return Traced(self, tuple(column for new in added for column in new.writes or ()))
 
 
-def background(work: SymbolicMethod | Callable, *inputs: Traced, reads: Iterable[str] | None = None,
-               writes: Iterable[str] | None = None) -> Traced:
+def background(
+    work: SymbolicMethod | Callable,
+    *inputs: Traced,
+    reads: Iterable[str] | None = None,
+    writes: Iterable[str] | None = None,
+) -> Traced:
     """In a @dataflow function: work that delays nothing. It reads what it declares, else the columns of its inputs."""
-    traces = [given.trace for given in inputs if given] + ([work.role._trace] if isinstance(work, SymbolicMethod) else [])
+    traces = [given.trace for given in inputs if given] + (
+        [work.role._trace] if isinstance(work, SymbolicMethod) else []
+    )
     if not traces:
-        raise ValueError(f"background({getattr(work, '__name__', work)}) needs an input to know its flow: pass what another call returned.")
-    declared = work.node(reads, writes) if isinstance(work, SymbolicMethod) else function_node(work, reads, writes)
+        raise ValueError(
+            f"background({getattr(work, '__name__', work)}) needs an input to know its flow: pass what another call returned."
+        )
+    declared = (
+        work.node(reads, writes) if isinstance(work, SymbolicMethod) else function_node(work, reads, writes)
+    )
     if reads is None and not declared.reads:
         reads = [column for given in inputs if given for column in given.columns]
     if writes is None and declared.writes is None:
         writes = ()
-    return traces[0].extend(lambda flow: flow.background(work, reads, writes), inputs) if work else Traced(traces[0], ())
+    return (
+        traces[0].extend(lambda flow: flow.background(work, reads, writes), inputs)
+        if work
+        else Traced(traces[0], ())
+    )
 
 
 def dataflow(function: Callable) -> Callable[..., Flow]:

@@ -36,9 +36,15 @@ def _methods(flow: Flow) -> Iterable[str]:
         if not node.is_known:
             kind = kind_and_suffix(node.role)[0]
             known = [method for of, method in METHODS if of == kind]
-            which = f"Known methods of {kind}: {', '.join(sorted(known))}." if known else f"Nothing is known of role {kind}."
-            yield (f"node ({node.name}): no columns are known for method ({node.method}).{_near(node.method, known)} {which} "
-                   "For one of your own, say what it reads= and writes=, or put @columns on it.")  # fmt: skip
+            which = (
+                f"Known methods of {kind}: {', '.join(sorted(known))}."
+                if known
+                else f"Nothing is known of role {kind}."
+            )
+            yield (
+                f"node ({node.name}): no columns are known for method ({node.method}).{_near(node.method, known)} {which} "
+                "For one of your own, say what it reads= and writes=, or put @columns on it."
+            )
 
 
 def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
@@ -46,8 +52,10 @@ def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
     for node in flow.nodes:
         if node.function is None and node.role not in meshes:
             flag = f"--{node.role.replace('_', '-')}-ranks"
-            yield (f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} Place it with {flag}, "
-                   f"or leave the node out. {placed}")  # fmt: skip
+            yield (
+                f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} Place it with {flag}, "
+                f"or leave the node out. {placed}"
+            )
         for column in filter(is_state, node.reads):
             role = column.split(":", 1)[1]
             if role not in meshes and role != node.role:
@@ -88,8 +96,10 @@ def _cycles(flow: Flow) -> Iterable[str]:
                 break
             chain.append(name)
         cycle = [*chain[chain.index(name) :], name][::-1]
-        steps = [f"{after} reads {', '.join(waiting[after][before]) or 'state that it must not overtake'} of {before}"
-                 for before, after in pairwise(cycle)]  # fmt: skip
+        steps = [
+            f"{after} reads {', '.join(waiting[after][before]) or 'state that it must not overtake'} of {before}"
+            for before, after in pairwise(cycle)
+        ]
         yield f"nodes {', '.join(cycle[:-1])} wait for each other: {'; '.join(steps)}. One of them must read a column of an earlier node."
         waiting = _without(waiting, cycle)
 
@@ -107,8 +117,10 @@ def _background(flow: Flow) -> Iterable[str]:
     for name, needs in flow.dependencies.items():
         for need, columns in needs.items():
             if nodes[need].background and columns and not nodes[name].background:
-                yield (f"node ({name}) reads {', '.join(columns)} of {need}, which is a background node: the path cannot wait for it. "
-                       f"Put {need} on the path, or {name} into the background too.")  # fmt: skip
+                yield (
+                    f"node ({name}) reads {', '.join(columns)} of {need}, which is a background node: the path cannot wait for it. "
+                    f"Put {need} on the path, or {name} into the background too."
+                )
 
 
 def _near(name: str, names: Iterable[str]) -> str:

@@ -18,14 +18,24 @@ class StackedQKVSelfAttention(SelfAttention):
     def __init__(self, config, *args, **kwargs) -> None:
         if config.attention_output_gate or config.fused_single_qkv_rope:
             flag = "attention_output_gate" if config.attention_output_gate else "fused_single_qkv_rope"
-            raise ValueError(f"--{flag.replace('_', '-')} (true) expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped.")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} (true) expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped."
+            )
         super().__init__(config, *args, **kwargs)
 
-    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True):
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
+    ):
         """Query [T, b, heads, d], key and value [T, b, groups, d], from hidden states [T, b, hidden]."""
         mixed, _ = self.linear_qkv(hidden_states)
-        heads = (self.num_attention_heads_per_partition, self.num_query_groups_per_partition, self.num_query_groups_per_partition)
-        query, key, value = mixed.unflatten(-1, (sum(heads), self.hidden_size_per_attention_head)).split(heads, dim=-2)
+        heads = (
+            self.num_attention_heads_per_partition,
+            self.num_query_groups_per_partition,
+            self.num_query_groups_per_partition,
+        )
+        query, key, value = mixed.unflatten(-1, (sum(heads), self.hidden_size_per_attention_head)).split(
+            heads, dim=-2
+        )
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
@@ -33,7 +43,9 @@ class StackedQKVSelfAttention(SelfAttention):
         return query, key, value
 
     def clip_qk(self):
-        raise NotImplementedError("qk-clip expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped.")
+        raise NotImplementedError(
+            "qk-clip expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped."
+        )
 
 
 class SharedKeySelfAttention(SelfAttention):
@@ -43,7 +55,9 @@ class SharedKeySelfAttention(SelfAttention):
     query heads and the head of its group. Backward sums what every rank of a group adds to the gradient of k and v. Megatron does the
     same with the global parallel_state (attention.py:1398), which a job of several meshes has none of."""
 
-    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True):
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
+    ):
         """Query [T, b, heads, d], key and value [T, b, 1, d], from hidden states [T, b, hidden]."""
         mixed, _ = self.linear_qkv(hidden_states)
         mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
@@ -51,7 +65,11 @@ class SharedKeySelfAttention(SelfAttention):
         group, part = divmod(self.tp_group.rank(), tp // groups)
         heads = self.config.num_attention_heads // tp
         of_group = mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))[..., group, :, :]
-        query, key, value = of_group[..., part * heads : (part + 1) * heads, :], of_group[..., -2:-1, :], of_group[..., -1:, :]
+        query, key, value = (
+            of_group[..., part * heads : (part + 1) * heads, :],
+            of_group[..., -2:-1, :],
+            of_group[..., -1:, :],
+        )
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:

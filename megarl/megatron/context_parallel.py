@@ -87,7 +87,9 @@ def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.sum())) + padding_before.repeat_interleave(lengths)
 
 
-def gather_rows(values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_rows(
+    values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup
+) -> torch.Tensor:
     """[n] numbers of this rank's rows -> [count] of all ranks', on each. Collective over the context-parallel group.
 
     The gradient of a rank's rows is what its own loss gives them: every rank must compute the same loss of them all."""

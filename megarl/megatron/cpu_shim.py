@@ -71,7 +71,20 @@ def _nothing(*args, **kwargs) -> None:
 
 
 def _swaps() -> list[tuple[object, str, object]]:
-    factories = ("zeros", "empty", "ones", "full", "tensor", "arange", "rand", "randn", "zeros_like", "empty_like", "ones_like", "full_like")
+    factories = (
+        "zeros",
+        "empty",
+        "ones",
+        "full",
+        "tensor",
+        "arange",
+        "rand",
+        "randn",
+        "zeros_like",
+        "empty_like",
+        "ones_like",
+        "full_like",
+    )
     swaps = [(torch, name, _factory(getattr(torch, name))) for name in factories]
     swaps += [
         (torch.Tensor, "type", _cuda_type),
@@ -93,7 +106,11 @@ def _swaps() -> list[tuple[object, str, object]]:
     return swaps
 
 
-_SWAPS = [] if torch.cuda.is_available() else [(owner, name, getattr(owner, name), new) for owner, name, new in _swaps()]
+_SWAPS = (
+    []
+    if torch.cuda.is_available()
+    else [(owner, name, getattr(owner, name), new) for owner, name, new in _swaps()]
+)
 _depth = 0
 
 

@@ -15,7 +15,9 @@ class ExpertRouter(Router):
 
     A group's score is the sum of its `group_best` best experts' scores. Megatron always takes topk / group_topk of them."""
 
-    def __init__(self, config, pg_collection=None, *, corrects_scores: bool = False, group_best: int = 0) -> None:
+    def __init__(
+        self, config, pg_collection=None, *, corrects_scores: bool = False, group_best: int = 0
+    ) -> None:
         super().__init__(config, pg_collection)
         if corrects_scores:
             del self.expert_bias
@@ -30,14 +32,20 @@ class GroupChoice:
     def __init__(self, best: int, replay: object | None) -> None:
         self.best, self.replay = best, replay
 
-    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores [tokens, topk], experts [tokens, topk]) of scores [tokens, experts]."""
         if self.replay is not None:
             return self.replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
         return self._choose(scores, topk, num_groups, group_topk)
 
-    def _choose(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         by_group = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
         of_group = by_group.topk(self.best, dim=-1).values.sum(dim=-1)
-        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk, dim=-1).indices, True)
+        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
+            1, of_group.topk(group_topk, dim=-1).indices, True
+        )
         return by_group.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=-1)

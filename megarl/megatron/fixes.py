@@ -42,7 +42,9 @@ class Fix(NamedTuple):
 FIXES: list[Fix] = []
 
 
-def _fix(file: str, line: int, says: str, on_cpu_only: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def _fix(
+    file: str, line: int, says: str, on_cpu_only: bool = False
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def register(apply: Callable[[], None]) -> Callable[[], None]:
         FIXES.append(Fix(apply, file, line, says, on_cpu_only))
         return apply
@@ -79,7 +81,9 @@ def recompute_without_transformer_engine() -> None:
     random.CheckpointWithoutOutput.__init__ = init
 
 
-@_fix("pipeline_parallel/p2p_communication.py", 74, "even_recv_odd_send_group = torch.distributed.group.WORLD")
+@_fix(
+    "pipeline_parallel/p2p_communication.py", 74, "even_recv_odd_send_group = torch.distributed.group.WORLD"
+)
 def second_channel_within_the_mesh() -> None:
     """Between two stages the whole world is the second channel: a message would be matched with any other that is under way between the
     two ranks, of another role too."""
@@ -119,7 +123,9 @@ def uneven_shares_on_gloo() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
 
     mappings._gather_along_first_dim = _gather_padded(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _reduce_scatter_padded(mappings._reduce_scatter_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_padded(
+        mappings._reduce_scatter_along_first_dim
+    )
 
 
 @_fix("distributed/param_and_grad_buffer.py", 443, "dist_reduce_scatter_func(", on_cpu_only=True)
@@ -128,10 +134,18 @@ def distributed_optimizer_in_place() -> None:
     the copy, the second gathers into it. In place the same sums take no memory and a quarter of the time."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
-    buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = _reduce_scatter_in_place, _all_gather_in_place
+    buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = (
+        _reduce_scatter_in_place,
+        _all_gather_in_place,
+    )
 
 
-@_fix("distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py", 3607, "with _coalescing_manager(", on_cpu_only=True)
+@_fix(
+    "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py",
+    3607,
+    "with _coalescing_manager(",
+    on_cpu_only=True,
+)
 def gathers_of_their_own() -> None:
     """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk detected"). AddressSanitizer:
     a group's two threads free the same 20 bytes in ProcessGroupGloo::runLoop; most likely the name ALLGATHER_COALESCED, noted without a lock.
@@ -154,17 +168,36 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
         dist.all_gather_object, dist.get_world_size = gather, world_size
 
 
-def _p2p_ops(*, tensor_send_prev: torch.Tensor | None, tensor_recv_prev: torch.Tensor | None, tensor_send_next: torch.Tensor | None,
-             tensor_recv_next: torch.Tensor | None, group: dist.ProcessGroup, prev_pipeline_rank: int,
-             next_pipeline_rank: int) -> dict[str, dist.Work]:  # fmt: skip
+def _p2p_ops(
+    *,
+    tensor_send_prev: torch.Tensor | None,
+    tensor_recv_prev: torch.Tensor | None,
+    tensor_send_next: torch.Tensor | None,
+    tensor_recv_next: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+) -> dict[str, dist.Work]:
     """Start the messages of one turn. Between two ranks each direction has a group of its own, so that neither waits for the other."""
-    sends, receives = (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
-    forward = [("send_next", dist.isend, tensor_send_next, next_pipeline_rank, sends),
-               ("recv_prev", dist.irecv, tensor_recv_prev, prev_pipeline_rank, receives)]  # fmt: skip
-    backward = [("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
-                ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives)]  # fmt: skip
-    in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]  # even ranks send first, odd ones receive
-    return {name: start(tensor, peer, group=channel) for name, start, tensor, peer, channel in in_order if tensor is not None}
+    sends, receives = (
+        (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
+    )
+    forward = [
+        ("send_next", dist.isend, tensor_send_next, next_pipeline_rank, sends),
+        ("recv_prev", dist.irecv, tensor_recv_prev, prev_pipeline_rank, receives),
+    ]
+    backward = [
+        ("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
+        ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives),
+    ]
+    in_order = (
+        forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]
+    )  # even ranks send first, odd ones receive
+    return {
+        name: start(tensor, peer, group=channel)
+        for name, start, tensor, peer, channel in in_order
+        if tensor is not None
+    }
 
 
 @contextlib.contextmanager
@@ -206,18 +239,24 @@ def _reduce_scatter_padded(reduce_scatter):
         longest, mine = max(input_split_sizes), input_split_sizes[group.rank()]
         if not longest:
             return input_
-        return reduce_scatter(torch.cat([_padded(rows, longest) for rows in input_.split(input_split_sizes)]), group)[:mine]
+        return reduce_scatter(
+            torch.cat([_padded(rows, longest) for rows in input_.split(input_split_sizes)]), group
+        )[:mine]
 
     return reduce_scatter_along_first_dim
 
 
-def _reduce_scatter_in_place(output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool) -> None:
+def _reduce_scatter_in_place(
+    output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool
+) -> None:
     """`output` is this rank's part of `input`; what the other parts hold afterwards is not read."""
     # Not dist.all_reduce: in Megatron's coalescing manager it would be flattened into a copy again.
     group.allreduce(input, op).wait()
 
 
-def _all_gather_in_place(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+def _all_gather_in_place(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> None:
     """`input` is this rank's part of `output`."""
     for work in [group.broadcast(part, root) for root, part in enumerate(output.chunk(group.size()))]:
         work.wait()

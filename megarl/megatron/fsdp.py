@@ -44,13 +44,27 @@ class ShardedDataParallel(FullyShardedDataParallel):
     Args:
         strategy: what is sharded: optim (states and masters), optim_grads (gradients too)."""
 
-    def __init__(self, config: TransformerConfig, model: GPTModel, strategy: str, mesh: MeshSpec, groups: ProcessGroupCollection,
-                 device: torch.device) -> None:  # fmt: skip
-        assert strategy in ("optim", "optim_grads"), f"{strategy}: nobody could read the weights between passes"
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: GPTModel,
+        strategy: str,
+        mesh: MeshSpec,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ) -> None:
+        assert strategy in ("optim", "optim_grads"), (
+            f"{strategy}: nobody could read the weights between passes"
+        )
         self._mesh = mesh
         ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, grad_reduce_in_fp32=True,
-            preserve_fp32_weights=config.bf16, bucket_size=BUCKET_ELEMENTS)
+            use_distributed_optimizer=True,
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=strategy,
+            grad_reduce_in_fp32=True,
+            preserve_fp32_weights=config.bf16,
+            bucket_size=BUCKET_ELEMENTS,
+        )
         with _device_number(device):
             super().__init__(config, ddp_config, model, device=device, pg_collection=groups)
         self.no_sync = contextlib.nullcontext if strategy == "optim" else self.no_sync
@@ -79,9 +93,13 @@ class ShardedDataParallel(FullyShardedDataParallel):
 
     def _init_dist_index(self, groups: ProcessGroupCollection) -> FSDPDistributedIndex:
         self.tp_group = groups.tp
-        ranks = [list(self._mesh.peers(first, "tp")) for first in self._mesh.peers(dist.get_rank(), "cp", "dp")]
+        ranks = [
+            list(self._mesh.peers(first, "tp")) for first in self._mesh.peers(dist.get_rank(), "cp", "dp")
+        ]
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh = DeviceMesh.from_group([groups.dp_cp, groups.tp], kind, mesh=ranks, mesh_dim_names=("dp_cp", "tp"))
+        mesh = DeviceMesh.from_group(
+            [groups.dp_cp, groups.tp], kind, mesh=ranks, mesh_dim_names=("dp_cp", "tp")
+        )
         return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
 
     def _fix_tensor_parallel_attributes(self, module: torch.nn.Module) -> None:

@@ -36,7 +36,9 @@ def with_output_norm(linear: type) -> type:
     return NormedLinear
 
 
-def _norm_output(linear: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, None]:
+def _norm_output(
+    linear: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, None]:
     assert output[1] is None, "the norm is of the output with its bias"
     return linear.post_layernorm(output[0]), None
 
@@ -55,7 +57,9 @@ class TwoRotaryEmbeddings(RotaryEmbedding):
 
 class GemmaLayer(TransformerLayer):
     def forward(self, *args, rotary_pos_emb: torch.Tensor, **kwargs):
-        slides = is_layer_window_attention(self.config.window_size, self.config.window_attn_skip_freq, self.layer_number)
+        slides = is_layer_window_attention(
+            self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
+        )
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb[int(slides)], **kwargs)
 
 
@@ -63,16 +67,27 @@ def adapt_spec(spec: ModuleSpec) -> None:
     """Make the spec of Megatron's layer that of Gemma 3's."""
     spec.module = GemmaLayer
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
-    attention.linear_proj, mlp.linear_fc2 = with_output_norm(attention.linear_proj), with_output_norm(mlp.linear_fc2)
+    attention.linear_proj, mlp.linear_fc2 = (
+        with_output_norm(attention.linear_proj),
+        with_output_norm(mlp.linear_fc2),
+    )
 
 
 def adapt_model(model: GPTModel, shape: ModelShape) -> None:
     """Two rotary embeddings and, on the first stage, scaled embeddings."""
-    frequencies = [inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
-                   inverse_frequencies(shape.local_rope_theta, shape.head_dim, None)]  # fmt: skip
+    frequencies = [
+        inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
+        inverse_frequencies(shape.local_rope_theta, shape.head_dim, None),
+    ]
     model.rotary_pos_emb = TwoRotaryEmbeddings(
-        shape.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=model.rotary_pos_emb.cp_group)
+        shape.head_dim,
+        rotary_percent=1.0,
+        use_cpu_initialization=True,
+        cp_group=model.rotary_pos_emb.cp_group,
+    )
     model.rotary_pos_emb.inv_freq = torch.stack(frequencies)
     if model.pre_process and shape.scaled_embeddings:
-        scale = torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()  # rounded as transformers does
+        scale = (
+            torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()
+        )  # rounded as transformers does
         model.embedding.register_forward_hook(lambda module, arguments, output: output * scale)

@@ -21,6 +21,8 @@ def accumulate_in_pieces(model: torch.nn.Module) -> None:
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
     if parameter.grad is None:  # the output layer's went into main_grad in the forward pass
         return
-    for total, grad in zip(parameter.main_grad.flatten().split(_PIECE), parameter.grad.flatten().split(_PIECE), strict=True):
+    for total, grad in zip(
+        parameter.main_grad.flatten().split(_PIECE), parameter.grad.flatten().split(_PIECE), strict=True
+    ):
         total.add_(grad)
     parameter.grad_added_to_main_grad = True

@@ -12,11 +12,18 @@ from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
 
 
 @torch.no_grad()
-def random_weights(shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02) -> None:
+def random_weights(
+    shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02
+) -> None:
     """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix
     drawn from a generator of its own name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
     norm = 0.0 if shape.zero_centered_norms else 1.0
-    _fill(atlas, hf_sizes(shape), parameters, lambda name, rows, cols: _full_tensor(name, rows, cols, seed, std, norm))
+    _fill(
+        atlas,
+        hf_sizes(shape),
+        parameters,
+        lambda name, rows, cols: _full_tensor(name, rows, cols, seed, std, norm),
+    )
 
 
 @torch.no_grad()
@@ -35,13 +42,23 @@ def initial_adapters(atlas: Atlas, sizes: Sizes, parameters: dict[str, torch.Ten
     _fill({name: local for name, local in atlas.items() if ".adapter." in name}, sizes, parameters, values)
 
 
-def _fill(atlas: Atlas, sizes: Sizes, parameters: dict[str, torch.Tensor], values: Callable[[str, int, int], torch.Tensor]) -> None:
+def _fill(
+    atlas: Atlas,
+    sizes: Sizes,
+    parameters: dict[str, torch.Tensor],
+    values: Callable[[str, int, int], torch.Tensor],
+) -> None:
     """values(name, rows, cols) of each canonical tensor, cut as the atlas says; 0 elsewhere."""
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:
-            part = values(piece.hf_name, *sizes[piece.hf_name])[piece.row_start : piece.row_end, piece.col_start : piece.col_end]
-            target[piece.local_row : piece.local_row + part.shape[0], piece.local_col : piece.local_col + part.shape[1]] = part
+            part = values(piece.hf_name, *sizes[piece.hf_name])[
+                piece.row_start : piece.row_end, piece.col_start : piece.col_end
+            ]
+            target[
+                piece.local_row : piece.local_row + part.shape[0],
+                piece.local_col : piece.local_col + part.shape[1],
+            ] = part
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

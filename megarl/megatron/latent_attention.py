@@ -33,30 +33,76 @@ class LatentAttention(MLASelfAttention):
     Megatron's constructor leaves linear_q_proj to the global parallel_state, which has no groups here, and its local spec splits the down
     projections, whose outputs it gathers over that too."""
 
-    def __init__(self, config, submodules, layer_number: int, attn_mask_type=None, cp_comm_type: str | None = None, pg_collection=None) -> None:
-        MultiLatentAttention.__init__(self, config, submodules, layer_number, attn_mask_type, attention_type="self", cp_comm_type=cp_comm_type,
-                                      pg_collection=pg_collection)  # fmt: skip
+    def __init__(
+        self,
+        config,
+        submodules,
+        layer_number: int,
+        attn_mask_type=None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+    ) -> None:
+        MultiLatentAttention.__init__(
+            self,
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            attention_type="self",
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+        )
         queries, hidden = config.num_attention_heads * self.q_head_dim, config.hidden_size
         if config.q_lora_rank is None:
             self.linear_q_proj = self._up(submodules.linear_q_proj, hidden, queries, "q_proj")
         else:
-            self.linear_q_down_proj = self._down(submodules.linear_q_down_proj, hidden, config.q_lora_rank, "q_down_proj")
-            self.linear_q_up_proj = self._up(submodules.linear_q_up_proj, config.q_lora_rank, queries, "q_up_proj")
+            self.linear_q_down_proj = self._down(
+                submodules.linear_q_down_proj, hidden, config.q_lora_rank, "q_down_proj"
+            )
+            self.linear_q_up_proj = self._up(
+                submodules.linear_q_up_proj, config.q_lora_rank, queries, "q_up_proj"
+            )
             self.q_layernorm = self._norm(submodules.q_layernorm, config.q_lora_rank)
-        latent, expanded = config.kv_lora_rank, config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
-        self.linear_kv_down_proj = self._down(submodules.linear_kv_down_proj, hidden, latent + config.qk_pos_emb_head_dim, "kv_down_proj")
+        latent, expanded = (
+            config.kv_lora_rank,
+            config.num_attention_heads * (config.qk_head_dim + config.v_head_dim),
+        )
+        self.linear_kv_down_proj = self._down(
+            submodules.linear_kv_down_proj, hidden, latent + config.qk_pos_emb_head_dim, "kv_down_proj"
+        )
         self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, latent, expanded, "kv_up_proj")
         self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
 
     def _down(self, spec, input_size: int, output_size: int, name: str) -> torch.nn.Module:
         return build_module(
-            spec, input_size, output_size, config=self.config, init_method=self.config.init_method, parallel_mode="duplicated", bias=False,
-            skip_bias_add=False, skip_weight_param_allocation=False, is_expert=False, tp_comm_buffer_name=name, tp_group=None)  # fmt: skip
+            spec,
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            parallel_mode="duplicated",
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+            is_expert=False,
+            tp_comm_buffer_name=name,
+            tp_group=None,
+        )
 
     def _up(self, spec, input_size: int, output_size: int, name: str) -> torch.nn.Module:
         return build_module(
-            spec, input_size, output_size, config=self.config, init_method=self.config.init_method, gather_output=False, bias=False,
-            skip_bias_add=False, is_expert=False, tp_comm_buffer_name=name, tp_group=self.pg_collection.tp)  # fmt: skip
+            spec,
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name=name,
+            tp_group=self.pg_collection.tp,
+        )
 
     def _norm(self, spec, size: int) -> torch.nn.Module:
         return build_module(spec, hidden_size=size, config=self.config, eps=self.config.layernorm_epsilon)

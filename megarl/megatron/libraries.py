@@ -21,7 +21,9 @@ def transformer_engine_version() -> str | None:
 def fuses_gradient_accumulation() -> bool:
     """Whether matrix products can add weight gradients to main_grad themselves. Transformer Engine's layers can without it, but Megatron's
     own (the output layer) are built with the same option and want apex's kernel. Ours writes its gradient there anyway."""
-    return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return (
+        torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    )
 
 
 def libraries() -> dict[str, str]:

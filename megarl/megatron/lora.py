@@ -42,17 +42,33 @@ _MERGE_ELEMENTS = 2**24  # of a matrix that are in fp32 at a time
 class Adapter(torch.nn.Module):
     """What is added to the output of one layer. The weights are undefined until they are drawn or loaded."""
 
-    def __init__(self, weight: Tensor, is_row_parallel: bool, lora: LoRAConfig, config: TransformerConfig,
-                 group: torch.distributed.ProcessGroup) -> None:  # fmt: skip
+    def __init__(
+        self,
+        weight: Tensor,
+        is_row_parallel: bool,
+        lora: LoRAConfig,
+        config: TransformerConfig,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
         """weight: [out, in] of the layer, this rank's part."""
         super().__init__()
-        self.is_row_parallel, self.sequence_parallel, self.group = is_row_parallel, config.sequence_parallel, group
+        self.is_row_parallel, self.sequence_parallel, self.group = (
+            is_row_parallel,
+            config.sequence_parallel,
+            group,
+        )
         self.scale, self.is_on = lora.lora_alpha / lora.lora_rank, True
         options = dict(bias=False, dtype=weight.dtype, device=weight.device)
         self.linear_in = torch.nn.utils.skip_init(torch.nn.Linear, weight.shape[1], lora.lora_rank, **options)
-        self.linear_out = torch.nn.utils.skip_init(torch.nn.Linear, lora.lora_rank, weight.shape[0], **options)
-        split, whole = (self.linear_in, self.linear_out) if is_row_parallel else (self.linear_out, self.linear_in)
-        split.weight.tensor_model_parallel = group.size() > 1  # the gradient norm counts the others on one rank only
+        self.linear_out = torch.nn.utils.skip_init(
+            torch.nn.Linear, lora.lora_rank, weight.shape[0], **options
+        )
+        split, whole = (
+            (self.linear_in, self.linear_out) if is_row_parallel else (self.linear_out, self.linear_in)
+        )
+        split.weight.tensor_model_parallel = (
+            group.size() > 1
+        )  # the gradient norm counts the others on one rank only
         split.weight.partition_dim, split.weight.partition_stride = (1 if is_row_parallel else 0), 1
         whole.weight.sequence_parallel = config.sequence_parallel  # sees this rank's tokens only
 
@@ -62,13 +78,23 @@ class Adapter(torch.nn.Module):
 
     def _between_ranks(self, hidden: Tensor) -> Tensor:
         if self.is_row_parallel:
-            reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+            reduce = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
             return reduce(hidden, group=self.group)
         # Backward each rank brings the part of its rows of B: summed either way.
-        return (gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region)(hidden, group=self.group)
+        return (
+            gather_from_sequence_parallel_region
+            if self.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )(hidden, group=self.group)
 
 
-def _add_adapter(linear: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def _add_adapter(
+    linear: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
     """Forward hook of a layer, which returns (output, bias that is left to its caller)."""
     if not linear.adapter.is_on:
         return output
@@ -91,7 +117,13 @@ class Adapters:
         group: the tensor-parallel group.
     Raises: ValueError for a target that the model has not."""
 
-    def __init__(self, chunks: Sequence[GPTModel], lora: LoRAConfig, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        lora: LoRAConfig,
+        config: TransformerConfig,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
         self.lora = lora
         self._adapters: list[Adapter] = []
         self.merged: dict[str, Tensor] = {}
@@ -103,9 +135,16 @@ class Adapters:
                 # A recomputed layer has gradients only if its input does, and that of the first comes from a frozen embedding.
                 chunk.embedding.register_forward_hook(_require_grad)
         for target in lora.lora_target_modules:
-            layers = [m for chunk in chunks for name, m in chunk.named_modules() if name.endswith(f".{target}") and ".experts." not in name]
+            layers = [
+                m
+                for chunk in chunks
+                for name, m in chunk.named_modules()
+                if name.endswith(f".{target}") and ".experts." not in name
+            ]
             if not layers:
-                raise ValueError(f"--lora-target-modules ({target}): this model has no such layer outside of experts. Leave it out.")
+                raise ValueError(
+                    f"--lora-target-modules ({target}): this model has no such layer outside of experts. Leave it out."
+                )
             for layer in layers:
                 layer.adapter = Adapter(layer.weight, target in _ROW_PARALLEL, lora, config, group)
                 layer.register_forward_hook(_add_adapter, prepend=True)  # before Gemma's norm of the output
@@ -135,7 +174,9 @@ class Adapters:
             layer = name.removesuffix(".weight")
             low, high = parameters[layer + _IN].float(), parameters[layer + _OUT].float()
             rows = max(1, _MERGE_ELEMENTS // merged.shape[1])
-            for base, part, out in zip(parameters[name].split(rows), high.split(rows), merged.split(rows), strict=True):
+            for base, part, out in zip(
+                parameters[name].split(rows), high.split(rows), merged.split(rows), strict=True
+            ):
                 out.copy_(torch.addmm(base.float(), part, low, alpha=scale))
 
 

@@ -16,12 +16,23 @@ with cpu_megatron():
 
 # Megatron's names -> the coordinates that vary inside the group.
 _GROUPS = {
-    "tp": ("tp",), "dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "mp": ("tp", "pp"),
-    "tp_cp": ("tp", "cp"), "dp_cp": ("cp", "dp"), "intra_dp_cp": ("cp", "dp"), "tp_dp_cp": ("tp", "cp", "dp"),
-    "ep": ("ep",), "expt_tp": ("etp",), "expt_dp": ("edp",), "intra_expt_dp": ("edp",), "tp_ep": ("etp", "ep"),
+    "tp": ("tp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("cp", "dp"),
+    "intra_dp_cp": ("cp", "dp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "expt_dp": ("edp",),
+    "intra_expt_dp": ("edp",),
+    "tp_ep": ("etp", "ep"),
     "tp_ep_pp": ("etp", "ep", "pp"),
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
-}  # fmt: skip
+}
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _second_channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -54,7 +65,9 @@ def groups_of(mesh: MeshSpec) -> ProcessGroupCollection:
         setattr(groups, name, _groups[mesh.peers(rank, *varied)])
     pipeline = mesh.peers(rank, "pp")
     ends = _ends(pipeline)
-    groups.embd = _groups[ends] if rank in ends else None  # tied word embeddings live on the first and the last stage
+    groups.embd = (
+        _groups[ends] if rank in ends else None
+    )  # tied word embeddings live on the first and the last stage
     groups.pos_embd = _groups[pipeline[:1]] if rank == pipeline[0] else None
     groups.hcp = groups.inter_dist_opt = None
     return groups

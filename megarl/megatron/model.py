@@ -26,12 +26,19 @@ from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 with cpu_megatron():
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import (
+        LayerNormImpl,
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
@@ -87,15 +94,32 @@ class PolicyModel(GPTModel):
             # The positions are selected from the whole sequence. The gradient of `hidden` below is summed over the ranks already, so
             # each takes its slice instead of summing again.
             hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp)
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
         hidden = hidden_states[labels.predict_positions].squeeze(1)  # [N, H]
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
-        main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() and self.accumulates_into_main_grad else None
-        options = dict(vocab_size=self.real_vocab_size, group=self.pg_collection.tp, temperature=labels.temperature,
-                       with_entropy=labels.with_entropy, main_grad=main_grad)  # fmt: skip
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        main_grad = (
+            getattr(weight, "main_grad", None)
+            if torch.is_grad_enabled() and self.accumulates_into_main_grad
+            else None
+        )
+        options = dict(
+            vocab_size=self.real_vocab_size,
+            group=self.pg_collection.tp,
+            temperature=labels.temperature,
+            with_entropy=labels.with_entropy,
+            main_grad=main_grad,
+        )
         if labels.loss is None:
             outputs = linear_log_probs(hidden, weight, labels.targets, method=labels.method, **options)
-            return tuple(x if x is None else gather_rows(x, labels.rows, labels.count, self.pg_collection.cp) for x in outputs)
+            return tuple(
+                x if x is None else gather_rows(x, labels.rows, labels.count, self.pg_collection.cp)
+                for x in outputs
+            )
         fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
         return fused.loss, fused.metrics
 
@@ -118,7 +142,9 @@ class ValueHead(torch.nn.Module):
         if not self.sequence_parallel:
             return self._values(hidden[positions])
         # Every rank computes the same loss from all values, so each takes its part of the gradient instead of summing.
-        values = gather_from_sequence_parallel_region(self._values(hidden), tensor_parallel_output_grad=False, group=self.group)
+        values = gather_from_sequence_parallel_region(
+            self._values(hidden), tensor_parallel_output_grad=False, group=self.group
+        )
         return values[positions]
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -149,37 +175,65 @@ class ValueHeadModel(GPTModel):
     def _postprocess(self, hidden_states, input_ids, position_ids, labels: ValuePositions, *args, **kwargs):
         if not self.post_process:
             return hidden_states
-        return gather_rows(self.value_head(hidden_states, labels.positions), labels.rows, labels.count, self.pg_collection.cp)
+        return gather_rows(
+            self.value_head(hidden_states, labels.positions), labels.rows, labels.count, self.pg_collection.cp
+        )
 
 
-def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]
+) -> TransformerConfig:
     """The Megatron configuration of a Hugging Face shape. `extra` are TransformerConfig fields by their own names."""
     on_cpu = not torch.cuda.is_available()
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     fields = dict(
-        num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden_size,
-        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, layernorm_zero_centered_gamma=shape.zero_centered_norms,
-        qk_layernorm=shape.qk_layernorm or shape.is_mla, add_qkv_bias=shape.qkv_bias, gated_linear_unit=True,
-        activation_func=ACTIVATIONS[shape.activation], add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        qk_layernorm=shape.qk_layernorm or shape.is_mla,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[shape.activation],
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
         gradient_accumulation_fusion=fuses_gradient_accumulation(),
-        softmax_scale=_softmax_scale(shape), **_window_fields(shape), params_dtype=dtype, bf16=model.bf16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        softmax_scale=_softmax_scale(shape),
+        **_window_fields(shape),
+        params_dtype=dtype,
+        bf16=model.bf16,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
         # marks, and then the gradient norm counts sharded parameters on rank 0 only.
-        init_method=_leave_as_is, output_layer_init_method=_leave_as_is, embedding_init_method=_leave_as_is,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size, context_parallel_size=parallel.context_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         **_virtual_pipeline_fields(parallel),
         sequence_parallel=parallel.sequence_parallel,
-        recompute_granularity=parallel.recompute_granularity, recompute_method=parallel.recompute_method,
+        recompute_granularity=parallel.recompute_granularity,
+        recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
         recompute_modules=list(parallel.recompute_modules) if parallel.recompute_modules else None,
-        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
+        variable_seq_lengths=parallel.pipeline_model_parallel_size
+        > 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, even for dense models
-        **(_expert_fields(shape, parallel) if shape.is_moe else {}), **(_latent_fields(shape) if shape.is_mla else {}),
+        **(_expert_fields(shape, parallel) if shape.is_moe else {}),
+        **(_latent_fields(shape) if shape.is_mla else {}),
         calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
-    )  # fmt: skip
+    )
     _check_fp8(extra.get("fp8"))
     return (MLATransformerConfig if shape.is_mla else TransformerConfig)(**(fields | extra))
 
@@ -187,7 +241,11 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
 def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
     """Messages are not batched: between two stages both chunks' go to the same rank, and a batch would match them in the wrong order."""
     chunks = parallel.virtual_pipeline_model_parallel_size
-    return dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False) if chunks > 1 else {}
+    return (
+        dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
+        if chunks > 1
+        else {}
+    )
 
 
 def _softmax_scale(shape: ModelShape) -> float | None:
@@ -202,48 +260,70 @@ def _window_fields(shape: ModelShape) -> dict[str, object]:
     """window_size counts the tokens before a token, sliding_window itself too."""
     if shape.sliding_window is None:
         return {}
-    return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": [int(slides) for slides in shape.sliding_layers]}
+    return {
+        "window_size": (shape.sliding_window - 1, 0),
+        "window_attn_skip_freq": [int(slides) for slides in shape.sliding_layers],
+    }
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
     """The same for a mixture of experts. The router computes in fp32; its losses are ours (router.py)."""
     return dict(
-        num_moe_experts=shape.num_moe_experts, moe_ffn_hidden_size=shape.moe_ffn_hidden_size, moe_router_topk=shape.moe_router_topk,
+        num_moe_experts=shape.num_moe_experts,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        moe_router_topk=shape.moe_router_topk,
         moe_layer_freq=[int(shape.is_moe_layer(layer)) for layer in range(shape.num_layers)],
-        moe_shared_expert_intermediate_size=shape.moe_shared_expert_intermediate_size or None, moe_shared_expert_gate=shape.moe_shared_expert_gate,
-        moe_router_score_function=shape.moe_router_score_function, moe_router_topk_scaling_factor=shape.moe_router_topk_scaling_factor,
-        moe_router_num_groups=shape.moe_router_num_groups or None, moe_router_group_topk=shape.moe_router_group_topk or None,
+        moe_shared_expert_intermediate_size=shape.moe_shared_expert_intermediate_size or None,
+        moe_shared_expert_gate=shape.moe_shared_expert_gate,
+        moe_router_score_function=shape.moe_router_score_function,
+        moe_router_topk_scaling_factor=shape.moe_router_topk_scaling_factor,
+        moe_router_num_groups=shape.moe_router_num_groups or None,
+        moe_router_group_topk=shape.moe_router_group_topk or None,
         # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to 1
-        moe_router_pre_softmax=not shape.norm_topk_prob, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0, moe_grouped_gemm=uses_transformer_engine(),
+        moe_router_pre_softmax=not shape.norm_topk_prob,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=uses_transformer_engine(),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
-    )  # fmt: skip
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size
+        or parallel.tensor_model_parallel_size,
+    )
 
 
 def _latent_fields(shape: ModelShape) -> dict[str, object]:
     """The same for multi-head latent attention."""
     return dict(
-        q_lora_rank=shape.q_lora_rank or None, kv_lora_rank=shape.kv_lora_rank, v_head_dim=shape.v_head_dim,
-        qk_head_dim=shape.head_dim - shape.qk_rope_head_dim, qk_pos_emb_head_dim=shape.qk_rope_head_dim, rotary_base=shape.rope_theta,
+        q_lora_rank=shape.q_lora_rank or None,
+        kv_lora_rank=shape.kv_lora_rank,
+        v_head_dim=shape.v_head_dim,
+        qk_head_dim=shape.head_dim - shape.qk_rope_head_dim,
+        qk_pos_emb_head_dim=shape.qk_rope_head_dim,
+        rotary_base=shape.rope_theta,
         **_latent_rope_fields(shape.rope_scaling or {}),
-    )  # fmt: skip
+    )
 
 
 def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
     """YaRN as Megatron has it for latent attention: rotary_scaling_factor 1 leaves the softmax alone, which its own default does not."""
     return dict(
-        rope_type="yarn" if scaling else "rope", rotary_scaling_factor=scaling.get("factor", 1.0),
-        original_max_position_embeddings=scaling.get("original_max_position_embeddings", 4096), beta_fast=scaling.get("beta_fast", 32),
-        beta_slow=scaling.get("beta_slow", 1), mscale=scaling.get("mscale", 1.0), mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
-    )  # fmt: skip
+        rope_type="yarn" if scaling else "rope",
+        rotary_scaling_factor=scaling.get("factor", 1.0),
+        original_max_position_embeddings=scaling.get("original_max_position_embeddings", 4096),
+        beta_fast=scaling.get("beta_fast", 32),
+        beta_slow=scaling.get("beta_slow", 1),
+        mscale=scaling.get("mscale", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
+    )
 
 
 def _check_fp8(fp8: object) -> None:
     """Raises: ValueError where there is nothing that could compute in fp8."""
     if fp8 and transformer_engine_version() is None:
-        raise ValueError(f"--fp8 ({fp8}): needs an NVIDIA GPU and Transformer Engine, and this machine has "
-                         f"{'no Transformer Engine' if torch.cuda.is_available() else 'no GPU'}. Leave it out.")
+        raise ValueError(
+            f"--fp8 ({fp8}): needs an NVIDIA GPU and Transformer Engine, and this machine has "
+            f"{'no Transformer Engine' if torch.cuda.is_available() else 'no GPU'}. Leave it out."
+        )
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
@@ -258,17 +338,28 @@ def uses_transformer_engine() -> bool:
 def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
     """Of all layers of the model; those of a kind are the same object."""
     if uses_transformer_engine() and config.context_parallel_size > 1 and config.window_size is not None:
-        raise ValueError(f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends keys of packed sequences round the "
-                         f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot use. Set it to 1, and try "
-                         "--tensor-model-parallel-size.")
-    kinds = {is_moe: _layer_spec(config, shape, qkv_layout, is_moe) for is_moe in {shape.is_moe_layer(i) for i in range(shape.num_layers)}}
+        raise ValueError(
+            f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends keys of packed sequences round the "
+            f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot use. Set it to 1, and try "
+            "--tensor-model-parallel-size."
+        )
+    kinds = {
+        is_moe: _layer_spec(config, shape, qkv_layout, is_moe)
+        for is_moe in {shape.is_moe_layer(i) for i in range(shape.num_layers)}
+    }
     return [kinds[shape.is_moe_layer(layer)] for layer in range(shape.num_layers)]
 
 
 def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, is_moe: bool) -> ModuleSpec:
-    options = dict(num_experts=config.num_moe_experts if is_moe else None, qk_layernorm=config.qk_layernorm, multi_latent_attention=shape.is_mla)
+    options = dict(
+        num_experts=config.num_moe_experts if is_moe else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=shape.is_mla,
+    )
     if uses_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm and is_moe, **options)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            moe_grouped_gemm=config.moe_grouped_gemm and is_moe, **options
+        )
     else:
         spec = _local_layer_spec(options)
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
@@ -286,7 +377,8 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, i
         spec.submodules.self_attention.module = LatentAttention
     if is_moe:
         spec.submodules.mlp.submodules.router = functools.partial(
-            ExpertRouter, corrects_scores=shape.corrects_scores, group_best=shape.moe_router_group_best)
+            ExpertRouter, corrects_scores=shape.corrects_scores, group_best=shape.moe_router_group_best
+        )
     return spec
 
 
@@ -303,41 +395,78 @@ def _local_layer_spec(options: dict[str, object]) -> ModuleSpec:
     return spec
 
 
-def build_policy_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str) -> list[PolicyModel]:
+def build_policy_model(
+    config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str
+) -> list[PolicyModel]:
     """This rank's stage and shard of the model, weights uninitialised, one for each virtual stage. Collective over the mesh (tied
     embeddings)."""
     assert not shape.value_head, "a policy needs the shape of a causal language model"
     return _build(PolicyModel, config, shape, groups, qkv_layout, real_vocab_size=shape.vocab_size)
 
 
-def build_value_head_model(config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection,
-                           qkv_layout: str) -> list[ValueHeadModel]:  # fmt: skip
+def build_value_head_model(
+    config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str
+) -> list[ValueHeadModel]:
     """The same with a value head."""
     assert shape.value_head, "a value model needs ModelShape.load(folder, value_head=True)"
     return _build(ValueHeadModel, config, shape, groups, qkv_layout)
 
 
-def _build(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
-           **options: object) -> list[Model]:
+def _build(
+    kind: type[Model],
+    config: TransformerConfig,
+    shape: ModelShape,
+    groups: ProcessGroupCollection,
+    qkv_layout: str,
+    **options: object,
+) -> list[Model]:
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
-    return [_build_chunk(kind, config, shape, groups, qkv_layout, chunk, num_chunks, **options) for chunk in range(num_chunks)]
+    return [
+        _build_chunk(kind, config, shape, groups, qkv_layout, chunk, num_chunks, **options)
+        for chunk in range(num_chunks)
+    ]
 
 
-def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str,
-                 chunk: int, num_chunks: int, **options: object) -> Model:
+def _build_chunk(
+    kind: type[Model],
+    config: TransformerConfig,
+    shape: ModelShape,
+    groups: ProcessGroupCollection,
+    qkv_layout: str,
+    chunk: int,
+    num_chunks: int,
+    **options: object,
+) -> Model:
     stage, last_stage = groups.pp.rank(), groups.pp.size() - 1
     vp_stage = chunk if num_chunks > 1 else None
     with cpu_megatron():
-        first, count = get_transformer_layer_offset(config, vp_stage, stage), get_num_layers_to_build(config, vp_stage, stage)
+        first, count = (
+            get_transformer_layer_offset(config, vp_stage, stage),
+            get_num_layers_to_build(config, vp_stage, stage),
+        )
         layers = _layer_specs(config, shape, qkv_layout)[first : first + count]
-        spec = TransformerBlockSubmodules(layers, layer_norm=LayerNormImpl if uses_transformer_engine() else RMSNorm)
+        spec = TransformerBlockSubmodules(
+            layers, layer_norm=LayerNormImpl if uses_transformer_engine() else RMSNorm
+        )
         model = kind(
-            config, spec, vocab_size=shape.padded_vocab_size(), max_sequence_length=shape.max_position_embeddings,
-            pre_process=(chunk, stage) == (0, 0), post_process=(chunk, stage) == (num_chunks - 1, last_stage), vp_stage=vp_stage,
-            position_embedding_type="rope", rotary_base=shape.rope_theta,
-            share_embeddings_and_output_weights=shape.tie_word_embeddings, parallel_output=True, pg_collection=groups, **options)
+            config,
+            spec,
+            vocab_size=shape.padded_vocab_size(),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=(chunk, stage) == (0, 0),
+            post_process=(chunk, stage) == (num_chunks - 1, last_stage),
+            vp_stage=vp_stage,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            parallel_output=True,
+            pg_collection=groups,
+            **options,
+        )
         if shape.is_gqa:
-            model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling)
+            model.rotary_pos_emb.inv_freq = inverse_frequencies(
+                shape.rope_theta, shape.head_dim, shape.rope_scaling
+            )
         if shape.output_norms:
             gemma.adapt_model(model, shape)
         if not config.use_cpu_initialization:
@@ -348,9 +477,22 @@ def _build_chunk(kind: type[Model], config: TransformerConfig, shape: ModelShape
 
 def _check_tensor_parallel_marks(model: GPTModel, config: TransformerConfig) -> None:
     """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
-    sharded = ("linear_qkv", "linear_proj.weight", "linear_fc1", "linear_fc2.weight", "word_embeddings", "output_layer",
-               "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")  # fmt: skip
+    sharded = (
+        "linear_qkv",
+        "linear_proj.weight",
+        "linear_fc1",
+        "linear_fc2.weight",
+        "word_embeddings",
+        "output_layer",
+        "linear_q_proj",
+        "linear_q_up_proj",
+        "linear_kv_up_proj",
+    )
     for name, parameter in model.named_parameters():
-        ranks = config.expert_tensor_parallel_size if ".experts." in name else config.tensor_model_parallel_size
+        ranks = (
+            config.expert_tensor_parallel_size if ".experts." in name else config.tensor_model_parallel_size
+        )
         if ranks > 1 and any(s in name for s in sharded) and "layer_norm" not in name:
-            assert getattr(parameter, "tensor_model_parallel", False), f"{name} is split but not marked tensor_model_parallel"
+            assert getattr(parameter, "tensor_model_parallel", False), (
+                f"{name} is split but not marked tensor_model_parallel"
+            )

@@ -52,20 +52,41 @@ class PackedAttention(torch.nn.Module):
     With context parallelism keys and values of all ranks come together in one message, and each of this rank's two chunks of a
     sequence (see context_parallel.py) looks at the part of it that ends with the chunk."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale: float | None = None, pg_collection=None,
-                 **_) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        **_,
+    ) -> None:
         super().__init__()
         if config.attention_dropout:
-            raise ValueError(f"--attention-dropout ({config.attention_dropout}): packed attention on CPU has none. Leave it at 0.")
+            raise ValueError(
+                f"--attention-dropout ({config.attention_dropout}): packed attention on CPU has none. Leave it at 0."
+            )
         self.softmax_scale = softmax_scale
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if slides else None
         self.cp_group = pg_collection.cp
 
-    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
         lengths, cp = packed_seq_params.sequence_lengths, self.cp_group.size()
         if cp > 1:
-            both = gather_sequences(torch.cat([key, value], dim=-1), packed_seq_params.gather_order, self.cp_group)
+            both = gather_sequences(
+                torch.cat([key, value], dim=-1), packed_seq_params.gather_order, self.cp_group
+            )
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         queries = query.split([length // cp for length in lengths], dim=2)
@@ -80,7 +101,10 @@ class PackedAttention(torch.nn.Module):
             return [self._attend(query, key, value)]
         chunk = query.shape[2] // 2
         ends = ((rank + 1) * chunk, (2 * cp - rank) * chunk)
-        return [self._attend(q, key[:, :, :end], value[:, :, :end]) for q, end in zip(query.split(chunk, dim=2), ends, strict=True)]
+        return [
+            self._attend(q, key[:, :, :end], value[:, :, :end])
+            for q, end in zip(query.split(chunk, dim=2), ends, strict=True)
+        ]
 
     def _attend(self, query, key, value) -> torch.Tensor:
         """The queries are the last of the keys' tokens: SDPA's own causal mask would take them for the first."""
@@ -89,4 +113,6 @@ class PackedAttention(torch.nn.Module):
         if before or slides:
             mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=key.device).tril(before)
             mask = mask.triu(before + 1 - self.window) if slides else mask
-        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True, scale=self.softmax_scale)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, enable_gqa=True, scale=self.softmax_scale
+        )

@@ -44,19 +44,32 @@ class _Findings:
     samples: list[tuple[bool, float, int, str]]
 
 
-def explain(model: TrainedModel, grad_norm: float, micro_batches: list[MicroBatch], losses: list[torch.Tensor],
-            values: list[torch.Tensor] | None) -> str:  # fmt: skip
+def explain(
+    model: TrainedModel,
+    grad_norm: float,
+    micro_batches: list[MicroBatch],
+    losses: list[torch.Tensor],
+    values: list[torch.Tensor] | None,
+) -> str:
     """Collective over the mesh.
 
     Args:
         losses: of each micro-batch, on the last stage.
         values: [N] of each micro-batch's response tokens, what the loss is of; None before the last stage."""
     mine = _Findings(
-        rank=dist.get_rank(), grad_norm=grad_norm,
+        rank=dist.get_rank(),
+        grad_norm=grad_norm,
         weights=_not_finite(model.parameters.items()),
         gradients=_not_finite(model.gradients()),
-        losses=[(loss.item(), micro.batch.sample_ids.tolist()) for loss, micro in zip(losses, micro_batches) if not loss.isfinite()],
-        samples=_samples(*model.token_values, micro_batches, losses, values) if values is not None and model.reports else [])
+        losses=[
+            (loss.item(), micro.batch.sample_ids.tolist())
+            for loss, micro in zip(losses, micro_batches)
+            if not loss.isfinite()
+        ],
+        samples=_samples(*model.token_values, micro_batches, losses, values)
+        if values is not None and model.reports
+        else [],
+    )
     group = model.groups.intra_dist_opt
     ranks: list[_Findings] = [None] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
@@ -67,11 +80,18 @@ def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [name for name, tensor in tensors if not tensor.isfinite().all()]
 
 
-def _samples(kind: str, column: str, micro_batches: list[MicroBatch], losses: list[torch.Tensor],
-             values: list[torch.Tensor]) -> list[tuple[bool, float, int, str]]:  # fmt: skip
+def _samples(
+    kind: str,
+    column: str,
+    micro_batches: list[MicroBatch],
+    losses: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> list[tuple[bool, float, int, str]]:
     """Of this rank, as in `_Findings`."""
     found = []
-    for micro, loss, of_micro in zip(micro_batches, losses, values):  # an interleaved pipeline has losses of empty micro-batches too
+    for micro, loss, of_micro in zip(
+        micro_batches, losses, values
+    ):  # an interleaved pipeline has losses of empty micro-batches too
         before, lengths = micro.column(column), micro.batch.response_lengths.tolist()
         gap = (of_micro - (0.0 if before is None else before)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         rows = zip(micro.batch.sample_ids.tolist(), of_micro.split(lengths), gap.split(lengths), strict=True)
@@ -92,8 +112,10 @@ def _message(kind: str, ranks: Sequence[_Findings]) -> str:
     if unsound := [sample for _, gap, sample, _ in samples if not math.isfinite(gap)]:
         found.append(f"{kind}s of {_listed('sample', unsound)} are not finite")
     of_loss = {tuple(ids): (value, rank.rank) for rank in reversed(ranks) for value, ids in rank.losses}
-    found += [f"the loss of the micro-batch of {_listed('sample', ids)} is {value} (rank {rank})"
-              for ids, (value, rank) in [*of_loss.items()][:_NAMED]]  # fmt: skip
+    found += [
+        f"the loss of the micro-batch of {_listed('sample', ids)} is {value} (rank {rank})"
+        for ids, (value, rank) in [*of_loss.items()][:_NAMED]
+    ]
     if gradients := _of_ranks((rank.rank, rank.gradients) for rank in ranks):
         found.append(f"gradients are not finite: {gradients}")
     worst = "; ".join(text for *_, text in samples[:_NAMED])
@@ -102,7 +124,7 @@ def _message(kind: str, ranks: Sequence[_Findings]) -> str:
 
 
 def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
-    """"a (rank 0, 1), b (rank 1) and 4 more"."""
+    """ "a (rank 0, 1), b (rank 1) and 4 more"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, of_rank in names:
         for name in of_rank:
@@ -112,6 +134,6 @@ def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
 
 
 def _listed(what: str, numbers: Sequence[int]) -> str:
-    """"sample 4", "samples 4, 7, 9 and 3 more"."""
+    """ "sample 4", "samples 4, 7, 9 and 3 more"."""
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_NAMED]))}{more}"

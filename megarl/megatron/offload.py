@@ -48,7 +48,9 @@ class ModelMemory:
         self._parts = OFFLOAD_PARTS if getattr(model, "optimizer", None) is not None else ("parameters",)
         self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}
         self._copies = _Copies(model.device) if model.device.type == "cuda" else None
-        self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # part -> its storages and their sizes in bytes
+        self._away: dict[
+            str, list[tuple[torch.UntypedStorage, int]]
+        ] = {}  # part -> its storages and their sizes in bytes
 
     def add(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
         """To a part that is on the device: tensors that were made later."""
@@ -58,7 +60,9 @@ class ModelMemory:
         """Free the device of these parts. Those that are away, or that a frozen model has not, are left out."""
         for part in self._parts:
             if part in parts and part not in self._away:
-                self._away[part] = storages = [(storage, storage.nbytes()) for storage in self._storages(part)]
+                self._away[part] = storages = [
+                    (storage, storage.nbytes()) for storage in self._storages(part)
+                ]
                 if self._copies is not None:
                     self._copies.take(part, storages, keep=part != "gradients")
 
@@ -74,8 +78,10 @@ class ModelMemory:
         """Before work on these parts is queued on the current stream. Raises: RuntimeError if one is away."""
         for part in parts:
             if part in self._away:
-                raise RuntimeError(f"[{self.owner}] {part}: in host memory (--offload) when a call used it. Declare it on the role's method, "
-                                   f'@needs("{part}"), or call memory.load(["{part}"]) first.')
+                raise RuntimeError(
+                    f"[{self.owner}] {part}: in host memory (--offload) when a call used it. Declare it on the role's method, "
+                    f'@needs("{part}"), or call memory.load(["{part}"]) first.'
+                )
             if self._copies is not None:
                 self._copies.await_arrival(part)
 
@@ -95,7 +101,9 @@ class ModelMemory:
         return self._copies.take_seconds() if self._copies is not None else 0.0
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
-        return self._lasting[part] if part in self._lasting else self._find(part)  # the moments exist from the first step on
+        return (
+            self._lasting[part] if part in self._lasting else self._find(part)
+        )  # the moments exist from the first step on
 
     def _find(self, part: str) -> list[torch.UntypedStorage]:
         """Each once. The optimizer's are those that are not the parameters' own, as its shards of fp32 parameters are."""
@@ -108,15 +116,33 @@ class ModelMemory:
         model, sharded = self._model, getattr(self._model, "sharded", ())
         if part == "parameters":
             whole = [ddp.whole_parameters.values() for ddp in sharded]
-            yield from (parameter.data for parameters in whole or [chunk.parameters() for chunk in model.chunks] for parameter in parameters)
+            yield from (
+                parameter.data
+                for parameters in whole or [chunk.parameters() for chunk in model.chunks]
+                for parameter in parameters
+            )
         elif part == "gradients":
             yield from (buffer for ddp in sharded for buffer in ddp.param_and_grad_buffer.buffer.values())
-            yield from (buffer.grad_data for ddp in model.ddp if not sharded for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
+            yield from (
+                buffer.grad_data
+                for ddp in model.ddp
+                if not sharded
+                for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+            )
         else:
             for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-                if (adam := getattr(inner, "optimizer", None)) is not None:  # none on a rank without parameters
-                    yield from (local(parameter.data) for group in adam.param_groups for parameter in group["params"])
-                    yield from (local(value) for state in adam.state.values() for value in state.values() if torch.is_tensor(value) and value.dim())
+                if (
+                    adam := getattr(inner, "optimizer", None)
+                ) is not None:  # none on a rank without parameters
+                    yield from (
+                        local(parameter.data) for group in adam.param_groups for parameter in group["params"]
+                    )
+                    yield from (
+                        local(value)
+                        for state in adam.state.values()
+                        for value in state.values()
+                        if torch.is_tensor(value) and value.dim()
+                    )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,10 +220,14 @@ class _Copies:
     def _make_room(self, part: str, num_bytes: int) -> None:
         if sum(map(len, self._host.get(part, ()))) < num_bytes:
             self._host.pop(part, None)
-            self._host[part] = [torch.empty(min(PIECE_BYTES, num_bytes - at), dtype=torch.uint8, pin_memory=True)
-                                for at in range(0, num_bytes, PIECE_BYTES)]  # fmt: skip
+            self._host[part] = [
+                torch.empty(min(PIECE_BYTES, num_bytes - at), dtype=torch.uint8, pin_memory=True)
+                for at in range(0, num_bytes, PIECE_BYTES)
+            ]
 
-    def _pieces(self, part: str, tensor: torch.Tensor, at: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(
+        self, part: str, tensor: torch.Tensor, at: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(host, device) slices of equal length that together are `tensor`, which begins at byte `at` of the part."""
         done = 0
         while done < len(tensor):

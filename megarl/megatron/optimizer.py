@@ -20,15 +20,20 @@ with cpu_megatron():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-def build_optimizer(config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection,
-                    bf16: bool) -> MegatronOptimizer:  # fmt: skip
+def build_optimizer(
+    config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection, bf16: bool
+) -> MegatronOptimizer:
     """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm, over all model chunks.
 
     Raises: ValueError for --optimizer-cpu-offload without a GPU."""
     if config.optimizer_cpu_offload and not torch.cuda.is_available():
-        raise ValueError("--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine has none. Leave it out.")
+        raise ValueError(
+            "--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine has none. Leave it out."
+        )
     with world_is(groups.intra_dist_opt):
-        optimizer = get_megatron_optimizer(megatron_config(config, bf16), ddp, pg_collection=groups, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(
+            megatron_config(config, bf16), ddp, pg_collection=groups, use_gloo_process_groups=False
+        )
     _fuse_adam(optimizer)
     return optimizer
 
@@ -36,12 +41,22 @@ def build_optimizer(config: OptimizerConfig, ddp: list[DistributedDataParallel],
 def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerConfig:
     """What Megatron calls our flags."""
     return MegatronOptimizerConfig(
-        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2, adam_eps=config.adam_eps, clip_grad=config.clip_grad, bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=config.use_distributed_optimizer,
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=config.use_distributed_optimizer,
         # The precision-aware path leaves the fp32 masters to the hybrid optimizer; otherwise Megatron keeps its own on the GPU.
-        optimizer_cpu_offload=config.optimizer_cpu_offload, use_precision_aware_optimizer=config.optimizer_cpu_offload,
-        optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0)
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
+        use_precision_aware_optimizer=config.optimizer_cpu_offload,
+        optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
+    )
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
@@ -53,12 +68,23 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
                 group["fused"] = True
 
 
-def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int
+) -> OptimizerParamScheduler:
     """One tick per training step (which may hold several updates)."""
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr, lr_warmup_steps=config.lr_warmup_iters,
-        lr_decay_steps=config.lr_decay_iters or max(train_iters, config.lr_warmup_iters + 1), lr_decay_style=config.lr_decay_style,
-        start_wd=config.weight_decay, end_wd=config.weight_decay, wd_incr_steps=1, wd_incr_style="constant")
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=config.lr_decay_iters or max(train_iters, config.lr_warmup_iters + 1),
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
 
 
 @torch.no_grad()
@@ -71,7 +97,9 @@ def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
     with cpu_megatron():
         optimizer.prepare_grads()
         grad_norm = optimizer.get_grad_norm()
-        return grad_norm, math.isfinite(grad_norm) and all(_is_finite_outside_of_norm(inner) for inner in _parts(optimizer))
+        return grad_norm, math.isfinite(grad_norm) and all(
+            _is_finite_outside_of_norm(inner) for inner in _parts(optimizer)
+        )
 
 
 @torch.no_grad()
@@ -80,7 +108,9 @@ def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     with cpu_megatron():
         for inner in _parts(optimizer):
             if inner.config.clip_grad > 0 and (parameters := inner.get_parameters()):
-                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, grad_norm, _use_decoupled_grad(inner))
+                clip_grad_by_total_norm_fp32(
+                    parameters, inner.config.clip_grad, grad_norm, _use_decoupled_grad(inner)
+                )
         optimizer.step_with_ready_grads()
 
 
@@ -88,7 +118,11 @@ def _is_finite_outside_of_norm(inner: MegatronOptimizer) -> bool:
     """Of duplicates (norms, biases, routers; the last stage's tied embedding)."""
     counted = {gradient.data_ptr() for gradient in inner.get_main_grads_for_grad_norm()}
     name = "decoupled_grad" if _use_decoupled_grad(inner) else "grad"
-    gradients = [local(gradient) for parameter in inner.get_parameters() if (gradient := getattr(parameter, name, None)) is not None]
+    gradients = [
+        local(gradient)
+        for parameter in inner.get_parameters()
+        if (gradient := getattr(parameter, name, None)) is not None
+    ]
     others = [gradient for gradient in gradients if gradient.data_ptr() not in counted]
     return not others or bool(torch.stack(torch._foreach_norm(others)).isfinite().all())
 

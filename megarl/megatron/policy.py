@@ -28,7 +28,9 @@ from megarl.megatron.trained_model import TrainedModel
 with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel
 
-Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Loss = Callable[
+    [MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]
+]
 """(micro-batch with its response tokens that are this rank's, log_probs [C], entropy [C] or None, which of these tokens) -> (loss divided
 by its global denominator, metrics)."""
 
@@ -43,7 +45,9 @@ class Policy(TrainedModel):
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
         for chunk in self.chunks:
-            chunk.accumulates_into_main_grad = not (optimizer.overlap_grad_reduce or optimizer.use_megatron_fsdp)
+            chunk.accumulates_into_main_grad = not (
+                optimizer.overlap_grad_reduce or optimizer.use_megatron_fsdp
+            )
         return super()._wrap(optimizer)
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
@@ -52,11 +56,20 @@ class Policy(TrainedModel):
             return self._log_probs(micro_batches, temperature)
 
     def _log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
-        return self._forward_only(micro_batches, lambda micro, shard: self._response_tokens(micro, shard, temperature),
-                                  keep=lambda output: output[0])
+        return self._forward_only(
+            micro_batches,
+            lambda micro, shard: self._response_tokens(micro, shard, temperature),
+            keep=lambda output: output[0],
+        )
 
-    def update(self, micro_batches: list[MicroBatch], loss: Loss, temperature: float, with_entropy: bool = False,
-               token_level: bool = True) -> dict[str, float]:
+    def update(
+        self,
+        micro_batches: list[MicroBatch],
+        loss: Loss,
+        temperature: float,
+        with_entropy: bool = False,
+        token_level: bool = True,
+    ) -> dict[str, float]:
         """One optimizer step over the micro-batches of all data-parallel ranks.
 
         A `token_level` loss is a sum over tokens, called for a chunk of them at a time, on each context-parallel rank for its own; its
@@ -67,7 +80,9 @@ class Policy(TrainedModel):
         Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; the weights are then unchanged."""
 
         def request(micro: MicroBatch, shard: ContextShard) -> ResponseTokens:
-            return self._response_tokens(micro, shard, temperature, with_entropy, loss if token_level else None)
+            return self._response_tokens(
+                micro, shard, temperature, with_entropy, loss if token_level else None
+            )
 
         def finish(micro: MicroBatch, output):
             if token_level:
@@ -76,17 +91,39 @@ class Policy(TrainedModel):
             return value, [metrics]
 
         with self._experts("replay"):
-            return self._update(micro_batches, request, finish, lambda: self._log_probs(micro_batches, temperature), of_shards=token_level)
+            return self._update(
+                micro_batches,
+                request,
+                finish,
+                lambda: self._log_probs(micro_batches, temperature),
+                of_shards=token_level,
+            )
 
     def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
         """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for itself."""
         source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
-        return contextlib.nullcontext() if source == "none" else self.routing.choices("replay" if source == "engine" else what)
+        return (
+            contextlib.nullcontext()
+            if source == "none"
+            else self.routing.choices("replay" if source == "engine" else what)
+        )
 
-    def _response_tokens(self, micro: MicroBatch, shard: ContextShard, temperature: float, with_entropy: bool = False,
-                         loss: Loss | None = None) -> ResponseTokens:
+    def _response_tokens(
+        self,
+        micro: MicroBatch,
+        shard: ContextShard,
+        temperature: float,
+        with_entropy: bool = False,
+        loss: Loss | None = None,
+    ) -> ResponseTokens:
         part, rows = shard.part_of(micro), shard.rows_of(micro.predict_positions)
         return ResponseTokens(
-            shard.local(part.predict_positions).to(self.device), part.targets.to(self.device), temperature, with_entropy,
-            method="chunked" if self.ddp else "fastest", loss=None if loss is None else functools.partial(loss, part),
-            rows=None if rows is None else rows.to(self.device), count=len(micro.response_positions))
+            shard.local(part.predict_positions).to(self.device),
+            part.targets.to(self.device),
+            temperature,
+            with_entropy,
+            method="chunked" if self.ddp else "fastest",
+            loss=None if loss is None else functools.partial(loss, part),
+            rows=None if rows is None else rows.to(self.device),
+            count=len(micro.response_positions),
+        )

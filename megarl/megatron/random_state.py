@@ -22,7 +22,11 @@ def random_state() -> dict[str, str]:
     """Generator -> its state; words and bytes in base64, for JSON."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
-    arrays = {"python": np.array(words, dtype=np.uint32), "numpy": keys, "torch": torch.get_rng_state().numpy()}
+    arrays = {
+        "python": np.array(words, dtype=np.uint32),
+        "numpy": keys,
+        "torch": torch.get_rng_state().numpy(),
+    }
     if torch.cuda.is_available():
         arrays["cuda"] = torch.cuda.get_rng_state().numpy()
     with cpu_megatron():
@@ -48,5 +52,11 @@ def set_random_state(state: Mapping[str, str]) -> None:
     with cpu_megatron():
         tracker = tensor_parallel.random.get_cuda_rng_tracker()
         here = tracker.get_states()
-        saved = {name: torch.from_numpy(array(f"{_TRACKED}{name}")) for name in here if f"{_TRACKED}{name}" in state}
-        tracker.set_states(here | {name: values for name, values in saved.items() if len(values) == len(here[name])})
+        saved = {
+            name: torch.from_numpy(array(f"{_TRACKED}{name}"))
+            for name in here
+            if f"{_TRACKED}{name}" in state
+        }
+        tracker.set_states(
+            here | {name: values for name, values in saved.items() if len(values) == len(here[name])}
+        )

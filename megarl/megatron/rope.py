@@ -20,12 +20,18 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: Scaling | None) ->
         return plain
     if scaling["rope_type"] == "linear":
         return plain / scaling["factor"]
-    return _llama3(plain, scaling) if scaling["rope_type"] == "llama3" else _yarn(plain, theta, head_dim, scaling)
+    return (
+        _llama3(plain, scaling)
+        if scaling["rope_type"] == "llama3"
+        else _yarn(plain, theta, head_dim, scaling)
+    )
 
 
 def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     """Llama 3.1: long wavelengths are stretched by the factor, short ones are not, between the two it is interpolated."""
-    low, high, context = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    low, high, context = (
+        scaling[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
     kept = ((context * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / scaling["factor"] + kept * plain
 
@@ -35,13 +41,19 @@ def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) ->
     that turn less than beta_slow times are, by the factor; between the two a ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     first, last = dimension(scaling.get("beta_fast", 32)), dimension(scaling.get("beta_slow", 1))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)).clamp(0, 1)
+    stretched = (
+        (torch.arange(head_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
+    ).clamp(0, 1)
     return stretched * plain / scaling["factor"] + (1 - stretched) * plain
 
 

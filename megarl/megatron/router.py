@@ -87,7 +87,9 @@ class Router(TopKRouter):
         self.statistics: torch.Tensor | None = None
         """[E + len(STATISTICS)] fp64, sums over the passes since it was None."""
 
-    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits: [T, 1, E] fp32 -> weights [T, E], zero where not chosen, and choices [T, E] bool."""
         probs, chosen = super().routing(logits)
         # Recompute runs every layer without gradients first; only the pass with gradients counts, so each token does once.
@@ -114,12 +116,18 @@ class Router(TopKRouter):
             self.statistics = new if self.statistics is None else self.statistics + new
         return probs
 
-    def _losses(self, favoured: torch.Tensor, scores: torch.Tensor, z: torch.Tensor, balance: Balance) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _losses(
+        self, favoured: torch.Tensor, scores: torch.Tensor, z: torch.Tensor, balance: Balance
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's part of the balancing loss without its coefficient, and of all that is added to the loss (None: nothing)."""
         loss, spread = None, scores.new_zeros(())
         if balance.weights is not None:
             real, groups, weights = self.routed.is_real[:, None], self.routed.groups, balance.weights[:, None]
-            counts = self._group_counts(favoured & real, groups, len(weights)) if balance.counts is None else balance.counts[self.index]
+            counts = (
+                self._group_counts(favoured & real, groups, len(weights))
+                if balance.counts is None
+                else balance.counts[self.index]
+            )
             price = (counts * weights)[groups] * real
             spread = (scores * price).sum()
             loss = balance.coeff * spread
@@ -131,7 +139,9 @@ class Router(TopKRouter):
     @torch.no_grad()
     def _group_counts(self, favoured: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
         """[G, E] tokens of each group that favour each expert. Collective over the ranks that share the sequences."""
-        counts = torch.zeros(num_groups, favoured.shape[1], device=favoured.device).index_add_(0, groups, favoured.float())
+        counts = torch.zeros(num_groups, favoured.shape[1], device=favoured.device).index_add_(
+            0, groups, favoured.float()
+        )
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         return counts
@@ -144,7 +154,9 @@ class _Choices:
     def __init__(self, router: Router) -> None:
         self.router = (router,)  # hidden from torch.nn.Module
 
-    def get_replay_topk(self, scores, topk, num_groups, group_topk, compute_topk) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_replay_topk(
+        self, scores, topk, num_groups, group_topk, compute_topk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and indices [T, topk] of the experts."""
         (router,) = self.router
         routed = router.routed

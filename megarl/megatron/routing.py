@@ -1,12 +1,12 @@
 """What the routers of one model are told before a forward pass and asked after an update. `router.py` says what they do with it.
 
-    routing = Routing(chunks, options, groups, device)      collective over the mesh
-    packed.routed = routing.of_pass(chunk, micro, own)      before every forward pass; after it:
-    routing.end_pass(chunk, micro, packed.routed)
-    with routing.choices("record"):                         forward passes inside keep which experts they chose,
-    with routing.choices("replay"):                         or choose what was kept; neither: as the router does now
-    routing.begin_update(micro_batches)                     collective over the mesh; every pass with gradients is then part of the update
-    routing.end_update(prefix)                              collective over the mesh; its metrics"""
+routing = Routing(chunks, options, groups, device)      collective over the mesh
+packed.routed = routing.of_pass(chunk, micro, own)      before every forward pass; after it:
+routing.end_pass(chunk, micro, packed.routed)
+with routing.choices("record"):                         forward passes inside keep which experts they chose,
+with routing.choices("replay"):                         or choose what was kept; neither: as the router does now
+routing.begin_update(micro_batches)                     collective over the mesh; every pass with gradients is then part of the update
+routing.end_update(prefix)                              collective over the mesh; its metrics"""
 
 from __future__ import annotations
 
@@ -27,27 +27,44 @@ with cpu_megatron():
 
 
 class Routing:
-    def __init__(self, chunks: list[torch.nn.Module], options: MoEConfig, groups: ProcessGroupCollection, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        options: MoEConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ) -> None:
         self.options, self.groups, self.device = options, groups, device
         self.routers = {id(chunk): connect_routers(chunk) for chunk in chunks}
         self._all = [router for routers in self.routers.values() for router in routers]
         num_layers = torch.tensor(len(self._all), device=device)
         dist.all_reduce(num_layers, group=groups.pp)
         self.num_layers = int(num_layers)
-        self._amounts: tuple[int, int] | None = None  # tokens and samples of the mini-batch that is trained on
+        self._amounts: tuple[int, int] | None = (
+            None  # tokens and samples of the mini-batch that is trained on
+        )
         self._counts: dict[int, torch.Tensor] = {}  # of each chunk, if the whole mini-batch was counted
         self._counting = False
         self._choosing: Literal["record", "replay"] | None = None
-        self._kept: dict[tuple[int, ...], torch.Tensor] = {}  # chunk and samples of a forward pass -> choices, on the CPU
+        self._kept: dict[
+            tuple[int, ...], torch.Tensor
+        ] = {}  # chunk and samples of a forward pass -> choices, on the CPU
 
-    def of_pass(self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]) -> RoutedTokens:
+    def of_pass(
+        self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> RoutedTokens:
         """What the routers of `chunk` are to know of the next forward pass.
 
         Args:
             own: a tensor with a row per token of the micro-batch -> the rows of the T tokens that this rank's layers see, on its
                 device; -1 on padding."""
-        samples, by_sample = own(micro.batch.sample_of_token), self.options.moe_router_load_balancing_type == "seq_aux_loss"
-        routed = RoutedTokens(is_real=samples >= 0, groups=samples.clamp(min=0) if by_sample else torch.zeros_like(samples))
+        samples, by_sample = (
+            own(micro.batch.sample_of_token),
+            self.options.moe_router_load_balancing_type == "seq_aux_loss",
+        )
+        routed = RoutedTokens(
+            is_real=samples >= 0, groups=samples.clamp(min=0) if by_sample else torch.zeros_like(samples)
+        )
         if self._counting:
             routed.counts = True
         elif self._amounts is not None:
@@ -60,17 +77,27 @@ class Routing:
         if routed.choices is not None and not routed.replays:
             self._kept[_key(chunk, micro)] = routed.choices.cpu()
 
-    def _choices(self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _choices(
+        self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """[T, layers, topk] of this rank's tokens: to be written, of the engine, or as they were kept."""
         routers = self.routers[id(chunk)]
         if self._choosing == "record":
             num_tokens = len(own(micro.batch.sample_of_token))
-            return torch.empty(num_tokens, len(routers), routers[0].topk, dtype=expert_dtype(routers[0].num_experts), device=self.device)
+            return torch.empty(
+                num_tokens,
+                len(routers),
+                routers[0].topk,
+                dtype=expert_dtype(routers[0].num_experts),
+                device=self.device,
+            )
         if micro.batch.routed_experts is None:
             return self._kept[_key(chunk, micro)].to(self.device)
         layers = [router.layer_number - 1 for router in routers]
         choices = own(micro.batch.routed_experts[:, layers].int())
-        return torch.where(choices < 0, torch.arange(routers[0].topk, dtype=torch.int32, device=self.device), choices)
+        return torch.where(
+            choices < 0, torch.arange(routers[0].topk, dtype=torch.int32, device=self.device), choices
+        )
 
     @contextlib.contextmanager
     def choices(self, what: Literal["record", "replay"]) -> Iterator[None]:
@@ -84,18 +111,28 @@ class Routing:
         finally:
             self._choosing = None
 
-    def _balance(self, chunk: torch.nn.Module, micro: MicroBatch, num_tokens: int, num_samples: int) -> Balance:
+    def _balance(
+        self, chunk: torch.nn.Module, micro: MicroBatch, num_tokens: int, num_samples: int
+    ) -> Balance:
         options, routers = self.options, self.routers[id(chunk)]
         weights = None
         if routers and options.moe_router_load_balancing_type != "none":
             tokens = micro.batch.lengths.sum().clamp(min=1)[None].double()
             weights = {
                 "aux_loss": 1 / (tokens * num_tokens),
-                "seq_aux_loss": 1 / (micro.batch.lengths.double().square() * num_samples) if len(micro.batch) else torch.zeros(1),
+                "seq_aux_loss": 1 / (micro.batch.lengths.double().square() * num_samples)
+                if len(micro.batch)
+                else torch.zeros(1),
                 "global_aux_loss": torch.tensor([1 / num_tokens**2], dtype=torch.float64),
             }[options.moe_router_load_balancing_type]
             weights = (weights * routers[0].num_experts / routers[0].topk).float().to(self.device)
-        return Balance(weights, options.moe_aux_loss_coeff, options.moe_z_loss_coeff, num_tokens, self._counts.get(id(chunk)))
+        return Balance(
+            weights,
+            options.moe_aux_loss_coeff,
+            options.moe_z_loss_coeff,
+            num_tokens,
+            self._counts.get(id(chunk)),
+        )
 
     @property
     def needs_counts(self) -> bool:
@@ -116,7 +153,9 @@ class Routing:
 
     def begin_update(self, micro_batches: list[MicroBatch]) -> None:
         """Until `end_update`, forward passes with gradients have losses of this mini-batch and are counted."""
-        amounts = torch.tensor([[len(m.batch.tokens), len(m.batch)] for m in micro_batches], device=self.device).sum(0)
+        amounts = torch.tensor(
+            [[len(m.batch.tokens), len(m.batch)] for m in micro_batches], device=self.device
+        ).sum(0)
         dist.all_reduce(amounts, group=self.groups.dp)
         self._amounts = tuple(amounts.tolist())
 
@@ -135,10 +174,14 @@ class Routing:
             "load_ratio": shares * loads.shape[1],
             "entropy": of["entropy"] / of["tokens"],
             "z": of["z"] / of["tokens"],
-            **({"balance_loss": of["balance"]} if self.options.moe_router_load_balancing_type != "none" else {}),
+            **(
+                {"balance_loss": of["balance"]}
+                if self.options.moe_router_load_balancing_type != "none"
+                else {}
+            ),
             **({"z_loss": of["z_squared"] / of["tokens"]} if self.options.moe_z_loss_coeff else {}),
             **({"replay_changed": of["changed"] / loads.sum(1)} if self._choosing == "replay" else {}),
-        }  # fmt: skip
+        }
         metrics = {name: float(value.sum()) / self.num_layers for name, value in per_layer.items()}
         metrics |= {"max_share": float(shares.max()), "dead_experts": float((loads == 0).sum())}
         return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -34,7 +34,11 @@ from megarl.metrics import combine
 
 with cpu_megatron():
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.fp8_utils import get_fp8_align_size
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -52,27 +56,52 @@ class TrainedModel(ABC):
     token_values: ClassVar[tuple[str, str]]
     """What a loss is of, for people, and the batch's column of the same before the step."""
 
-    def __init__(self, shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig,
-                 optimizer: OptimizerConfig | None = None, train_iters: int = 1, transformer: dict[str, object] | None = None,
-                 experts: MoEConfig | None = None, lora: LoRAConfig | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: MeshSpec,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig | None = None,
+        train_iters: int = 1,
+        transformer: dict[str, object] | None = None,
+        experts: MoEConfig | None = None,
+        lora: LoRAConfig | None = None,
+    ) -> None:
         """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`) too, are undefined until they
         are loaded."""
         _initialize_process()
         self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         with cpu_megatron():
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
-                self.config.gradient_accumulation_fusion = False  # it overwrites the gradients of earlier micro-batches (layers.py:566)
+                self.config.gradient_accumulation_fusion = (
+                    False  # it overwrites the gradients of earlier micro-batches (layers.py:566)
+                )
             self.chunks = self._build(parallel)  # one for each virtual stage
-            self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device) if shape.is_moe else None
-            self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
+            self.routing = (
+                Routing(self.chunks, experts or MoEConfig(), self.groups, self.device)
+                if shape.is_moe
+                else None
+            )
+            self.adapters = (
+                Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
+            )
             self.ddp = self._wrap(optimizer) if optimizer else []
             self.sharded: list[ShardedDataParallel] = self.ddp if is_sharded else []
-            self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
+            self.optimizer = (
+                build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
+            )
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}  # after DDP moved them
+        self._parameters = {
+            name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()
+        }  # after DDP moved them
         self.memory = ModelMemory(self, owner=self.prefix)
         self._losses: list[torch.Tensor] = []
         """Of the micro-batches of the latest passes with gradients, on the last stage."""
@@ -116,15 +145,27 @@ class TrainedModel(ABC):
         """By the same names, before the optimizer steps: what this rank has of them; of sharded ones its part."""
         name_of = {parameter: name for name, parameter in self.named_parameters()}
         for ddp in self.sharded:
-            yield from ((name_of[parameter], local(shard.grad)) for parameter, _, shard in ddp.optimized() if shard.grad is not None)
+            yield from (
+                (name_of[parameter], local(shard.grad))
+                for parameter, _, shard in ddp.optimized()
+                if shard.grad is not None
+            )
         if not self.sharded:
-            yield from ((name, p.main_grad) for p, name in name_of.items() if getattr(p, "main_grad", None) is not None)
+            yield from (
+                (name, p.main_grad)
+                for p, name in name_of.items()
+                if getattr(p, "main_grad", None) is not None
+            )
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
         yield from self.named_parameters()
         for prefix, chunk in self._named_chunks():
-            yield from ((name, buffer) for name, buffer in chunk.named_buffers(prefix) if name.endswith("router.expert_bias"))
+            yield from (
+                (name, buffer)
+                for name, buffer in chunk.named_buffers(prefix)
+                if name.endswith("router.expert_bias")
+            )
 
     def _named_chunks(self) -> Iterator[tuple[str, GPTModel]]:
         for number, chunk in enumerate(self.chunks):
@@ -156,18 +197,32 @@ class TrainedModel(ABC):
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel | ShardedDataParallel]:
         # Losses are divided by global denominators already: no token count for Megatron to divide by.
         self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
-            chunks, None, pg_collection=self.groups)
+            chunks, None, pg_collection=self.groups
+        )
         if optimizer.use_megatron_fsdp:
             (chunk,) = self.chunks
-            ddp = ShardedDataParallel(self.config, chunk, optimizer.data_parallel_sharding_strategy, self.mesh, self.groups, self.device)
+            ddp = ShardedDataParallel(
+                self.config,
+                chunk,
+                optimizer.data_parallel_sharding_strategy,
+                self.mesh,
+                self.groups,
+                self.device,
+            )
             self.config.no_sync_func = ddp.no_sync
             return [ddp]
         ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=optimizer.use_distributed_optimizer, overlap_grad_reduce=optimizer.overlap_grad_reduce,
-            grad_reduce_in_fp32=True)
+            use_distributed_optimizer=optimizer.use_distributed_optimizer,
+            overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            grad_reduce_in_fp32=True,
+        )
         # The gradients of later chunks are ready while the first one's backward still goes on: nothing is gained by reducing parts of them.
-        ddp = [DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups)
-               for number, chunk in enumerate(self.chunks)]  # fmt: skip
+        ddp = [
+            DistributedDataParallel(
+                self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
         if self.bf16 and self.device.type == "cpu":
             for chunk in self.chunks:
                 accumulate_in_pieces(chunk)
@@ -199,17 +254,31 @@ class TrainedModel(ABC):
         take_step(self.optimizer, grad_norm)
         if not self.reports_steps:
             return {}
-        return {f"{self.prefix}/grad_norm": float(grad_norm), f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"]}
+        return {
+            f"{self.prefix}/grad_norm": float(grad_norm),
+            f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"],
+        }
 
     def _on_all_ranks(self, is_finite: bool) -> bool:
         """Whether gradients and losses are finite on every rank of the mesh."""
-        finite = torch.stack([torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]).all().int()
+        finite = (
+            torch.stack(
+                [torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]
+            )
+            .all()
+            .int()
+        )
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.groups.intra_dist_opt)
         return bool(finite)
 
-    def _update(self, micro_batches: list[MicroBatch], request: Request,
-                loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]], ask: Callable[[], list[torch.Tensor] | None],
-                of_shards: bool = False) -> dict[str, float]:  # fmt: skip
+    def _update(
+        self,
+        micro_batches: list[MicroBatch],
+        request: Request,
+        loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]],
+        ask: Callable[[], list[torch.Tensor] | None],
+        of_shards: bool = False,
+    ) -> dict[str, float]:
         """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
 
         Args:
@@ -223,13 +292,17 @@ class TrainedModel(ABC):
         of_experts = {}
         if self.routing:
             self._begin_routing(micro_batches, request)
-        parts = [metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro]
+        parts = [
+            metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro
+        ]
         if self.routing:
             of_experts = self.routing.end_update(self.routing_prefix)
         try:
             of_step = self.step()
         except NonFiniteStep as error:
-            raise NonFiniteUpdate(explain(self, error.grad_norm, micro_batches, self._losses, ask())) from None
+            raise NonFiniteUpdate(
+                explain(self, error.grad_norm, micro_batches, self._losses, ask())
+            ) from None
         reports = self._reports_shard if of_shards else self.reports
         metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
         return metrics | of_experts | of_step
@@ -237,12 +310,19 @@ class TrainedModel(ABC):
     def _begin_routing(self, micro_batches: list[MicroBatch], request: Request) -> None:
         if self.routing.needs_counts:
             with self.routing.counting():  # without responses: no log-probs are made
-                self._forward_only([MicroBatch(micro.batch, micro.response_positions[:0]) for micro in micro_batches], request,
-                                   keep=lambda output: torch.zeros(()))
+                self._forward_only(
+                    [MicroBatch(micro.batch, micro.response_positions[:0]) for micro in micro_batches],
+                    request,
+                    keep=lambda output: torch.zeros(()),
+                )
         self.routing.begin_update(micro_batches)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], request: Request,
-                          loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]]) -> list[list[Metrics]]:
+    def _forward_backward(
+        self,
+        micro_batches: list[MicroBatch],
+        request: Request,
+        loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]],
+    ) -> list[list[Metrics]]:
         """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of each."""
         self._losses = []
 
@@ -260,8 +340,12 @@ class TrainedModel(ABC):
         return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
 
     @torch.no_grad()
-    def _forward_only(self, micro_batches: list[MicroBatch], request: Request,
-                      keep: Callable[[Any], torch.Tensor] = lambda output: output) -> list[torch.Tensor] | None:
+    def _forward_only(
+        self,
+        micro_batches: list[MicroBatch],
+        request: Request,
+        keep: Callable[[Any], torch.Tensor] = lambda output: output,
+    ) -> list[torch.Tensor] | None:
         """`keep` of what the last stage returns for each micro-batch, on the CPU; None before the last stage.
 
         In training mode, so that a check of what comes out sees the model as it is trained: with dropout on it fails."""
@@ -276,7 +360,13 @@ class TrainedModel(ABC):
         out = self._run(self.chunks, forward_step, micro_batches, forward_only=True)
         return [kept.cpu() for kept in out] if self.is_last_stage else None
 
-    def _run(self, chunks: list[torch.nn.Module], forward_step: Callable, micro_batches: list[MicroBatch], forward_only: bool) -> list:
+    def _run(
+        self,
+        chunks: list[torch.nn.Module],
+        forward_step: Callable,
+        micro_batches: list[MicroBatch],
+        forward_only: bool,
+    ) -> list:
         """Through Megatron's schedule -> what the last stage collected per micro-batch."""
         self.memory.use("parameters")
         for ddp in self.sharded:
@@ -290,10 +380,16 @@ class TrainedModel(ABC):
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
-        tokens, packed, chunk = shard.take(micro.batch.tokens, padding=0), self._packed(shard), _unwrapped(model)
+        tokens, packed, chunk = (
+            shard.take(micro.batch.tokens, padding=0),
+            self._packed(shard),
+            _unwrapped(model),
+        )
         if self.routing:
             packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, shard))
-        output = model(tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed)
+        output = model(
+            tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed
+        )
         if self.routing:
             self.routing.end_pass(chunk, micro, packed.routed)
         return output
@@ -309,12 +405,23 @@ class TrainedModel(ABC):
         """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide
         them by the context-parallel size. That they are the padded ones too says that nothing lies between sequences."""
         lengths = shard.lengths
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+        cu_seqlens = (
+            torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+        )
         # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope positions.
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-                                 cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens,
-                                 max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-        packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order  # on the host, for PackedAttention
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+        packed.sequence_lengths, packed.gather_order = (
+            lengths,
+            shard.gather_order,
+        )  # on the host, for PackedAttention
         return packed
 
 

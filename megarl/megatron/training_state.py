@@ -28,8 +28,13 @@ from megarl.reshard.lora_atlas import adapter_sizes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, state: dict[str, object] | None = None,
-                    group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
+def save_checkpoint(
+    folder: str | os.PathLike,
+    model: TrainedModel,
+    atlas: Atlas,
+    state: dict[str, object] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
     To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a group of its own.
@@ -43,8 +48,14 @@ def save_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
 
 
-def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, weights_only: bool = False,
-                    group: dist.ProcessGroup | None = None, digests: bool = True) -> dict[str, object]:  # fmt: skip
+def load_checkpoint(
+    folder: str | os.PathLike,
+    model: TrainedModel,
+    atlas: Atlas,
+    weights_only: bool = False,
+    group: dist.ProcessGroup | None = None,
+    digests: bool = True,
+) -> dict[str, object]:
     """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
 
     Args:
@@ -54,7 +65,9 @@ def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
     resume = model.optimizer is not None and not weights_only
-    state = load(folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt, digests)
+    state = load(
+        folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt, digests
+    )
     for name, param in atlas.items():
         if param.padding_rows:
             model.parameters[name][param.rows - param.padding_rows :].zero_()
@@ -63,14 +76,23 @@ def load_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas
     return state["job"]
 
 
-def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None) -> None:
+def verify_checkpoint(
+    folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
+) -> None:
     """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
-    verify(folder, list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None)), group or model.groups.intra_dist_opt)
+    verify(
+        folder,
+        list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None)),
+        group or model.groups.intra_dist_opt,
+    )
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
     """What is the same on every rank, and the layout, for people. Collective."""
-    state: dict[str, object] = {"dtype": str(model.config.params_dtype).removeprefix("torch."), "mesh": model.mesh.shape | model.mesh.expert_shape}
+    state: dict[str, object] = {
+        "dtype": str(model.config.params_dtype).removeprefix("torch."),
+        "mesh": model.mesh.shape | model.mesh.expert_shape,
+    }
     if model.optimizer is not None:
         steps = max(Crew(group).all(lambda: _optimizer_steps(model)))  # a rank may have nothing to update
         state |= {"optimizer_steps": steps, "schedule_steps": model.scheduler.num_steps}
@@ -132,7 +154,9 @@ def _canonical_sizes(model: TrainedModel) -> Sizes:
 
 def _param(atlas: Atlas, name: str) -> LocalParam:
     if name not in atlas:
-        raise ValueError(f"{name} is a parameter of the model, and of no canonical tensor: it cannot be saved or loaded")
+        raise ValueError(
+            f"{name} is a parameter of the model, and of no canonical tensor: it cannot be saved or loaded"
+        )
     return atlas[name]
 
 
@@ -141,13 +165,22 @@ def _param(atlas: Atlas, name: str) -> LocalParam:
 
 def _inner_optimizers(model: TrainedModel) -> list:
     """One for the parameters outside of experts and one for experts; some ranks have none of a kind."""
-    found = getattr(model.optimizer, "chained_optimizers", [model.optimizer]) if model.optimizer is not None else []
+    found = (
+        getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+        if model.optimizer is not None
+        else []
+    )
     return [inner for inner in found if getattr(inner, "optimizer", None) is not None]
 
 
 def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
     """On this rank or another one; None: a buffer."""
-    return model.optimizer is not None and parameter is not None and parameter.requires_grad and parameter.dtype != torch.float32
+    return (
+        model.optimizer is not None
+        and parameter is not None
+        and parameter.requires_grad
+        and parameter.dtype != torch.float32
+    )
 
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
@@ -157,22 +190,36 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     for inner in _inner_optimizers(model):
         if inner.config.use_precision_aware_optimizer:
-            raise ValueError("--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out.")
+            raise ValueError(
+                "--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out."
+            )
         _make_state(inner)
         for parameter, start, main, is_master in _updated(inner, model):
             state = inner.optimizer.state[main]
-            out[name_of[parameter]] = _Stretch(start, local(main.data).view(-1) if is_master else None,
-                                               {kind: local(state[kind]).view(-1) for kind in MOMENTS})  # fmt: skip
+            out[name_of[parameter]] = _Stretch(
+                start,
+                local(main.data).view(-1) if is_master else None,
+                {kind: local(state[kind]).view(-1) for kind in MOMENTS},
+            )
     return out
 
 
 def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
     """(parameter of the model, first element, what Adam updates in its place, is that a master) of an optimizer of Megatron 0.16.1."""
     if model.sharded:
-        yield from ((parameter, start, shard, model.bf16) for ddp in model.sharded for parameter, start, shard in ddp.optimized() if local(shard).numel())
-    elif hasattr(inner, "gbuf_ranges"):  # distributed: each rank has a range of each bucket of the gradient buffers
-        for parameters, mains, is_master in ((inner.model_fp32_groups, inner.shard_fp32_groups, False),
-                                             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True)):  # fmt: skip
+        yield from (
+            (parameter, start, shard, model.bf16)
+            for ddp in model.sharded
+            for parameter, start, shard in ddp.optimized()
+            if local(shard).numel()
+        )
+    elif hasattr(
+        inner, "gbuf_ranges"
+    ):  # distributed: each rank has a range of each bucket of the gradient buffers
+        for parameters, mains, is_master in (
+            (inner.model_fp32_groups, inner.shard_fp32_groups, False),
+            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True),
+        ):
             for parameter, main in _pairs(parameters, mains):
                 yield parameter, inner._get_model_param_range_map(parameter)["param"].start, main, is_master
     elif hasattr(inner, "float16_groups"):
@@ -204,7 +251,9 @@ def _optimizer_steps(model: TrainedModel) -> int:
     steps = []
     for inner in _inner_optimizers(model):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
-        steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]  # Transformer Engine's
+        steps += [
+            group["step"] for group in inner.optimizer.param_groups if "step" in group
+        ]  # Transformer Engine's
     return int(max(steps, default=0))
 
 

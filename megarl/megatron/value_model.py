@@ -45,7 +45,9 @@ class ValueModel(TrainedModel):
 
     def scores(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         """The value after the last token of each sample, each [B] fp32 on the CPU; None before the last stage."""
-        return self._forward_only(micro_batches, lambda micro, shard: self._at(micro.batch.cu_seqlens[1:] - 1, shard))
+        return self._forward_only(
+            micro_batches, lambda micro, shard: self._at(micro.batch.cu_seqlens[1:] - 1, shard)
+        )
 
     def update(self, micro_batches: list[MicroBatch], loss: ValueLoss) -> dict[str, float]:
         """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per micro-batch.
@@ -66,4 +68,6 @@ class ValueModel(TrainedModel):
         """Of positions in the micro-batch's tokens."""
         rows = shard.rows_of(positions)
         here = positions if rows is None else shard.local(positions[rows])
-        return ValuePositions(here.to(self.device), None if rows is None else rows.to(self.device), len(positions))
+        return ValuePositions(
+            here.to(self.device), None if rows is None else rows.to(self.device), len(positions)
+        )

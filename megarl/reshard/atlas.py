@@ -101,9 +101,15 @@ EXPERT_TENSORS = (
     HFTensor("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
     HFTensor("mlp.experts.{expert}.up_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
     HFTensor("mlp.experts.{expert}.down_proj.weight", "hidden", "expert_ffn", needs="names_experts"),
-    HFTensor("block_sparse_moe.experts.{expert}.w1.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"),
-    HFTensor("block_sparse_moe.experts.{expert}.w3.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"),
-    HFTensor("block_sparse_moe.experts.{expert}.w2.weight", "hidden", "expert_ffn", needs="names_blocks_sparse"),
+    HFTensor(
+        "block_sparse_moe.experts.{expert}.w1.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"
+    ),
+    HFTensor(
+        "block_sparse_moe.experts.{expert}.w3.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"
+    ),
+    HFTensor(
+        "block_sparse_moe.experts.{expert}.w2.weight", "hidden", "expert_ffn", needs="names_blocks_sparse"
+    ),
 )
 """Of each expert of a mixture; w1 is the gate, w3 up and w2 down."""
 
@@ -122,12 +128,23 @@ def layer_prefix(layer: int) -> str:
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Sizes by the names that the tables use."""
     heads, value_dim = shape.num_attention_heads, shape.v_head_dim if shape.is_mla else shape.head_dim
-    return {"one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "head": shape.head_dim, "vocab": shape.vocab_size,
-            "query": heads * shape.head_dim, "key": shape.num_query_groups * shape.head_dim, "attention": heads * value_dim,
-            "query_latent": shape.q_lora_rank, "latent": shape.kv_lora_rank, "latent_and_rope": shape.kv_lora_rank + shape.qk_rope_head_dim,
-            "expanded_latent": heads * (shape.head_dim - shape.qk_rope_head_dim + value_dim),
-            "experts": shape.num_moe_experts, "expert_ffn": shape.moe_ffn_hidden_size,
-            "shared_ffn": shape.moe_shared_expert_intermediate_size}  # fmt: skip
+    return {
+        "one": 1,
+        "hidden": shape.hidden_size,
+        "ffn": shape.ffn_hidden_size,
+        "head": shape.head_dim,
+        "vocab": shape.vocab_size,
+        "query": heads * shape.head_dim,
+        "key": shape.num_query_groups * shape.head_dim,
+        "attention": heads * value_dim,
+        "query_latent": shape.q_lora_rank,
+        "latent": shape.kv_lora_rank,
+        "latent_and_rope": shape.kv_lora_rank + shape.qk_rope_head_dim,
+        "expanded_latent": heads * (shape.head_dim - shape.qk_rope_head_dim + value_dim),
+        "experts": shape.num_moe_experts,
+        "expert_ffn": shape.moe_ffn_hidden_size,
+        "shared_ffn": shape.moe_shared_expert_intermediate_size,
+    }
 
 
 def has(shape: ModelShape, needs: str | None) -> bool:
@@ -145,7 +162,10 @@ def hf_sizes(shape: ModelShape) -> Sizes:
             sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
         for expert in range(kind.num_moe_experts):
             for tensor in (tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)):
-                sizes[layer_prefix(layer) + tensor.name.format(expert=expert)] = (size[tensor.rows], size[tensor.cols])
+                sizes[layer_prefix(layer) + tensor.name.format(expert=expert)] = (
+                    size[tensor.rows],
+                    size[tensor.cols],
+                )
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if shape.value_head:
         sizes[VALUE_HEAD] = (1, size["hidden"])
@@ -156,7 +176,10 @@ def hf_sizes(shape: ModelShape) -> Sizes:
 
 def hf_atlas(shape: ModelShape) -> Atlas:
     """The canonical tensors themselves, whole: what a Hugging Face folder holds."""
-    return {name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),)) for name, (rows, cols) in hf_sizes(shape).items()}
+    return {
+        name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
+        for name, (rows, cols) in hf_sizes(shape).items()
+    }
 
 
 # ------------------------------------------------------------------ how a local parameter is cut out of canonical tensors
@@ -251,7 +274,9 @@ def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam
     return LocalParam(end - start, hidden, pieces, padding_rows=end - start - held)
 
 
-def layer_params(rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int) -> Iterator[tuple[str, LocalParam]]:
+def layer_params(
+    rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int
+) -> Iterator[tuple[str, LocalParam]]:
     """(name within the layer, parameter) of every row that this layer has, cut out of canonical layer `layer`."""
     kind = cut.shape.of_layer(layer)
     for row in rows:
@@ -264,10 +289,17 @@ def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: in
     ffn = {"ffn_hidden_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}
     if shape.is_moe and shape.moe_shared_expert_intermediate_size:
         ffn["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
-    quantities = {"num_attention_heads": shape.num_attention_heads, **ffn, "the padded vocabulary": shape.padded_vocab_size(), **also}
+    quantities = {
+        "num_attention_heads": shape.num_attention_heads,
+        **ffn,
+        "the padded vocabulary": shape.padded_vocab_size(),
+        **also,
+    }
 
     def problems(size: int) -> list[str]:
-        found = [f"{name} ({value}) must be a multiple of it" for name, value in quantities.items() if value % size]
+        found = [
+            f"{name} ({value}) must be a multiple of it" for name, value in quantities.items() if value % size
+        ]
         if shape.num_query_groups % size and size % shape.num_query_groups:
             found.append(f"num_query_groups ({shape.num_query_groups}) must be a multiple or a divisor of it")
         return found
@@ -282,4 +314,6 @@ def check_divides(flag: str, size: int, name: str, quantity: int) -> None:
     """Raises: ValueError, naming sizes that work, if `size` does not divide `quantity`."""
     if size < 1 or quantity % size:
         works = [str(n) for n in range(1, quantity + 1) if quantity % n == 0]
-        raise ValueError(f"{flag} ({size}) must divide {name} ({quantity}). Sizes that work: {', '.join(works)}.")
+        raise ValueError(
+            f"{flag} ({size}) must divide {name} ({quantity}). Sizes that work: {', '.join(works)}."
+        )

@@ -22,7 +22,11 @@ class Board:
 
     def __init__(self, generation: str = "0", alone: bool = False) -> None:
         """alone: nobody else reads or writes."""
-        self._store = None if alone else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
+        self._store = (
+            None
+            if alone
+            else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
+        )
         self._generation = generation
         self._own: dict[str, object] = {}
         self._pages: deque[list[str]] = deque([[]])

@@ -52,7 +52,10 @@ class CopyPlan:
         if extension := extension_for(self._device.type):
             self._plan = extension.CopyPlan(torch.tensor(rects, dtype=torch.int64).view(-1, 7))
         if self._plan is not None and self._device.type == "cuda":
-            tables = torch.empty(self._plan.num_rects, 8, dtype=torch.int64), torch.empty(self._plan.num_tiles, dtype=torch.int32)
+            tables = (
+                torch.empty(self._plan.num_rects, 8, dtype=torch.int64),
+                torch.empty(self._plan.num_tiles, dtype=torch.int32),
+            )
             self._plan.fill_tables(*tables)
             self._tables = [table.to(self._device) for table in tables]
 
@@ -62,12 +65,16 @@ class CopyPlan:
         Raises: RuntimeError if a view's storage moved since the plan was built.
         """
         if _addresses(self._dst, self._src) != self._addresses:
-            raise RuntimeError("a view's storage moved after this CopyPlan was built, so its addresses are stale. Build a new plan.")
+            raise RuntimeError(
+                "a view's storage moved after this CopyPlan was built, so its addresses are stale. Build a new plan."
+            )
         if self._plan is None:
             _copy_with_pytorch(self._dst, self._src)
         elif self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                self._plan.run_cuda(*(table.data_ptr() for table in self._tables), torch.cuda.current_stream().cuda_stream)
+                self._plan.run_cuda(
+                    *(table.data_ptr() for table in self._tables), torch.cuda.current_stream().cuda_stream
+                )
         else:
             self._plan.run(self._num_threads)
 
@@ -84,8 +91,14 @@ def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
     rects = []
     for index, (to, of) in enumerate(zip(dst, src, strict=True)):
         if to.shape != of.shape:
-            raise ValueError(f"pair {index}: dst shape {list(to.shape)} must equal src shape {list(of.shape)}.")
-        if to.device != dst[0].device or of.device.type != to.device.type or to.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"pair {index}: dst shape {list(to.shape)} must equal src shape {list(of.shape)}."
+            )
+        if (
+            to.device != dst[0].device
+            or of.device.type != to.device.type
+            or to.device.type not in ("cpu", "cuda")
+        ):
             raise ValueError(
                 f"pair {index}: dst ({to.device}) must be where the first dst is ({dst[0].device}), "
                 f"and src ({of.device}) on the same kind of device, cpu or cuda."
@@ -100,7 +113,9 @@ def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
 def two_dimensions(view: View, where: str) -> tuple[int, int]:
     """(rows, cols); a vector is one row. Raises: ValueError, starting with `where`, for other shapes."""
     if view.dim() not in (1, 2):
-        raise ValueError(f"{where}: a view must have 1 or 2 dimensions, not shape {list(view.shape)}. Try view.flatten(1).")
+        raise ValueError(
+            f"{where}: a view must have 1 or 2 dimensions, not shape {list(view.shape)}. Try view.flatten(1)."
+        )
     return (1, *view.shape)[-2:]
 
 
@@ -112,11 +127,15 @@ def leading_dimension(view: View, where: str) -> int:
     if view.numel() == 0:
         return cols
     if cols > 1 and view.stride(-1) != 1:
-        raise ValueError(f"{where} strides {list(view.stride())} must end in 1 (row-major). Try view.contiguous().")
+        raise ValueError(
+            f"{where} strides {list(view.stride())} must end in 1 (row-major). Try view.contiguous()."
+        )
     if view.dim() == 1 or view.shape[0] == 1:
         return cols
     if view.stride(0) < cols:
-        raise ValueError(f"{where} strides {list(view.stride())} make rows of {cols} elements overlap. Try view.contiguous().")
+        raise ValueError(
+            f"{where} strides {list(view.stride())} make rows of {cols} elements overlap. Try view.contiguous()."
+        )
     return view.stride(0)
 
 
@@ -126,7 +145,9 @@ def conversion(src: torch.dtype, dst: torch.dtype, where: str) -> int:
         return src.itemsize
     if src in FLOATS and dst in FLOATS:
         return 10 * FLOATS[src] + FLOATS[dst]
-    raise ValueError(f"{where}: {src} to {dst} is neither a copy of 1, 2, 4 or 8 bytes nor between float32, bfloat16 and float16.")
+    raise ValueError(
+        f"{where}: {src} to {dst} is neither a copy of 1, 2, 4 or 8 bytes nor between float32, bfloat16 and float16."
+    )
 
 
 def _addresses(dst: list[View], src: list[Tensor]) -> list[int]:
@@ -137,7 +158,9 @@ def _addresses(dst: list[View], src: list[Tensor]) -> list[int]:
 def _copy_with_pytorch(dst: list[View], src: list[Tensor]) -> None:
     plain = [index for index, view in enumerate(dst) if not isinstance(view, PackedView)]
     if plain:
-        torch._foreach_copy_([dst[index] for index in plain], [src[index] for index in plain])  # refuses empty lists
+        torch._foreach_copy_(
+            [dst[index] for index in plain], [src[index] for index in plain]
+        )  # refuses empty lists
     for view, values in zip(dst, src, strict=True):
         if isinstance(view, PackedView):
             view.write(values)
@@ -149,9 +172,15 @@ def extension_for(device_type: str) -> ModuleType | None:
     try:
         from megarl import _C
     except ImportError as error:
-        logger.warning("megarl._C is not there (%s): PyTorch copies the weights instead. Reinstall with a C++ compiler.", error)
+        logger.warning(
+            "megarl._C is not there (%s): PyTorch copies the weights instead. Reinstall with a C++ compiler.",
+            error,
+        )
         return None
     if device_type == "cuda" and not _C.built_with_cuda:
-        logger.warning("megarl._C is built %s. PyTorch copies GPU weights instead. Reinstall with MEGARL_CUDA=ON.", _C.build_info)
+        logger.warning(
+            "megarl._C is built %s. PyTorch copies GPU weights instead. Reinstall with MEGARL_CUDA=ON.",
+            _C.build_info,
+        )
         return None
     return _C

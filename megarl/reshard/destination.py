@@ -39,14 +39,23 @@ class Destination:
 
     def __init__(self, rank: int, copies: dict[int, tuple[RectCopy, ...]], tensors: dict[str, View]) -> None:
         self.rank, self._copies, self._tensors = rank, copies, tensors
-        self._views = {source: [dst_view(copy, tensors) for copy in of_source] for source, of_source in copies.items()}
-        self._digests = {source: Digest(views, num_threads=torch.get_num_threads()) for source, views in self._views.items()}
+        self._views = {
+            source: [dst_view(copy, tensors) for copy in of_source] for source, of_source in copies.items()
+        }
+        self._digests = {
+            source: Digest(views, num_threads=torch.get_num_threads())
+            for source, views in self._views.items()
+        }
         self._pulled: dict[int, list[tuple[Tensor, View]]] = {}
         self._plan: CopyPlan | None = None
-        self.bytes: int = sum(view.numel() * view.element_size() for views in self._views.values() for view in views)
+        self.bytes: int = sum(
+            view.numel() * view.element_size() for views in self._views.values() for view in views
+        )
         """Bytes that one version writes here, by whatever way."""
 
-    def pull_from(self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None) -> None:
+    def pull_from(
+        self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None
+    ) -> None:
         """Where the source's weights are from now on. `copies`: if they are arranged otherwise than in the source's atlas."""
         pairs = zip(copies or self._copies[source], self._views[source], strict=True)
         self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
@@ -69,7 +78,9 @@ class Destination:
                     continue
                 for copy, there, here in zip(self._copies[source], sent, received, strict=True):
                     if there != here:
-                        return (f"[rank {self.rank}] {copy.dst_name}[{copy.dst_row}:{copy.dst_row + copy.rows}, {copy.dst_col}:"
-                                f"{copy.dst_col + copy.cols}] is not what rank {source} sent from {copy.src_name}: {kind} digest "
-                                f"{here:016x}, sent {there:016x}")
+                        return (
+                            f"[rank {self.rank}] {copy.dst_name}[{copy.dst_row}:{copy.dst_row + copy.rows}, {copy.dst_col}:"
+                            f"{copy.dst_col + copy.cols}] is not what rank {source} sent from {copy.src_name}: {kind} digest "
+                            f"{here:016x}, sent {there:016x}"
+                        )
         return None

@@ -37,22 +37,35 @@ class Digest:
 
     Every method returns one number in [0, 2**64) per view, in order. Neither is collective."""
 
-    def __init__(self, views: Sequence[View], dtypes: Sequence[torch.dtype] | torch.dtype | None = None, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        views: Sequence[View],
+        dtypes: Sequence[torch.dtype] | torch.dtype | None = None,
+        num_threads: int = 1,
+    ) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads ({num_threads}) must be >= 1. Try 1.")
         if dtypes is None or isinstance(dtypes, torch.dtype):
             dtypes = [dtypes or view.dtype for view in views]
         if len(dtypes) != len(views):
-            raise ValueError(f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for all, or left out.")
+            raise ValueError(
+                f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for all, or left out."
+            )
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
         rows = [self._describe(index) for index in range(len(self._views))]
         self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
         storages = (view.storage if isinstance(view, PackedView) else view for view in self._views)
-        self._storages = list({storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in storages)}.values())
+        self._storages = list(
+            {
+                storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in storages)
+            }.values()
+        )
         self._addresses = [storage.data_ptr() for storage in self._storages]
         self._device = self._views[0].device if self._views else torch.device("cpu")
         if any(view.device != self._device for view in self._views):
-            raise ValueError(f"views must be on one device, not on {sorted({str(view.device) for view in self._views})}.")
+            raise ValueError(
+                f"views must be on one device, not on {sorted({str(view.device) for view in self._views})}."
+            )
         self._extension = extension_for(self._device.type)
 
     def sampled(self, version: int) -> list[int]:
@@ -74,7 +87,10 @@ class Digest:
 
     def _compute(self, seed: int, sampled: bool) -> list[int]:
         if self._extension is None:
-            return [_digest(view, dtype, seed, sampled) for view, dtype in zip(self._views, self._dtypes, strict=True)]
+            return [
+                _digest(view, dtype, seed, sampled)
+                for view, dtype in zip(self._views, self._dtypes, strict=True)
+            ]
         table, addresses = self._table, [storage.data_ptr() for storage in self._storages]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -94,10 +110,20 @@ class Digest:
         tiles = (words + _TILE_WORDS - 1) // _TILE_WORDS
         with torch.cuda.device(self._device):
             tiled = torch.cat([self._table, (tiles.cumsum(0) - tiles)[:, None]], dim=1).to(self._device)
-            view_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(tiles).to(self._device)
+            view_of_tile = (
+                torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(tiles).to(self._device)
+            )
             sums = torch.zeros(len(tiles), dtype=torch.int64, device=self._device)
-            self._extension.sum_cuda(tiled.data_ptr(), view_of_tile.data_ptr(), len(tiles), len(view_of_tile), seed, sampled,
-                                     sums.data_ptr(), torch.cuda.current_stream().cuda_stream)  # fmt: skip
+            self._extension.sum_cuda(
+                tiled.data_ptr(),
+                view_of_tile.data_ptr(),
+                len(tiles),
+                len(view_of_tile),
+                seed,
+                sampled,
+                sums.data_ptr(),
+                torch.cuda.current_stream().cuda_stream,
+            )
             return sums.cpu()
 
 
@@ -113,7 +139,10 @@ def _digest(view: View, dtype: torch.dtype, seed: int, sampled: bool) -> int:
     if sampled and num_words > SAMPLES:
         pieces = [_sampled_words(num_words, seed)]
     else:
-        pieces = [torch.arange(first, min(first + _PIECE_WORDS, num_words)) for first in range(0, num_words, _PIECE_WORDS)]
+        pieces = [
+            torch.arange(first, min(first + _PIECE_WORDS, num_words))
+            for first in range(0, num_words, _PIECE_WORDS)
+        ]
     for words in pieces:
         indices = words.to(view.device)
         values = _read_words(view, dtype, indices // words_per_row, indices % words_per_row * per_word)

@@ -22,11 +22,22 @@ def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
     """What a rank with this atlas holds, when the layers that --lora-target-modules names have adapters."""
     rank, adapters = lora.lora_rank, {}
     for name, target, param in _adapted(atlas, lora.lora_target_modules):
-        columns = {(_down(piece.hf_name, target), piece.col_start, piece.col_end, piece.local_col) for piece in param.pieces}
+        columns = {
+            (_down(piece.hf_name, target), piece.col_start, piece.col_end, piece.local_col)
+            for piece in param.pieces
+        }
         adapters[f"{name}.adapter.linear_in.weight"] = LocalParam(
-            rank, param.cols, tuple(Piece(down, 0, rank, start, end, 0, at) for down, start, end, at in sorted(columns)))
+            rank,
+            param.cols,
+            tuple(Piece(down, 0, rank, start, end, 0, at) for down, start, end, at in sorted(columns)),
+        )
         adapters[f"{name}.adapter.linear_out.weight"] = LocalParam(
-            param.rows, rank, tuple(Piece(_up(p.hf_name), p.row_start, p.row_end, 0, rank, p.local_row, 0) for p in param.pieces))
+            param.rows,
+            rank,
+            tuple(
+                Piece(_up(p.hf_name), p.row_start, p.row_end, 0, rank, p.local_row, 0) for p in param.pieces
+            ),
+        )
     return atlas | adapters
 
 
@@ -43,7 +54,9 @@ def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
     atlas: Atlas = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         module = hf_name.removesuffix(".weight")
-        atlas[f"base_model.model.{module}.lora_A.weight"] = _whole(_down(hf_name, target), lora.lora_rank, cols)
+        atlas[f"base_model.model.{module}.lora_A.weight"] = _whole(
+            _down(hf_name, target), lora.lora_rank, cols
+        )
         atlas[f"base_model.model.{module}.lora_B.weight"] = _whole(_up(hf_name), rows, lora.lora_rank)
     return atlas
 

@@ -67,42 +67,125 @@ LAYER = (
     Row("self_attention.linear_qkv.bias", grouped_qkv, _attention("bias"), needs="qkv_bias"),
     Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
     Row("self_attention.k_layernorm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
-    Row("self_attention.linear_q_proj.weight", stacked_row_shards, ("self_attn.q_proj.weight",), needs="has_plain_query"),
-    Row("self_attention.linear_q_down_proj.weight", replicated, ("self_attn.q_a_proj.weight",), needs="has_query_latent"),
-    Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_a_layernorm.weight",), needs="has_query_latent"),
-    Row("self_attention.linear_q_up_proj.weight", stacked_row_shards, ("self_attn.q_b_proj.weight",), needs="has_query_latent"),
-    Row("self_attention.linear_kv_down_proj.weight", replicated, ("self_attn.kv_a_proj_with_mqa.weight",), needs="is_mla"),
-    Row("self_attention.kv_layernorm.weight", replicated, ("self_attn.kv_a_layernorm.weight",), needs="is_mla"),
-    Row("self_attention.linear_kv_up_proj.weight", stacked_row_shards, ("self_attn.kv_b_proj.weight",), needs="is_mla"),
+    Row(
+        "self_attention.linear_q_proj.weight",
+        stacked_row_shards,
+        ("self_attn.q_proj.weight",),
+        needs="has_plain_query",
+    ),
+    Row(
+        "self_attention.linear_q_down_proj.weight",
+        replicated,
+        ("self_attn.q_a_proj.weight",),
+        needs="has_query_latent",
+    ),
+    Row(
+        "self_attention.q_layernorm.weight",
+        replicated,
+        ("self_attn.q_a_layernorm.weight",),
+        needs="has_query_latent",
+    ),
+    Row(
+        "self_attention.linear_q_up_proj.weight",
+        stacked_row_shards,
+        ("self_attn.q_b_proj.weight",),
+        needs="has_query_latent",
+    ),
+    Row(
+        "self_attention.linear_kv_down_proj.weight",
+        replicated,
+        ("self_attn.kv_a_proj_with_mqa.weight",),
+        needs="is_mla",
+    ),
+    Row(
+        "self_attention.kv_layernorm.weight", replicated, ("self_attn.kv_a_layernorm.weight",), needs="is_mla"
+    ),
+    Row(
+        "self_attention.linear_kv_up_proj.weight",
+        stacked_row_shards,
+        ("self_attn.kv_b_proj.weight",),
+        needs="is_mla",
+    ),
     Row("self_attention.linear_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
     Row("self_attention.linear_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
-    Row("self_attention.linear_proj.post_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="output_norms"),
-    Row("pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="input_norms_only"),
+    Row(
+        "self_attention.linear_proj.post_layernorm.weight",
+        replicated,
+        ("post_attention_layernorm.weight",),
+        needs="output_norms",
+    ),
+    Row(
+        "pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="input_norms_only"
+    ),
     Row("pre_mlp_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
-    Row("mlp.linear_fc2.post_layernorm.weight", replicated, ("post_feedforward_layernorm.weight",), needs="output_norms"),
+    Row(
+        "mlp.linear_fc2.post_layernorm.weight",
+        replicated,
+        ("post_feedforward_layernorm.weight",),
+        needs="output_norms",
+    ),
     Row("mlp.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp."), needs="is_dense"),
     Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
-    Row("mlp.linear_fc1.bias", stacked_row_shards, ("mlp.gate_proj.bias", "mlp.up_proj.bias"), needs="mlp_bias"),
+    Row(
+        "mlp.linear_fc1.bias",
+        stacked_row_shards,
+        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        needs="mlp_bias",
+    ),
     Row("mlp.linear_fc2.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
     Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
     Row("mlp.router.weight", replicated, ("block_sparse_moe.gate.weight",), needs="names_blocks_sparse"),
     Row("mlp.router.expert_bias", replicated, ("mlp.gate.e_score_correction_bias",), needs="corrects_scores"),
-    Row("mlp.shared_experts.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.shared_experts."), needs="shares_experts"),
-    Row("mlp.shared_experts.linear_fc2.weight", column_shard, ("mlp.shared_experts.down_proj.weight",), needs="shares_experts"),
-    Row("mlp.shared_experts.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.shared_expert."), needs="gates_shared_expert"),
-    Row("mlp.shared_experts.linear_fc2.weight", column_shard, ("mlp.shared_expert.down_proj.weight",), needs="gates_shared_expert"),
-    Row("mlp.shared_experts.gate_weight", replicated, ("mlp.shared_expert_gate.weight",), needs="gates_shared_expert"),
+    Row(
+        "mlp.shared_experts.linear_fc1.weight",
+        stacked_row_shards,
+        _gate_and_up("mlp.shared_experts."),
+        needs="shares_experts",
+    ),
+    Row(
+        "mlp.shared_experts.linear_fc2.weight",
+        column_shard,
+        ("mlp.shared_experts.down_proj.weight",),
+        needs="shares_experts",
+    ),
+    Row(
+        "mlp.shared_experts.linear_fc1.weight",
+        stacked_row_shards,
+        _gate_and_up("mlp.shared_expert."),
+        needs="gates_shared_expert",
+    ),
+    Row(
+        "mlp.shared_experts.linear_fc2.weight",
+        column_shard,
+        ("mlp.shared_expert.down_proj.weight",),
+        needs="gates_shared_expert",
+    ),
+    Row(
+        "mlp.shared_experts.gate_weight",
+        replicated,
+        ("mlp.shared_expert_gate.weight",),
+        needs="gates_shared_expert",
+    ),
 )
 """Of any layer. Latents of attention are whole on every rank, what expands them is split by heads."""
 
-STACKED_QKV_LAYER = tuple(replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER)
+STACKED_QKV_LAYER = tuple(
+    replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER
+)
 """With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in vLLM."""
 
 _MIXTRAL = "block_sparse_moe.experts.{expert}."
 EXPERT = (
-    Row("linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.experts.{expert}."), needs="names_experts"),
+    Row(
+        "linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.experts.{expert}."), needs="names_experts"
+    ),
     Row("linear_fc2.weight", column_shard, ("mlp.experts.{expert}.down_proj.weight",), needs="names_experts"),
-    Row("linear_fc1.weight", stacked_row_shards, (_MIXTRAL + "w1.weight", _MIXTRAL + "w3.weight"), needs="names_blocks_sparse"),
+    Row(
+        "linear_fc1.weight",
+        stacked_row_shards,
+        (_MIXTRAL + "w1.weight", _MIXTRAL + "w3.weight"),
+        needs="names_blocks_sparse",
+    ),
     Row("linear_fc2.weight", column_shard, (_MIXTRAL + "w2.weight",), needs="names_blocks_sparse"),
 )
 """Of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in the checkpoint."""
@@ -154,7 +237,9 @@ class MegatronPlace:
     @classmethod
     def of(cls, mesh: MeshSpec, rank: int) -> MegatronPlace:
         at = mesh.coordinates(rank)
-        return cls(mesh.tp, at["tp"], mesh.pp, at["pp"], mesh.vpp, mesh.ep, at["ep"], mesh.expert_tp, at["etp"])
+        return cls(
+            mesh.tp, at["tp"], mesh.pp, at["pp"], mesh.vpp, mesh.ep, at["ep"], mesh.expert_tp, at["etp"]
+        )
 
     @property
     def expert_tp(self) -> tuple[int, int]:
@@ -162,13 +247,22 @@ class MegatronPlace:
         return (self.tp_size, self.tp_rank) if self.etp_size is None else (self.etp_size, self.etp_rank or 0)
 
 
-def megatron_atlas(shape: ModelShape, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, te_spec: bool = False,
-                   qkv_layout: str = "grouped") -> Atlas:  # fmt: skip
+def megatron_atlas(
+    shape: ModelShape,
+    tp_size: int,
+    tp_rank: int,
+    pp_size: int = 1,
+    pp_rank: int = 0,
+    te_spec: bool = False,
+    qkv_layout: str = "grouped",
+) -> Atlas:
     """`place_atlas` of a rank that knows tensor and pipeline parallelism only."""
     return place_atlas(shape, MegatronPlace(tp_size, tp_rank, pp_size, pp_rank), te_spec, qkv_layout)
 
 
-def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, qkv_layout: str = "grouped") -> Atlas:
+def place_atlas(
+    shape: ModelShape, place: MegatronPlace, te_spec: bool = False, qkv_layout: str = "grouped"
+) -> Atlas:
     """The atlas of one rank. Layer indices in the names are local to the model chunk; the split over stages is uniform.
 
     With a virtual pipeline, chunk c of stage p holds the layers from (c * pp_size + p) * L / (pp_size * vpp_size) on, and the
@@ -183,10 +277,14 @@ def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, 
     Raises: ValueError if the sizes do not divide the model."""
     check_place(shape, place)
     if qkv_layout == "stacked" and shape.is_mla:
-        raise ValueError(f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. Use --qkv-layout grouped.")
+        raise ValueError(
+            f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. Use --qkv-layout grouped."
+        )
     if qkv_layout == "stacked" and shape.num_query_groups % place.tp_size:
-        raise ValueError(f"--qkv-layout (stacked) needs whole key heads on each rank: --tensor-model-parallel-size ({place.tp_size}) must "
-                         f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped.")
+        raise ValueError(
+            f"--qkv-layout (stacked) needs whole key heads on each rank: --tensor-model-parallel-size ({place.tp_size}) must "
+            f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped."
+        )
     rows = STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER
     cut, sizes = Cut(shape, place.tp_size, place.tp_rank), hf_sizes(shape)
     per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
@@ -207,7 +305,9 @@ def place_atlas(shape: ModelShape, place: MegatronPlace, te_spec: bool = False, 
     return atlas
 
 
-def _layer(rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool) -> Iterator[tuple[str, LocalParam]]:
+def _layer(
+    rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool
+) -> Iterator[tuple[str, LocalParam]]:
     """(name within the layer, parameter) of canonical layer `layer`, whose parameters outside of experts are `rows`."""
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
@@ -216,7 +316,10 @@ def _layer(rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, 
     for local in range(held):
         for row in (row for row in EXPERT if has(kind, row.needs)):
             names = tuple(name.format(expert=place.ep_rank * held + local) for name in row.hf_names)
-            yield _expert_name(row.name, local, te_spec), replace(row, hf_names=names).build(expert_cut, sizes, layer_prefix(layer))
+            yield (
+                _expert_name(row.name, local, te_spec),
+                replace(row, hf_names=names).build(expert_cut, sizes, layer_prefix(layer)),
+            )
 
 
 def check_place(shape: ModelShape, place: MegatronPlace) -> None:
@@ -225,14 +328,25 @@ def check_place(shape: ModelShape, place: MegatronPlace) -> None:
     check_tensor_parallel(shape, place.tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
     check_divides("--pipeline-model-parallel-size", place.pp_size, "num_layers", shape.num_layers)
     of_stage = shape.num_layers // place.pp_size
-    check_divides("--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", of_stage)
+    check_divides(
+        "--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", of_stage
+    )
     if shape.is_moe:
         check_divides("--expert-model-parallel-size", place.ep_size, "num_experts", shape.num_moe_experts)
-        check_divides("--expert-tensor-parallel-size", place.expert_tp[0], "moe_intermediate_size", shape.moe_ffn_hidden_size)
+        check_divides(
+            "--expert-tensor-parallel-size",
+            place.expert_tp[0],
+            "moe_intermediate_size",
+            shape.moe_ffn_hidden_size,
+        )
 
 
-def megatron_atlases(shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped") -> dict[int, Atlas]:
+def megatron_atlases(
+    shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped"
+) -> dict[int, Atlas]:
     """Atlas of every rank of a mesh. Ranks that hold the same share one."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
-    built = {place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())}
+    built = {
+        place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())
+    }
     return {rank: built[place] for rank, place in places.items()}

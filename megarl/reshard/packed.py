@@ -30,17 +30,32 @@ class PackedView:
 
     def __post_init__(self) -> None:
         if self.storage.device.type != "cpu":
-            raise ValueError(f"storage ({self.storage.device}) must be on a CPU: vLLM packs nothing elsewhere.")
+            raise ValueError(
+                f"storage ({self.storage.device}) must be on a CPU: vLLM packs nothing elsewhere."
+            )
         if self.element_size() > 4:
-            raise ValueError(f"storage ({self.dtype}) must have elements of at most 4 bytes. Try torch.float32.")
+            raise ValueError(
+                f"storage ({self.dtype}) must have elements of at most 4 bytes. Try torch.float32."
+            )
         size, block_size = self.storage.numel(), BLOCK * self.matrix_cols
-        if not self.storage.is_contiguous() or size % block_size or self.storage.data_ptr() % (BLOCK * self.element_size()):
-            raise ValueError(f"storage (shape {list(self.storage.shape)}, strides {list(self.storage.stride())}) must be contiguous, hold a "
-                             f"multiple of {BLOCK} x matrix_cols ({self.matrix_cols}) elements and start at a multiple of {BLOCK}.")
-        if min(self.row, self.col, self.rows, self.cols) < 0 or self.col + self.cols > self.matrix_cols \
-                or self.row + self.rows > size // self.matrix_cols:  # fmt: skip
-            raise ValueError(f"rows [{self.row}:{self.row + self.rows}], columns [{self.col}:{self.col + self.cols}] must lie in the packed "
-                             f"matrix of {size // self.matrix_cols} x {self.matrix_cols}.")
+        if (
+            not self.storage.is_contiguous()
+            or size % block_size
+            or self.storage.data_ptr() % (BLOCK * self.element_size())
+        ):
+            raise ValueError(
+                f"storage (shape {list(self.storage.shape)}, strides {list(self.storage.stride())}) must be contiguous, hold a "
+                f"multiple of {BLOCK} x matrix_cols ({self.matrix_cols}) elements and start at a multiple of {BLOCK}."
+            )
+        if (
+            min(self.row, self.col, self.rows, self.cols) < 0
+            or self.col + self.cols > self.matrix_cols
+            or self.row + self.rows > size // self.matrix_cols
+        ):
+            raise ValueError(
+                f"rows [{self.row}:{self.row + self.rows}], columns [{self.col}:{self.col + self.cols}] must lie in the packed "
+                f"matrix of {size // self.matrix_cols} x {self.matrix_cols}."
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -80,5 +95,8 @@ class PackedView:
         return self.storage.detach().view(-1, self.matrix_cols, BLOCK)
 
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows, cols = torch.arange(self.row, self.row + self.rows)[:, None], torch.arange(self.col, self.col + self.cols)
+        rows, cols = (
+            torch.arange(self.row, self.row + self.rows)[:, None],
+            torch.arange(self.col, self.col + self.cols),
+        )
         return rows // BLOCK, cols, rows % BLOCK

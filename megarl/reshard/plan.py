@@ -51,14 +51,18 @@ class ReshardPlan:
 
     def num_bytes(self, itemsize: int) -> dict[tuple[int, int], int]:
         """(source rank, destination rank) -> bytes written, for elements of `itemsize` bytes."""
-        return {pair: itemsize * sum(copy.num_elements for copy in copies) for pair, copies in self.copies.items()}
+        return {
+            pair: itemsize * sum(copy.num_elements for copy in copies) for pair, copies in self.copies.items()
+        }
 
 
 Rect = tuple[int, int, int, int]
 """row_start, row_end, col_start, col_end."""
 
 
-def make_plan(sources: dict[int, Atlas], destinations: dict[int, Atlas], ranks_per_node: int | None = None) -> ReshardPlan:
+def make_plan(
+    sources: dict[int, Atlas], destinations: dict[int, Atlas], ranks_per_node: int | None = None
+) -> ReshardPlan:
     """Plan the copies that fill every destination from the sources.
 
     Where several sources hold the same elements, the destination's own rank wins, then a rank of its node; among equals the rank
@@ -104,16 +108,22 @@ def _replicas(sources: dict[int, Atlas]) -> _Replicas:
     for rank, atlas in sorted(sources.items()):
         for name, param in atlas.items():
             for piece in param.pieces:
-                found.setdefault(piece.hf_name, {}).setdefault(_canonical(piece), []).append((rank, name, piece))
+                found.setdefault(piece.hf_name, {}).setdefault(_canonical(piece), []).append(
+                    (rank, name, piece)
+                )
     return found
 
 
-def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]],
-          senders: _Senders) -> Iterable[tuple[int, RectCopy]]:  # fmt: skip
+def _fill(
+    rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]], senders: _Senders
+) -> Iterable[tuple[int, RectCopy]]:
     """(source rank, copy) of each part of one destination piece. What is written leaves `missing`, so nothing is written twice."""
     missing = [_canonical(piece)]
-    holders = [(min(held, key=lambda h: senders.preference(h[0], rank)), rect)
-               for rect, held in replicas.items() if _overlap(rect, missing[0])]  # fmt: skip
+    holders = [
+        (min(held, key=lambda h: senders.preference(h[0], rank)), rect)
+        for rect, held in replicas.items()
+        if _overlap(rect, missing[0])
+    ]
     for (source, src_name, src), rect in sorted(holders, key=lambda h: h[0][0] != rank):
         left: list[Rect] = []
         for wanted in missing:
@@ -125,9 +135,19 @@ def _fill(rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[in
             row, end_row, col, end_col = part
             if source != rank:
                 senders.sent[source] += (end_row - row) * (end_col - col)
-            yield source, RectCopy(
-                src_name, src.local_row + row - src.row_start, src.local_col + col - src.col_start,
-                name, piece.local_row + row - piece.row_start, piece.local_col + col - piece.col_start, end_row - row, end_col - col)
+            yield (
+                source,
+                RectCopy(
+                    src_name,
+                    src.local_row + row - src.row_start,
+                    src.local_col + col - src.col_start,
+                    name,
+                    piece.local_row + row - piece.row_start,
+                    piece.local_col + col - piece.col_start,
+                    end_row - row,
+                    end_col - col,
+                ),
+            )
         missing = left
     if missing:
         raise PlanError(f"[rank {rank}] {name}: no source holds {_show(piece.hf_name, missing[0])}.")
@@ -152,20 +172,28 @@ def _check_param(where: str, param: LocalParam) -> None:
         if piece.row_end <= piece.row_start or piece.col_end <= piece.col_start:
             raise PlanError(f"{where}: the piece {_show(piece.hf_name, _canonical(piece))} is empty.")
         if local[0] < 0 or local[2] < 0 or local[1] > filled_rows or local[3] > param.cols:
-            raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} lands on {_bounds(local)}, outside of "
-                            f"[0:{filled_rows}, 0:{param.cols}].")
+            raise PlanError(
+                f"{where}: {_show(piece.hf_name, _canonical(piece))} lands on {_bounds(local)}, outside of "
+                f"[0:{filled_rows}, 0:{param.cols}]."
+            )
         active = [(other, held) for other, held in active if other[1] > local[0]]
         for other, other_piece in active:
             if _overlap(local, other):
-                raise PlanError(f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
-                                f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on {_bounds(_overlap(local, other))}.")
+                raise PlanError(
+                    f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
+                    f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on {_bounds(_overlap(local, other))}."
+                )
         active.append((local, piece))
         area += (local[1] - local[0]) * (local[3] - local[2])
-    if area != filled_rows * param.cols:  # inside and not overlapping, so they fill everything exactly if their areas say so
+    if (
+        area != filled_rows * param.cols
+    ):  # inside and not overlapping, so they fill everything exactly if their areas say so
         missing = [(0, filled_rows, 0, param.cols)]
         for piece in param.pieces:
             missing = [rest for hole in missing for rest in _remainder(hole, _local(piece))]
-        raise PlanError(f"{where}: no piece fills {_bounds(missing[0])} of its {param.rows} x {param.cols} elements.")
+        raise PlanError(
+            f"{where}: no piece fills {_bounds(missing[0])} of its {param.rows} x {param.cols} elements."
+        )
 
 
 def _canonical(piece: Piece) -> Rect:

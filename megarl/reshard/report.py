@@ -29,15 +29,41 @@ _MOST_RANKS = 65_536
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(own options, the rest: files and flags of the job). Prints the help text and exits for --help or -h."""
-    parser = argparse.ArgumentParser("megarl reshard-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--world-size", type=_positive(int, _MOST_RANKS), help="ranks of the job; default: --nproc-per-node")
-    parser.add_argument("--ranks-per-node", type=_positive(int, _MOST_RANKS), default=8, help="consecutive ranks share a node; default: 8")
-    bandwidths = (("local", 2000, "copies within a rank: an H200 reads and writes 4.8 TB/s, so copies at most half of that"),
-                  ("link", 360, "of one rank's link to the others of its node: NVLink 4 has 450 GB/s each way, four fifths assumed"),
-                  ("network", 45, "of one rank to other nodes: 400 Gbit/s, nine tenths assumed"))  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "megarl reshard-plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size", type=_positive(int, _MOST_RANKS), help="ranks of the job; default: --nproc-per-node"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=_positive(int, _MOST_RANKS),
+        default=8,
+        help="consecutive ranks share a node; default: 8",
+    )
+    bandwidths = (
+        (
+            "local",
+            2000,
+            "copies within a rank: an H200 reads and writes 4.8 TB/s, so copies at most half of that",
+        ),
+        (
+            "link",
+            360,
+            "of one rank's link to the others of its node: NVLink 4 has 450 GB/s each way, four fifths assumed",
+        ),
+        ("network", 45, "of one rank to other nodes: 400 Gbit/s, nine tenths assumed"),
+    )
     for name, default, of in bandwidths:
-        parser.add_argument(f"--{name}-bandwidth", type=_positive(float), default=float(default), help=f"GB/s {of}; default: {default}")
+        parser.add_argument(
+            f"--{name}-bandwidth",
+            type=_positive(float),
+            default=float(default),
+            help=f"GB/s {of}; default: {default}",
+        )
     return parser.parse_known_args(argv)
 
 
@@ -51,15 +77,27 @@ def _positive(kind: type, at_most: float = 1e9):
     return convert
 
 
-def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: str, rollout_dtype: str, qkv_layout: str,
-           options: argparse.Namespace) -> str:  # fmt: skip
+def report(
+    shape: ModelShape,
+    train: MeshSpec,
+    rollout: MeshSpec,
+    train_dtype: str,
+    rollout_dtype: str,
+    qkv_layout: str,
+    options: argparse.Namespace,
+) -> str:
     """The text that the command prints."""
     start = time.perf_counter()
-    sources, destinations = megatron_atlases(shape, train, qkv_layout=qkv_layout), vllm_atlases(shape, rollout.ranks, rollout.tp)
+    sources, destinations = (
+        megatron_atlases(shape, train, qkv_layout=qkv_layout),
+        vllm_atlases(shape, rollout.ranks, rollout.tp),
+    )
     plan = make_plan(sources, destinations, options.ranks_per_node)
     seconds, itemsize = time.perf_counter() - start, ITEMSIZE[rollout_dtype]
     moved = plan.num_bytes(itemsize)
-    aliased = _aliased_bytes(plan, sources, destinations, itemsize) if train_dtype == rollout_dtype else Counter()
+    aliased = (
+        _aliased_bytes(plan, sources, destinations, itemsize) if train_dtype == rollout_dtype else Counter()
+    )
     total, copies = sum(moved.values()), sum(map(len, plan.copies.values()))
     held = {dst: sum(n for pair, n in moved.items() if pair[1] == dst) for dst in destinations}
     lines = [
@@ -76,16 +114,27 @@ def report(shape: ModelShape, train: MeshSpec, rollout: MeshSpec, train_dtype: s
     return "\n".join(lines) + "\n"
 
 
-def _aliased_bytes(plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas], itemsize: int) -> Counter[int]:
+def _aliased_bytes(
+    plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas], itemsize: int
+) -> Counter[int]:
     """Rank -> bytes of parameters that need no copy."""
-    aliases = {rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()}
-    return Counter({rank: itemsize * sum(c.num_elements for c in plan.copies.get((rank, rank), ()) if c.dst_name in names)
-                    for rank, names in aliases.items()})  # fmt: skip
+    aliases = {
+        rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()
+    }
+    return Counter(
+        {
+            rank: itemsize
+            * sum(c.num_elements for c in plan.copies.get((rank, rank), ()) if c.dst_name in names)
+            for rank, names in aliases.items()
+        }
+    )
 
 
 def _sizes(mesh: MeshSpec, is_moe: bool) -> str:
     """'tp 2 pp 1 dp 4'; context and virtual pipeline parallelism where there is any."""
-    sizes = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "vpp": mesh.vpp, "dp": mesh.dp} | ({"ep": mesh.ep, "etp": mesh.expert_tp} if is_moe else {})
+    sizes = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "vpp": mesh.vpp, "dp": mesh.dp} | (
+        {"ep": mesh.ep, "etp": mesh.expert_tp} if is_moe else {}
+    )
     return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name not in ("cp", "vpp"))
 
 
@@ -93,10 +142,16 @@ def _padding(destinations: dict[int, Atlas]) -> int:
     return sum(param.padding_rows * param.cols for atlas in destinations.values() for param in atlas.values())
 
 
-def _by_kind(plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Counter[int], options: argparse.Namespace) -> list[str]:
+def _by_kind(
+    plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Counter[int], options: argparse.Namespace
+) -> list[str]:
     """Per kind of copy: how much, and the time of the slowest rank; then the time of a sync."""
-    bandwidth = dict(zip(KINDS, (options.local_bandwidth, options.link_bandwidth, options.network_bandwidth), strict=True))
-    load: dict[str, dict[int, list[int]]] = {kind: {rank: [0, 0] for rank in plan.ranks} for kind in KINDS}  # sent, received
+    bandwidth = dict(
+        zip(KINDS, (options.local_bandwidth, options.link_bandwidth, options.network_bandwidth), strict=True)
+    )
+    load: dict[str, dict[int, list[int]]] = {
+        kind: {rank: [0, 0] for rank in plan.ranks} for kind in KINDS
+    }  # sent, received
     for (src, dst), size in moved.items():
         if src == dst:
             size -= aliased[src]
@@ -105,12 +160,20 @@ def _by_kind(plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Coun
             kind = KINDS[1] if src // options.ranks_per_node == dst // options.ranks_per_node else KINDS[2]
         load[kind][src][0] += size
         load[kind][dst][1] += size
-    seconds = {kind: {rank: max(both) / (bandwidth[kind] * 1e9) for rank, both in of_rank.items()} for kind, of_rank in load.items()}
+    seconds = {
+        kind: {rank: max(both) / (bandwidth[kind] * 1e9) for rank, both in of_rank.items()}
+        for kind, of_rank in load.items()
+    }
     received = {kind: sum(both[1] for both in load[kind].values()) for kind in KINDS}
-    lines = [f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at {bandwidth[kind]:g} GB/s"
-             for kind in KINDS]  # fmt: skip
+    lines = [
+        f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at {bandwidth[kind]:g} GB/s"
+        for kind in KINDS
+    ]
     slowest = max(plan.ranks, key=lambda rank: sum(seconds[kind][rank] for kind in KINDS))
-    return [*lines, f"expected: {1e3 * sum(seconds[kind][slowest] for kind in KINDS):.2f} ms per sync (rank {slowest})"]
+    return [
+        *lines,
+        f"expected: {1e3 * sum(seconds[kind][slowest] for kind in KINDS):.2f} ms per sync (rank {slowest})",
+    ]
 
 
 def _pairs(moved: dict[tuple[int, int], int]) -> list[str]:
@@ -122,4 +185,3 @@ def _pairs(moved: dict[tuple[int, int], int]) -> list[str]:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.3f} GB" if size >= 1e6 else f"{size} B"
-

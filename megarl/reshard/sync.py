@@ -49,8 +49,13 @@ class Receiver(Protocol):
     """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype: the live ones if they are in this process, else
     tensors of the meta device."""
 
-    def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
-              messages: Callable[[], object]) -> None:  # fmt: skip
+    def begin(
+        self,
+        version: int,
+        arrivals: dict[int, dict[int, Arrival]],
+        pulls: dict[int, dict[int, Pull]],
+        messages: Callable[[], object],
+    ) -> None:
         """Start to copy. `arrivals[destination][source]`; `pulls`: likewise, where they are new or have moved; `messages` receives
         what travels as messages, if the engine is in this process."""
 
@@ -81,14 +86,33 @@ class WeightSync:
     `begin` and `finish` are collective over `participants`; between them the engine goes on generating with the old weights if it
     has two buffers. Between two versions source tensors may move in memory, with their storages."""
 
-    def __init__(self, plan: ReshardPlan, rank: int, speakers: dict[int, int], sources: dict[str, Tensor], receiver: Receiver | None,
-                 options: ReshardConfig, generation: int = 0, actor: str = "") -> None:  # fmt: skip
-        self.plan, self.rank, self._speakers, self._sources, self._receiver = plan, rank, speakers, sources, receiver
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        speakers: dict[int, int],
+        sources: dict[str, Tensor],
+        receiver: Receiver | None,
+        options: ReshardConfig,
+        generation: int = 0,
+        actor: str = "",
+    ) -> None:
+        self.plan, self.rank, self._speakers, self._sources, self._receiver = (
+            plan,
+            rank,
+            speakers,
+            sources,
+            receiver,
+        )
         self.options = options
         self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
         self._board = Board(f"{generation}{actor}", alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
-        self._receives = {(src, dst): copies for (src, dst), copies in plan.copies.items() if speakers[dst] == rank and receiver}
+        self._receives = {
+            (src, dst): copies
+            for (src, dst), copies in plan.copies.items()
+            if speakers[dst] == rank and receiver
+        }
         self._place = place_here(rank, next(iter(sources.values())).device.type if sources else "cpu")
         self._round, self._deadline, self._problem = 0, 0.0, None
         self._transports: dict[tuple[int, int], str] | None = None
@@ -101,7 +125,10 @@ class WeightSync:
 
     def _dtypes(self) -> dict[int, dict[str, torch.dtype]]:
         """Of this rank's destinations: sources digest what their weights become there."""
-        return {dst: {name: tensor.dtype for name, tensor in of_dst.items()} for dst, of_dst in (self._receiver.tensors if self._receiver else {}).items()}
+        return {
+            dst: {name: tensor.dtype for name, tensor in of_dst.items()}
+            for dst, of_dst in (self._receiver.tensors if self._receiver else {}).items()
+        }
 
     def _connect(self) -> None:
         """Choose transports, export, and lay out the messages. Raises: SyncError on all ranks if a pair has no way that was allowed."""
@@ -112,7 +139,9 @@ class WeightSync:
             transports = self._choose(places)
         except (SyncError, ValueError) as error:
             problem = _told(self.rank, None, error)
-        if (verdict := self._vote(problem)) is not None:  # or those who found a way would wait for those who did not
+        if (
+            verdict := self._vote(problem)
+        ) is not None:  # or those who found a way would wait for those who did not
             raise SyncError(verdict)
         self._transports = transports
         self._dtypes_of = {dst: places[self._speakers[dst]][2][dst] for dst in self._sends}
@@ -127,9 +156,14 @@ class WeightSync:
         if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
             self._exported = export(self._sources)
         self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
-        self._digests = {dst: Digest([src_view(copy, self._sources) for copy in copies],
-                                     [self._dtypes_of[dst][copy.dst_name] for copy in copies], torch.get_num_threads())
-                         for dst, copies in self._sends.items()}  # fmt: skip
+        self._digests = {
+            dst: Digest(
+                [src_view(copy, self._sources) for copy in copies],
+                [self._dtypes_of[dst][copy.dst_name] for copy in copies],
+                torch.get_num_threads(),
+            )
+            for dst, copies in self._sends.items()
+        }
         for dst in self._sends:
             if self._transports[self.rank, dst] == "direct":
                 self._new_pulls.setdefault(dst, {})[self.rank] = (self._sources, None)
@@ -138,14 +172,18 @@ class WeightSync:
 
     def _read_places(self) -> dict[int, tuple[Place, Place | None, dict[int, dict[str, torch.dtype]]]]:
         """Peer -> what it wrote when it was made."""
-        peers = {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
+        peers = (
+            {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
+        )
         return {peer: self._read(f"place/{peer}", peer, "connect") for peer in sorted(peers)}
 
     def _choose(self, places: dict[int, tuple[Place, Place | None, object]]) -> dict[tuple[int, int], str]:
         """(source, destination) -> transport, of the pairs of this rank; says so once."""
         transports, pairs_by = {}, {}
         for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
-            transport, why = choose(places[src][0], places[self._speakers[dst]][1], self.options.reshard_transport)
+            transport, why = choose(
+                places[src][0], places[self._speakers[dst]][1], self.options.reshard_transport
+            )
             transports[src, dst] = transport
             pairs_by.setdefault((transport, why), []).append(f"{src}->{dst}")
         for (transport, why), pairs in pairs_by.items():
@@ -160,14 +198,26 @@ class WeightSync:
             return None
         copies: dict[tuple[int, int], list[RectCopy]] = {}
         for src, dst in sorted(pairs):
-            copies.setdefault((src, self._speakers[dst]), []).extend(_renamed(copy, dst) for copy in self.plan.copies[src, dst])
+            copies.setdefault((src, self._speakers[dst]), []).extend(
+                _renamed(copy, dst) for copy in self.plan.copies[src, dst]
+            )
         incoming = [(src, dst) for src, dst in pairs if self._receiver and dst in self._receiver.tensors]
-        tensors = {f"{dst}/{name}": tensor for dst in {dst for _, dst in incoming} for name, tensor in self._receiver.tensors[dst].items()}
+        tensors = {
+            f"{dst}/{name}": tensor
+            for dst in {dst for _, dst in incoming}
+            for name, tensor in self._receiver.tensors[dst].items()
+        }
         if tensors and self._receiver.process is not None:
-            tensors = {name: torch.zeros(t.shape, dtype=t.dtype, device=self._receiver.device) for name, t in tensors.items()}
+            tensors = {
+                name: torch.zeros(t.shape, dtype=t.dtype, device=self._receiver.device)
+                for name, t in tensors.items()
+            }
             there = export(tensors)
             for src, dst in incoming:
-                self._new_pulls.setdefault(dst, {})[src] = (there, tuple(_from_staging(copy, dst) for copy in self.plan.copies[src, dst]))
+                self._new_pulls.setdefault(dst, {})[src] = (
+                    there,
+                    tuple(_from_staging(copy, dst) for copy in self.plan.copies[src, dst]),
+                )
         plan = ReshardPlan({pair: tuple(of_pair) for pair, of_pair in copies.items()})
         return Transfer(plan, self.rank, self._sources, tensors)
 
@@ -219,7 +269,9 @@ class WeightSync:
             moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
             digest = self._digests[dst]
             full = digest.full() if self.options.check_weight_sync else None
-            self._board.write(f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved))
+            self._board.write(
+                f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved)
+            )
             if moved is not None:
                 self._told[dst] = moved
 
@@ -228,7 +280,9 @@ class WeightSync:
         for src, dst in self._receives:
             arrival = self._read(f"{self._round}/{src}>{dst}", src, f"make version {version} ready")
             if arrival.version != version:
-                raise SyncError(f"rank {src} has version {arrival.version}, this rank was told to take version {version}")
+                raise SyncError(
+                    f"rank {src} has version {arrival.version}, this rank was told to take version {version}"
+                )
             arrivals.setdefault(dst, {})[src] = arrival
             if arrival.exported is not None:
                 self._new_pulls.setdefault(dst, {})[src] = (arrival.exported, None)
@@ -254,27 +308,41 @@ class WeightSync:
                 late.append(peer)
         told = [problem for problem in problems if problem is not None]
         if late and not told:
-            told = [f"[rank {late[0]}] did not take part within --reshard-timeout-s "
-                    f"({self.options.reshard_timeout_s:g}): it hangs or has died"]  # fmt: skip
+            told = [
+                f"[rank {late[0]}] did not take part within --reshard-timeout-s "
+                f"({self.options.reshard_timeout_s:g}): it hangs or has died"
+            ]
         return told[0] if told else None
 
     def _read(self, name: str, peer: int, task: str) -> object:
         try:
             return self._board.read(name, self._deadline)
         except Late:
-            raise SyncError(f"rank {peer} did not {task} within --reshard-timeout-s ({self.options.reshard_timeout_s:g}): "
-                            "it hangs or has died") from None  # fmt: skip
+            raise SyncError(
+                f"rank {peer} did not {task} within --reshard-timeout-s ({self.options.reshard_timeout_s:g}): "
+                "it hangs or has died"
+            ) from None
 
 
-def sync_plan(shape: ModelShape, sources: dict[int, Atlas], rollout_ranks: Sequence[int], tp: int, timeout_s: float,
-              actor: str = "") -> tuple[ReshardPlan, dict[int, int]]:  # fmt: skip
+def sync_plan(
+    shape: ModelShape,
+    sources: dict[int, Atlas],
+    rollout_ranks: Sequence[int],
+    tp: int,
+    timeout_s: float,
+    actor: str = "",
+) -> tuple[ReshardPlan, dict[int, int]]:
     """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them, rollout rank -> first rank of
     its engine, which speaks for it). The same on every rank that calls it.
 
     If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
     Raises: SyncError naming a rank that did not within timeout_s."""
     has_table = shape.model_type in TABLES
-    atlases = vllm_atlases(shape, rollout_ranks, tp) if has_table else _published_atlases(rollout_ranks, timeout_s, actor)
+    atlases = (
+        vllm_atlases(shape, rollout_ranks, tp)
+        if has_table
+        else _published_atlases(rollout_ranks, timeout_s, actor)
+    )
     plan = make_plan(sources, atlases, ranks_per_node())
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
@@ -296,8 +364,10 @@ def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float, actor: st
         try:
             atlases[rank] = board.read(str(rank), deadline)
         except Late:
-            raise SyncError(f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s ({timeout_s:g}): it hangs "
-                            "or has died") from None  # fmt: skip
+            raise SyncError(
+                f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s ({timeout_s:g}): it hangs "
+                "or has died"
+            ) from None
     return atlases
 
 
@@ -312,11 +382,29 @@ def _nothing() -> None:
 
 
 def _renamed(copy: RectCopy, dst: int) -> RectCopy:
-    return RectCopy(copy.src_name, copy.src_row, copy.src_col, f"{dst}/{copy.dst_name}", copy.dst_row, copy.dst_col, copy.rows, copy.cols)
+    return RectCopy(
+        copy.src_name,
+        copy.src_row,
+        copy.src_col,
+        f"{dst}/{copy.dst_name}",
+        copy.dst_row,
+        copy.dst_col,
+        copy.rows,
+        copy.cols,
+    )
 
 
 def _from_staging(copy: RectCopy, dst: int) -> RectCopy:
-    return RectCopy(f"{dst}/{copy.dst_name}", copy.dst_row, copy.dst_col, copy.dst_name, copy.dst_row, copy.dst_col, copy.rows, copy.cols)
+    return RectCopy(
+        f"{dst}/{copy.dst_name}",
+        copy.dst_row,
+        copy.dst_col,
+        copy.dst_name,
+        copy.dst_row,
+        copy.dst_col,
+        copy.rows,
+        copy.cols,
+    )
 
 
 def tensors_of(pull: Pull) -> dict[str, Tensor]:

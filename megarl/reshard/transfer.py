@@ -24,7 +24,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import KEPT_IN_FP32, OUTPUT, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes, layer_prefix
+from megarl.reshard.atlas import (
+    KEPT_IN_FP32,
+    OUTPUT,
+    VALUE_HEAD,
+    Atlas,
+    Piece,
+    Sizes,
+    hf_atlas,
+    hf_sizes,
+    layer_prefix,
+)
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
@@ -48,20 +58,36 @@ class Transfer:
     Building (without `dtype`) and running are collective over `plan.ranks`. Views and buffers are kept; where a storage has moved in
     memory, with all its views, call `follow`."""
 
-    def __init__(self, plan: ReshardPlan, rank: int, src_tensors: dict[str, Tensor], dst_tensors: dict[str, Tensor],
-                 group: dist.ProcessGroup | None = None, dtype: torch.dtype | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        src_tensors: dict[str, Tensor],
+        dst_tensors: dict[str, Tensor],
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.plan, self.rank, self._group = plan, rank, group
         send_pairs = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank != dst}
         receive_pairs = {src: copies for (src, dst), copies in plan.copies.items() if dst == rank != src}
         sources = {peer: [src_view(c, src_tensors) for c in copies] for peer, copies in send_pairs.items()}
-        destinations = {peer: [dst_view(c, dst_tensors) for c in copies] for peer, copies in receive_pairs.items()}
+        destinations = {
+            peer: [dst_view(c, dst_tensors) for c in copies] for peer, copies in receive_pairs.items()
+        }
         wire = self._agree_on_dtypes(sources, destinations, dtype)
         limit = _chunk_bytes(plan)
         self._sends = {peer: _chunks(views, wire[peer], limit) for peer, views in sources.items()}
-        self._receives = {peer: _chunks(views, [view.dtype for view in views], limit) for peer, views in destinations.items()}
-        self._here = [(src_view(c, src_tensors), dst_view(c, dst_tensors)) for c in plan.copies.get((rank, rank), ())]
+        self._receives = {
+            peer: _chunks(views, [view.dtype for view in views], limit)
+            for peer, views in destinations.items()
+        }
+        self._here = [
+            (src_view(c, src_tensors), dst_view(c, dst_tensors)) for c in plan.copies.get((rank, rank), ())
+        ]
         self.follow()
-        self.bytes: int = self._local.bytes + sum(chunk.bytes for chunks in self._receives.values() for chunk in chunks)
+        self.bytes: int = self._local.bytes + sum(
+            chunk.bytes for chunks in self._receives.values() for chunk in chunks
+        )
         """Bytes that one run writes on this rank."""
 
     def follow(self) -> None:
@@ -69,21 +95,36 @@ class Transfer:
         self._rounds = _rounds(self._sends, self._receives)
         self._local = plan_copies(self._here)
 
-    def _agree_on_dtypes(self, sources: dict[int, list[Tensor]], destinations: dict[int, list[Tensor]],
-                         dtype: torch.dtype | None) -> dict[int, list[torch.dtype]]:  # fmt: skip
+    def _agree_on_dtypes(
+        self,
+        sources: dict[int, list[Tensor]],
+        destinations: dict[int, list[Tensor]],
+        dtype: torch.dtype | None,
+    ) -> dict[int, list[torch.dtype]]:
         """Peer -> dtype of each rectangle that goes to it. Receivers send their peers one code per rectangle."""
         if dtype is not None:
             return {peer: [dtype] * len(views) for peer, views in sources.items()}
-        told = {peer: torch.tensor([_WIRE_DTYPES.index(v.dtype) for v in views], dtype=torch.uint8, device=views[0].device)
-                for peer, views in destinations.items()}  # fmt: skip
-        heard = {peer: torch.empty(len(views), dtype=torch.uint8, device=views[0].device) for peer, views in sources.items()}
+        told = {
+            peer: torch.tensor(
+                [_WIRE_DTYPES.index(v.dtype) for v in views], dtype=torch.uint8, device=views[0].device
+            )
+            for peer, views in destinations.items()
+        }
+        heard = {
+            peer: torch.empty(len(views), dtype=torch.uint8, device=views[0].device)
+            for peer, views in sources.items()
+        }
         _finish(self._start(told, heard))
         return {peer: [_WIRE_DTYPES[code] for code in codes.tolist()] for peer, codes in heard.items()}
 
     def _start(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
         """Send and receive one tensor per peer."""
-        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in sorted(receives.items())]
-        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sorted(sends.items())]
+        operations = [
+            dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in sorted(receives.items())
+        ]
+        operations += [
+            dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sorted(sends.items())
+        ]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def run(self) -> int:
@@ -136,7 +177,10 @@ class _Chunk:
     @property
     def starts(self) -> list[int]:
         """Byte at which each view begins, and where the message ends."""
-        sizes = (-(-view.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for view, dtype in zip(self.views, self.dtypes, strict=True))
+        sizes = (
+            -(-view.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            for view, dtype in zip(self.views, self.dtypes, strict=True)
+        )
         return list(accumulate(sizes, initial=0))
 
     def in_place(self) -> Tensor | None:
@@ -148,8 +192,10 @@ class _Chunk:
 
     def staged(self, buffer: Tensor) -> list[Tensor]:
         """Views of `buffer`, which holds the message, like `views`."""
-        return [buffer[start : start + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
-                for start, view, dtype in zip(self.starts, self.views, self.dtypes, strict=False)]  # fmt: skip
+        return [
+            buffer[start : start + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
+            for start, view, dtype in zip(self.starts, self.views, self.dtypes, strict=False)
+        ]
 
 
 def _chunks(views: Sequence[Tensor], dtypes: Sequence[torch.dtype], limit: int) -> list[_Chunk]:
@@ -187,8 +233,15 @@ def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -
     """Chunk i of every pair of ranks travels in round i of both, so no two ranks wait for each other. At least one round."""
     count = max((len(chunks) for chunks in (*sends.values(), *receives.values())), default=1)
     halves: list[Tensor | None] = [None, None]
-    needed = [sum(chunks[i].starts[-1] for side in (sends, receives) for chunks in side.values()
-                  if i < len(chunks) and chunks[i].in_place() is None) for i in range(count)]  # fmt: skip
+    needed = [
+        sum(
+            chunks[i].starts[-1]
+            for side in (sends, receives)
+            for chunks in side.values()
+            if i < len(chunks) and chunks[i].in_place() is None
+        )
+        for i in range(count)
+    ]
     rounds = []
     for i in range(count):
         copies: dict[str, list[tuple[Tensor, Tensor]]] = {"pack": [], "unpack": []}
@@ -201,7 +254,9 @@ def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -
                 chunk, message = chunks[i], chunks[i].in_place()
                 if message is None:
                     if halves[i % 2] is None:
-                        halves[i % 2] = torch.empty(max(needed[i % 2 :: 2]), dtype=torch.uint8, device=chunk.views[0].device)
+                        halves[i % 2] = torch.empty(
+                            max(needed[i % 2 :: 2]), dtype=torch.uint8, device=chunk.views[0].device
+                        )
                     message = halves[i % 2][at : at + chunk.starts[-1]]
                     at += chunk.starts[-1]
                     staged = chunk.staged(message)
@@ -210,13 +265,23 @@ def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -
                     else:
                         copies["unpack"].extend(zip(staged, chunk.views, strict=True))
                 messages[kind][peer] = message
-        rounds.append(_Round(plan_copies(copies["pack"]), messages["sends"], messages["receives"], plan_copies(copies["unpack"])))
+        rounds.append(
+            _Round(
+                plan_copies(copies["pack"]),
+                messages["sends"],
+                messages["receives"],
+                plan_copies(copies["unpack"]),
+            )
+        )
     return rounds
 
 
 def plan_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyPlan:
     """Of (source, destination) pairs. What is contiguous on both sides is one row."""
-    flat = [(src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst) for src, dst in pairs]
+    flat = [
+        (src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst)
+        for src, dst in pairs
+    ]
     return CopyPlan([dst for _, dst in flat], [src for src, _ in flat], torch.get_num_threads())
 
 
@@ -228,13 +293,19 @@ def dst_view(copy: RectCopy, tensors: dict[str, Tensor]) -> Tensor:
     return _rectangle("destination", tensors, copy.dst_name, copy.dst_row, copy.dst_col, copy.rows, copy.cols)
 
 
-def _rectangle(side: str, tensors: dict[str, Tensor], name: str, row: int, col: int, rows: int, cols: int) -> Tensor:
+def _rectangle(
+    side: str, tensors: dict[str, Tensor], name: str, row: int, col: int, rows: int, cols: int
+) -> Tensor:
     if name not in tensors:
-        raise ValueError(f"{side} tensor {name} is in the plan but not among the {len(tensors)} given: {sorted(tensors)[:8]} ...")
+        raise ValueError(
+            f"{side} tensor {name} is in the plan but not among the {len(tensors)} given: {sorted(tensors)[:8]} ..."
+        )
     tensor = tensors[name]
     if tensor.dim() != 2 or tensor.shape[0] < row + rows or tensor.shape[1] < col + cols:
-        raise ValueError(f"{side} tensor {name} has shape {list(tensor.shape)}; the plan uses [{row}:{row + rows}, "
-                         f"{col}:{col + cols}] of it.")
+        raise ValueError(
+            f"{side} tensor {name} has shape {list(tensor.shape)}; the plan uses [{row}:{row + rows}, "
+            f"{col}:{col + cols}] of it."
+        )
     return tensor[row : row + rows, col : col + cols]
 
 
@@ -242,13 +313,23 @@ def _rectangle(side: str, tensors: dict[str, Tensor], name: str, row: int, col: 
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old checkpoints carry; transformers ignores them too."""
-_COPIED_FILES = ("generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-                 "chat_template*", "*.model")  # fmt: skip
+_COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 @torch.no_grad()
-def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor], shape: ModelShape | None = None) -> None:
+def load_hf(
+    folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor], shape: ModelShape | None = None
+) -> None:
     """Fill this rank's shards from the *.safetensors files of `folder`, reading no byte that is not needed. Not collective.
 
     A value head is read from the folder of a sequence classifier. From that of a causal language model, which has none, it starts at
@@ -267,8 +348,11 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
     if shape is not None:
         known = {*hf_sizes(shape), OUTPUT}  # a tied checkpoint may repeat its embedding as lm_head.weight
         further = prediction_tensors(folder, file_of, shape)
-        problems += [f"{name} is not a tensor of a {shape.model_type} model" for name in sorted(file_of.keys() - known - further)
-                     if not name.endswith(IGNORED_SUFFIXES)]  # fmt: skip
+        problems += [
+            f"{name} is not a tensor of a {shape.model_type} model"
+            for name in sorted(file_of.keys() - known - further)
+            if not name.endswith(IGNORED_SUFFIXES)
+        ]
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")
     files = {path: safe_open(path, framework="pt") for path in {file_of[name] for name in needed}}
@@ -283,11 +367,17 @@ def load_hf(folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor],
 
 def prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> set[str]:
     """Those of layers after the last one, which predict further tokens. They are left out, and rank 0 says so."""
-    layers = tuple(layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers))
+    layers = tuple(
+        layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers)
+    )
     found = {name for name in names if name.startswith(layers)}
     if found and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.warning("%s: the %d tensors of %s predict further tokens. They are left out: neither trained nor exported.", folder, len(found),
-                       " and ".join(f"{layer}*" for layer in layers))  # fmt: skip
+        logger.warning(
+            "%s: the %d tensors of %s predict further tokens. They are left out: neither trained nor exported.",
+            folder,
+            len(found),
+            " and ".join(f"{layer}*" for layer in layers),
+        )
     return found
 
 
@@ -299,7 +389,9 @@ def _is_sequence_classifier(folder: str | os.PathLike) -> bool:
 
 def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
     """What is left to load after the value head, if there is one, was set to 0."""
-    heads = {name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)}
+    heads = {
+        name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)
+    }
     for name in heads:
         tensors[name].zero_()
     return {name: param for name, param in atlas.items() if name not in heads}
@@ -310,10 +402,14 @@ def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
     size = stored.get_shape()
     rows, cols = (*size, 1)[:2]
     if piece.hf_name == VALUE_HEAD and rows != 1:
-        raise ValueError(f"{VALUE_HEAD} in {folder} has shape {size}: num_labels ({rows}) must be 1, the value.")
+        raise ValueError(
+            f"{VALUE_HEAD} in {folder} has shape {size}: num_labels ({rows}) must be 1, the value."
+        )
     if piece.row_end > rows or piece.col_end > cols:
-        raise ValueError(f"{piece.hf_name} in {folder} has shape {size}, but by config.json it has at least {piece.row_end} rows and "
-                         f"{piece.col_end} columns.")
+        raise ValueError(
+            f"{piece.hf_name} in {folder} has shape {size}, but by config.json it has at least {piece.row_end} rows and "
+            f"{piece.col_end} columns."
+        )
     if len(size) == 1:
         return stored[piece.row_start : piece.row_end].unsqueeze(1)
     if (piece.col_start, piece.col_end) == (0, cols):
@@ -329,7 +425,9 @@ def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"no *.safetensors in {folder}. --random-init starts without weights; convert *.bin files first.")
+        raise FileNotFoundError(
+            f"no *.safetensors in {folder}. --random-init starts without weights; convert *.bin files first."
+        )
     return {name: path for path in paths for name in safe_open(path, framework="pt").keys()}  # noqa: SIM118 (not a dict)
 
 
@@ -342,15 +440,25 @@ def checkpoint_sizes(folder: str | os.PathLike) -> Sizes:
         with safe_open(path, framework="pt") as file:
             size = file.get_slice(name).get_shape()
         if not 1 <= len(size) <= 2:
-            raise ValueError(f"{name} in {folder} has shape {size}: only vectors and matrices can be transferred.")
+            raise ValueError(
+                f"{name} in {folder} has shape {size}: only vectors and matrices can be transferred."
+            )
         sizes[name] = (size[0], size[1] if len(size) == 2 else 1)
     return sizes
 
 
 @torch.no_grad()
-def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: ModelShape, atlases: dict[int, Atlas],
-            tensors: dict[str, Tensor], *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None,
-            max_shard_bytes: int = MAX_SHARD_BYTES) -> None:  # fmt: skip
+def save_hf(
+    folder: str | os.PathLike,
+    source_folder: str | os.PathLike,
+    shape: ModelShape,
+    atlases: dict[int, Atlas],
+    tensors: dict[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write the model that the ranks of `atlases` hold as a Hugging Face folder. Collective over those ranks.
 
     The lowest rank collects one tensor after the other and writes; it holds at most one shard file of full tensors. The folder
@@ -367,15 +475,20 @@ def save_hf(folder: str | os.PathLike, source_folder: str | os.PathLike, shape: 
     sizes = hf_sizes(shape)
     plans = _plan_per_tensor(make_plan(atlases, {root: hf_atlas(shape)}))
     shards = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=lambda size: size[0] * size[1] * dtype.itemsize, filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes)  # fmt: skip
+        sizes,
+        get_storage_size=lambda size: size[0] * size[1] * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     if rank == root:
         partial = start_folder(folder, Path(source_folder), shape, dtype)
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
             kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
-            target = {name: torch.empty(sizes[name], dtype=kept, device=example.device)} if rank == root else {}
+            target = (
+                {name: torch.empty(sizes[name], dtype=kept, device=example.device)} if rank == root else {}
+            )
             if rank in plans[name].ranks:
                 Transfer(plans[name], rank, tensors, target, group, dtype=kept).run()
             if rank == root:
@@ -395,13 +508,18 @@ def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
     for pair, copies in plan.copies.items():
         for copy in copies:
             per_tensor.setdefault(copy.dst_name, {}).setdefault(pair, []).append(copy)
-    return {name: ReshardPlan({pair: tuple(copies) for pair, copies in pairs.items()}) for name, pairs in per_tensor.items()}
+    return {
+        name: ReshardPlan({pair: tuple(copies) for pair, copies in pairs.items()})
+        for name, pairs in per_tensor.items()
+    }
 
 
 def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
     """A temporary folder beside `folder` with everything but the weights."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise FileExistsError(f"{folder} exists and is not an exported model: it has no config.json. Choose another folder or remove it.")
+        raise FileExistsError(
+            f"{folder} exists and is not an exported model: it has no config.json. Choose another folder or remove it."
+        )
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     for path in {path for pattern in _COPIED_FILES for path in source.glob(pattern)}:
@@ -409,10 +527,18 @@ def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dty
     config = json.loads((source / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     if shape.value_head:  # transformers reads num_labels off the labels
-        config |= {"architectures": [shape.architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config |= {
+            "architectures": [shape.architecture],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
         config.pop("num_labels", None)
     if shape.num_nextn_predict_layers:
-        logger.warning("%s has none of the layers for multi-token prediction of %s: num_nextn_predict_layers is 0 in its config.json", folder, source)
+        logger.warning(
+            "%s has none of the layers for multi-token prediction of %s: num_nextn_predict_layers is 0 in its config.json",
+            folder,
+            source,
+        )
         config["num_nextn_predict_layers"] = 0
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return partial

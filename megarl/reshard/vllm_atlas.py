@@ -37,7 +37,9 @@ def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     key_start, key_rows = first * head, num_heads * head
     pieces = [Piece(query, start, end, 0, cols, 0, 0)]
     for index, name in enumerate((key, value)):
-        pieces.append(Piece(name, key_start, key_start + key_rows, 0, cols, end - start + index * key_rows, 0))
+        pieces.append(
+            Piece(name, key_start, key_start + key_rows, 0, cols, end - start + index * key_rows, 0)
+        )
     return LocalParam(end - start + 2 * key_rows, cols, tuple(pieces))
 
 
@@ -54,34 +56,86 @@ LAYER = (
     Row("self_attn.o_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
     Row("self_attn.o_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
     Row("post_attention_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
-    Row("pre_feedforward_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
-    Row("post_feedforward_layernorm.weight", replicated, ("post_feedforward_layernorm.weight",), needs="output_norms"),
-    Row("mlp.gate_up_proj.weight", stacked_row_shards, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), needs="is_dense"),
+    Row(
+        "pre_feedforward_layernorm.weight",
+        replicated,
+        ("pre_feedforward_layernorm.weight",),
+        needs="output_norms",
+    ),
+    Row(
+        "post_feedforward_layernorm.weight",
+        replicated,
+        ("post_feedforward_layernorm.weight",),
+        needs="output_norms",
+    ),
+    Row(
+        "mlp.gate_up_proj.weight",
+        stacked_row_shards,
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        needs="is_dense",
+    ),
     Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
-    Row("mlp.gate_up_proj.bias", stacked_row_shards, ("mlp.gate_proj.bias", "mlp.up_proj.bias"), needs="mlp_bias"),
+    Row(
+        "mlp.gate_up_proj.bias",
+        stacked_row_shards,
+        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        needs="mlp_bias",
+    ),
     Row("mlp.down_proj.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
     Row("mlp.gate.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
-    Row("mlp.experts.routed_experts.w13_weight", every_expert(stacked_row_shards),
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), needs="names_experts"),
-    Row("mlp.experts.routed_experts.w2_weight", every_expert(column_shard), ("mlp.experts.{expert}.down_proj.weight",), needs="names_experts"),
-    Row("block_sparse_moe.gate.weight", replicated, ("block_sparse_moe.gate.weight",), needs="names_blocks_sparse"),
-    Row("block_sparse_moe.experts.routed_experts.w13_weight", every_expert(stacked_row_shards),
-        ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"), needs="names_blocks_sparse"),
-    Row("block_sparse_moe.experts.routed_experts.w2_weight", every_expert(column_shard),
-        ("block_sparse_moe.experts.{expert}.w2.weight",), needs="names_blocks_sparse"),
-)  # fmt: skip
+    Row(
+        "mlp.experts.routed_experts.w13_weight",
+        every_expert(stacked_row_shards),
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        needs="names_experts",
+    ),
+    Row(
+        "mlp.experts.routed_experts.w2_weight",
+        every_expert(column_shard),
+        ("mlp.experts.{expert}.down_proj.weight",),
+        needs="names_experts",
+    ),
+    Row(
+        "block_sparse_moe.gate.weight",
+        replicated,
+        ("block_sparse_moe.gate.weight",),
+        needs="names_blocks_sparse",
+    ),
+    Row(
+        "block_sparse_moe.experts.routed_experts.w13_weight",
+        every_expert(stacked_row_shards),
+        ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+        needs="names_blocks_sparse",
+    ),
+    Row(
+        "block_sparse_moe.experts.routed_experts.w2_weight",
+        every_expert(column_shard),
+        ("block_sparse_moe.experts.{expert}.w2.weight",),
+        needs="names_blocks_sparse",
+    ),
+)
 """The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may store them otherwise
 (`expose_weights` in megarl/rollout)."""
 
-TABLES = {"qwen2": LAYER, "qwen3": LAYER, "qwen3_moe": LAYER, "llama": LAYER, "mistral": LAYER, "mixtral": LAYER, "gemma3_text": LAYER}
+TABLES = {
+    "qwen2": LAYER,
+    "qwen3": LAYER,
+    "qwen3_moe": LAYER,
+    "llama": LAYER,
+    "mistral": LAYER,
+    "mixtral": LAYER,
+    "gemma3_text": LAYER,
+}
 """model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine (megarl/rollout/trace.py)."""
 
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
     """The atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type has no table."""
     if shape.model_type not in TABLES:
-        raise ValueError(f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of {', '.join(TABLES)}. An engine reads "
-                         "it off vLLM's loader when it starts.")  # fmt: skip
+        raise ValueError(
+            f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of {', '.join(TABLES)}. An engine reads "
+            "it off vLLM's loader when it starts."
+        )
     expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
     check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size", **expert_ffn)
     cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)

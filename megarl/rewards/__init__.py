@@ -19,5 +19,7 @@ def load_reward(data: DataConfig) -> RewardFunction:
     if data.reward_function is None:
         return CodeReward(data) if reward == "code" else BUILT_IN.get(reward, auto_reward)
     if reward != "auto":
-        raise ValueError(f"--reward ({reward}) and --reward-function ({data.reward_function}) contradict each other. Give one of them.")
+        raise ValueError(
+            f"--reward ({reward}) and --reward-function ({data.reward_function}) contradict each other. Give one of them."
+        )
     return load_custom_reward(data.reward_function)

@@ -13,7 +13,9 @@ _SHOWN_CHARACTERS = 300
 class RewardFunction(Protocol):
     """verl's calling convention. Called by keyword, with a copy of `extra_info`."""
 
-    def __call__(self, data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]) -> float: ...
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
+    ) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,19 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
             ground_truth=row.ground_truth,
             extra_info=dict(row.extra_info),
         )
-    except (Exception, SystemExit) as error:  # the user's code may raise anything, and the run must end with one message
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's code may raise anything, and the run must end with one message
         # from None: the message holds the traceback, once is enough
-        raise ValueError(f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+        raise ValueError(
+            f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        ) from None
     number = _number(value)
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a finite number, e.g. 0.0 or 1.0.")
+        raise ValueError(
+            f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a finite number, e.g. 0.0 or 1.0."
+        )
     return number
 
 

@@ -28,20 +28,37 @@ class Classifier:
         self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True, output_loading_info=True)
+                path,
+                dtype="auto",
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
         except Exception as error:  # a foreign library on a foreign folder
-            raise ValueError(f"--reward-model ({path}): transformers cannot load it: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"--reward-model ({path}): transformers cannot load it: {type(error).__name__}: {error}"
+            ) from error
         if missing := sorted(loaded["missing_keys"]):
-            raise ValueError(f"--reward-model ({path}): the folder has no weights for {', '.join(missing[:3])}, which would be random. Give "
-                             "a trained classifier, or --reward-model-backend judge for a language model.")
+            raise ValueError(
+                f"--reward-model ({path}): the folder has no weights for {', '.join(missing[:3])}, which would be random. Give "
+                "a trained classifier, or --reward-model-backend judge for a language model."
+            )
         if model.config.num_labels != 1:
-            raise ValueError(f"--reward-model ({path}): must have one label, its score, and has {model.config.num_labels}.")
+            raise ValueError(
+                f"--reward-model ({path}): must have one label, its score, and has {model.config.num_labels}."
+            )
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.chunks = [self.model]  # as Megatron's models have them; what is offloaded
         self.tokenizer = load_tokenizer(path)
         text = model.config.get_text_config()
-        limits = (getattr(text, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None))
-        self.max_length = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62)
+        limits = (
+            getattr(text, "max_position_embeddings", None),
+            getattr(self.tokenizer, "model_max_length", None),
+        )
+        self.max_length = min(
+            (limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62
+        )
         """Tokens that the model can take."""
 
     @torch.inference_mode()
@@ -83,7 +100,9 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a foreign library on a foreign folder
-        raise ValueError(f"--reward-model ({path}): transformers cannot load its tokenizer: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"--reward-model ({path}): transformers cannot load its tokenizer: {type(error).__name__}: {error}"
+        ) from error
 
 
 def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]:
@@ -94,10 +113,14 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
-            text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+            text = tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": response}], tokenize=False
+            )
         except Exception as error:  # a foreign template
-            raise ValueError(f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt {messages!r:.500}: "
-                             f"{type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt {messages!r:.500}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokenizer(conversation_text(prompt), response, verbose=False)["input_ids"]
 

@@ -49,7 +49,13 @@ class CodeReward:
         if (lacking := missing()) and not data.allow_unsandboxed_code:
             raise ValueError(refusal(lacking))
 
-    def __call__(self, data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None) -> float:
+    def __call__(
+        self,
+        data_source: str,
+        solution_str: str,
+        ground_truth: str | None,
+        extra_info: dict[str, Any] | None = None,
+    ) -> float:
         """Raises: ValueError if `ground_truth` is of none of the forms above."""
         tests = read_tests(ground_truth)
         return float(all(self._passes(test, program_of(solution_str)) for test in tests))
@@ -60,14 +66,18 @@ class CodeReward:
             stdout = self._run(program, given)
             return stdout is not None and _lines(stdout) == _lines(wanted)
         mark = secrets.token_hex(16)  # not to be guessed, so that what the program prints is no answer
-        stdout = self._run((_CALL if kind == "call" else _ASSERTS).format(program=program), json.dumps([*given, mark]))
+        stdout = self._run(
+            (_CALL if kind == "call" else _ASSERTS).format(program=program), json.dumps([*given, mark])
+        )
         before, found, answer = (stdout or "").rpartition("\n" + mark)
         return bool(found) and (kind == "asserts" or _equal(answer, wanted))
 
     def _run(self, program: str, stdin: str) -> str | None:
         """What it wrote, None if it failed."""
         data = self.data
-        outcome = run_confined(program, stdin, data.code_timeout_s, data.code_memory_limit_bytes, data.allow_unsandboxed_code)
+        outcome = run_confined(
+            program, stdin, data.code_timeout_s, data.code_memory_limit_bytes, data.allow_unsandboxed_code
+        )
         return outcome.stdout if outcome.exit_code == 0 else None
 
 
@@ -86,7 +96,9 @@ def read_tests(ground_truth: str | None) -> list[tuple]:
     found = list(_tests(tests)) if isinstance(tests, dict) else []
     if not found:
         shown = repr(ground_truth)[:200]
-        raise ValueError(f"ground_truth is {shown}; the code reward wants JSON of one of the forms {_FORMS}, with at least one test.")
+        raise ValueError(
+            f"ground_truth is {shown}; the code reward wants JSON of one of the forms {_FORMS}, with at least one test."
+        )
     return found
 
 

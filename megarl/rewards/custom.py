@@ -29,7 +29,11 @@ def load_custom_reward(reward_function: str) -> RewardFunction:
         raise ValueError(f"{flag}: there is no file {path}. {_WANTED}")
     function = vars(_run_file(path, flag)).get(name)
     if function is None or not callable(function):
-        found = f"defines no {name}" if function is None else f"defines {name} as {type(function).__name__}, not as a function"
+        found = (
+            f"defines no {name}"
+            if function is None
+            else f"defines {name} as {type(function).__name__}, not as a function"
+        )
         raise ValueError(f"{flag}: {path} {found}. {_WANTED}")
     _check_signature(function, flag)
     return function
@@ -45,16 +49,23 @@ def _run_file(path: str, flag: str) -> ModuleType:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         del sys.modules[name]
-        raise ValueError(f"{flag}: {path} fails: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+        raise ValueError(
+            f"{flag}: {path} fails: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        ) from None
     return module
 
 
 def _check_signature(function: RewardFunction, flag: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-ins have none; the probe before training finds what is wrong with them
+    except (
+        TypeError,
+        ValueError,
+    ):  # some built-ins have none; the probe before training finds what is wrong with them
         return
     try:
         signature.bind(**dict.fromkeys(_KEYWORDS))
     except TypeError as error:
-        raise ValueError(f"{flag}: its signature is {signature}, which does not take our keywords: {error}. {_WANTED}") from error
+        raise ValueError(
+            f"{flag}: its signature is {signature}, which does not take our keywords: {error}. {_WANTED}"
+        ) from error

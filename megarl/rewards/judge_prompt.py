@@ -1,8 +1,8 @@
 """What a generative judge is asked, and what its answer is worth. Text only.
 
-    prompt = JudgePrompt.load(None, r"Score: (\\d+)", (0, 10))
-    prompt.fill("2+2 ?", "4", "4")             the question
-    prompt.parse("Right. Score: 9", True)      0.9; None for an answer without a score"""
+prompt = JudgePrompt.load(None, r"Score: (\\d+)", (0, 10))
+prompt.fill("2+2 ?", "4", "4")             the question
+prompt.parse("Right. Score: 9", True)      0.9; None for an answer without a score"""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ class JudgePrompt:
             number = float(last[1])
         except ValueError:
             return None
-        return (number - self.lowest) / (self.highest - self.lowest) if self.lowest <= number <= self.highest else None
+        return (
+            (number - self.lowest) / (self.highest - self.lowest)
+            if self.lowest <= number <= self.highest
+            else None
+        )
 
 
 def conversation_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:

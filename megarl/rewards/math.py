@@ -9,7 +9,9 @@ from typing import Any
 TIMEOUT_S = 5
 
 
-def math_reward(data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None) -> float:
+def math_reward(
+    data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None
+) -> float:
     r"""1.0 if the last mathematical answer of `solution_str` equals `ground_truth`, else 0.0.
 
     Parsing and each comparison get TIMEOUT_S seconds (9^{9^{9^9}} would take for ever); out of time counts as wrong.
@@ -34,7 +36,9 @@ def _parse_ground_truth(ground_truth: str | None) -> list[Any]:
     text = ground_truth if ground_truth and "\\boxed{" in ground_truth else f"\\boxed{{{ground_truth or ''}}}"
     gold = parse(text, extraction_config=[LatexExtractionConfig()], parsing_timeout=_timeout())
     if not gold:
-        raise ValueError(f'ground_truth is {ground_truth!r}; the math reward wants a mathematical expression, e.g. "\\frac{{1}}{{2}}".')
+        raise ValueError(
+            f'ground_truth is {ground_truth!r}; the math reward wants a mathematical expression, e.g. "\\frac{{1}}{{2}}".'
+        )
     return gold
 
 

@@ -86,7 +86,9 @@ class RewardPool:
                     running[worker] = index, time.monotonic() + self.data.reward_timeout_s
                     selector.register(worker.replies, selectors.EVENT_READ, worker)
                 first = min(deadline for _, deadline in running.values())
-                ready = {key.data for key, _ in selector.select(min(_LOOK_S, max(0.0, first - time.monotonic())))}
+                ready = {
+                    key.data for key, _ in selector.select(min(_LOOK_S, max(0.0, first - time.monotonic())))
+                }
                 LEAVING.check()
                 now = time.monotonic()
                 for worker, (index, deadline) in list(running.items()):
@@ -96,8 +98,12 @@ class RewardPool:
                     del running[worker]
                     verdict = worker.receive() if worker in ready else None
                     if verdict is None:
-                        who = describe(self.data.reward_function or self.data.reward or "auto", samples[index])
-                        verdict = Verdict(None, f"{who} {worker.cause_of_death() if worker in ready else too_slow}")
+                        who = describe(
+                            self.data.reward_function or self.data.reward or "auto", samples[index]
+                        )
+                        verdict = Verdict(
+                            None, f"{who} {worker.cause_of_death() if worker in ready else too_slow}"
+                        )
                         worker = self._restart(worker)
                     verdicts[index] = verdict
                     idle.append(worker)
@@ -133,7 +139,9 @@ def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-
     for index in first_rows.values():
         row = dataset[index]
         responses = dict.fromkeys(("", row.ground_truth or ""))
-        for verdict in pool.score([RewardSample(row.data_source, text, row.ground_truth, row.extra_info) for text in responses]):
+        for verdict in pool.score(
+            [RewardSample(row.data_source, text, row.ground_truth, row.extra_info) for text in responses]
+        ):
             if verdict.failure is not None:
                 raise ValueError(f"before training, on row {index} (from 0) of {flag}: {verdict.failure}")
 
@@ -142,8 +150,12 @@ class _Worker:
     """One process: pool_worker.py. Requests go to it as pickles, answers come as JSON: what it says is not trusted."""
 
     def __init__(self, data: DataConfig) -> None:
-        self.process = subprocess.Popen([sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         self.replies = self.process.stdout
         self.send(data)
 
@@ -155,9 +167,18 @@ class _Worker:
     def wait_until_ready(self, deadline: float) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
-            answer = self._answer() if selector.select(max(0.0, deadline - time.monotonic())) else {"error": f"does not load within {_START_S:g} s"}
+            answer = (
+                self._answer()
+                if selector.select(max(0.0, deadline - time.monotonic()))
+                else {"error": f"does not load within {_START_S:g} s"}
+            )
         if answer.get("ready") is not True:
-            raise ValueError(str(answer.get("error") or f"the process that loads the reward function {self.cause_of_death()}"))
+            raise ValueError(
+                str(
+                    answer.get("error")
+                    or f"the process that loads the reward function {self.cause_of_death()}"
+                )
+            )
 
     def receive(self) -> Verdict | None:
         """What it says of the sample that it was sent last; None if it has died or talks nonsense."""
@@ -183,7 +204,11 @@ class _Worker:
         except subprocess.TimeoutExpired:  # it lives, and has closed its end or written nonsense
             return "wrote into the pipe that its answers go through"
         code = self.process.returncode
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
+        return (
+            f"died of {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended its process with exit code {code}"
+        )
 
     def kill(self) -> None:
         """It and what it has started in its group. A second time this does nothing."""

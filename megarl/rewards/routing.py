@@ -16,12 +16,17 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("*gsm8k*", "gsm8k"),
     ("megarl/sums", "gsm8k"),
     ("megarl/calc_tool", "gsm8k"),
-    ("*math*", "math"),  # lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500, math_dapo, ...
+    (
+        "*math*",
+        "math",
+    ),  # lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500, math_dapo, ...
     ("*aime*", "math"),
 )
 
 
-def auto_reward(data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]) -> float:
+def auto_reward(
+    data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
+) -> float:
     """Judges by the rule that ROUTES has for `data_source`. Raises: ValueError if it has none."""
     return BUILT_IN[route(data_source)](data_source, solution_str, ground_truth, extra_info)
 

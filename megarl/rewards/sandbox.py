@@ -38,18 +38,78 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_RULE_PATH_BENEATH, _LANDLOCK_CREATE_RULESET_VERSION = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _SECCOMP_ALLOW, _SECCOMP_ERRNO, _SECCOMP_KILL = 22, 2, 0x7FFF0000, 0x00050000, 0x80000000
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _SECCOMP_ALLOW, _SECCOMP_ERRNO, _SECCOMP_KILL = (
+    22,
+    2,
+    0x7FFF0000,
+    0x00050000,
+    0x80000000,
+)
 _BPF_LOAD, _BPF_IF_EQUAL, _BPF_IF_AT_LEAST, _BPF_RETURN, _X32 = 0x20, 0x15, 0x35, 0x06, 0x40000000
 _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
-    "x86_64": (0xC000003E, (
-        41, 425,  # socket, io_uring_setup: Landlock lets connect to a socket in the file system, and a network namespace too
-        90, 91, 268, 452, 92, 93, 94, 260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: not Landlock's
-        132, 235, 261, 280, 188, 189, 190, 463, 197, 198, 199, 466,  # utime, utimes, futimesat, utimensat, *setxattr*, *removexattr*
-        248, 249, 250, 101, 298, 321, 323)),  # add_key, request_key, keyctl, ptrace, perf_event_open, bpf, userfaultfd
-    "aarch64": (0xC00000B7, (
-        198, 425, 52, 53, 452, 54, 55, 88, 5, 6, 7, 463, 14, 15, 16, 466,  # the same; this one has fewer of some kinds
-        217, 218, 219, 117, 241, 280, 282)),
-}  # fmt: skip
+    "x86_64": (
+        0xC000003E,
+        (
+            41,
+            425,  # socket, io_uring_setup: Landlock lets connect to a socket in the file system, and a network namespace too
+            90,
+            91,
+            268,
+            452,
+            92,
+            93,
+            94,
+            260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: not Landlock's
+            132,
+            235,
+            261,
+            280,
+            188,
+            189,
+            190,
+            463,
+            197,
+            198,
+            199,
+            466,  # utime, utimes, futimesat, utimensat, *setxattr*, *removexattr*
+            248,
+            249,
+            250,
+            101,
+            298,
+            321,
+            323,
+        ),
+    ),  # add_key, request_key, keyctl, ptrace, perf_event_open, bpf, userfaultfd
+    "aarch64": (
+        0xC00000B7,
+        (
+            198,
+            425,
+            52,
+            53,
+            452,
+            54,
+            55,
+            88,
+            5,
+            6,
+            7,
+            463,
+            14,
+            15,
+            16,
+            466,  # the same; this one has fewer of some kinds
+            217,
+            218,
+            219,
+            117,
+            241,
+            280,
+            282,
+        ),
+    ),
+}
 _NOBODY = 65534
 _RIGHTS_OF_ABI = {3: 15, 4: 15, 5: 16}
 """Version of Landlock -> how many kinds of access to files it can forbid. Before 3 (Linux 6.2) it cannot forbid to empty them."""
@@ -64,30 +124,51 @@ class Outcome:
     stderr: str
 
 
-def run_confined(program: str, stdin: str, timeout_s: float, memory_limit_bytes: int, allow_missing: bool = False) -> Outcome:
+def run_confined(
+    program: str, stdin: str, timeout_s: float, memory_limit_bytes: int, allow_missing: bool = False
+) -> Outcome:
     """Run Python source in an empty folder, which is removed afterwards. Output beyond 1 MiB is cut.
 
     Raises: RuntimeError if this machine cannot confine it and that is not allowed."""
     if (lacking := missing()) and not allow_missing:
         raise RuntimeError(refusal(lacking))
     with tempfile.TemporaryDirectory(prefix="megarl_code_") as folder:
-        limits = {"folder": folder, "timeout_s": timeout_s, "memory_limit_bytes": memory_limit_bytes, "unshare": "namespaces" not in lacking,
-                  "landlock": "Landlock" not in lacking, "seccomp": "seccomp" not in lacking}  # fmt: skip
+        limits = {
+            "folder": folder,
+            "timeout_s": timeout_s,
+            "memory_limit_bytes": memory_limit_bytes,
+            "unshare": "namespaces" not in lacking,
+            "landlock": "Landlock" not in lacking,
+            "seccomp": "seccomp" not in lacking,
+        }
         command = [sys.executable, "-I", __file__, json.dumps(limits)]
         with open(os.path.join(folder, ".program"), "w", encoding="utf-8", errors="replace") as file:
             file.write(program)
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+        ):
             given.write(stdin.encode(errors="replace"))
             given.seek(0)
-            process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, cwd=folder, env={"PATH": os.defpath, "HOME": folder},
-                                       start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env={"PATH": os.defpath, "HOME": folder},
+                start_new_session=True,
+            )
             try:
                 code: int | None = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it started, where it has no namespace that ends with it
+                    os.killpg(
+                        process.pid, signal.SIGKILL
+                    )  # what it started, where it has no namespace that ends with it
                 process.wait()
             return Outcome(code, _text(out), _text(err))
 
@@ -98,15 +179,21 @@ def _text(file) -> str:
 
 
 def refusal(lacking: tuple[str, ...]) -> str:
-    return (f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where they are allowed (a container "
-            "may need other seccomp settings), or, if nothing within reach of this user matters, add --allow-unsandboxed-code.")  # fmt: skip
+    return (
+        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where they are allowed (a container "
+        "may need other seccomp settings), or, if nothing within reach of this user matters, add --allow-unsandboxed-code."
+    )
 
 
 @functools.cache
 def missing() -> tuple[str, ...]:
     """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files), "seccomp" (calls). Tried in a child that ends at once."""
     found = []
-    for name, attempt in (("namespaces", _unshare), ("Landlock", lambda: _confine_files("/")), ("seccomp", _confine_calls)):
+    for name, attempt in (
+        ("namespaces", _unshare),
+        ("Landlock", lambda: _confine_files("/")),
+        ("seccomp", _confine_calls),
+    ):
         child = os.fork()
         if child == 0:
             try:
@@ -127,7 +214,9 @@ def _main(limits: dict) -> None:
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
-        child = os.fork()  # only children are in the new PID namespace; when the first of them ends, the kernel ends the rest
+        child = (
+            os.fork()
+        )  # only children are in the new PID namespace; when the first of them ends, the kernel ends the rest
         if child:
             status = os.waitpid(child, 0)[1]
             code = os.waitstatus_to_exitcode(status)
@@ -138,8 +227,14 @@ def _main(limits: dict) -> None:
         source = file.read()
     os.remove(".program")
     seconds = max(1, round(limits["timeout_s"]))
-    for what, value in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, limits["memory_limit_bytes"]), (resource.RLIMIT_FSIZE, _MAX_OUTPUT),
-                        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES), (resource.RLIMIT_NPROC, _MAX_PROCESSES), (resource.RLIMIT_CORE, 0)):  # fmt: skip
+    for what, value in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, limits["memory_limit_bytes"]),
+        (resource.RLIMIT_FSIZE, _MAX_OUTPUT),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
+        (resource.RLIMIT_NPROC, _MAX_PROCESSES),
+        (resource.RLIMIT_CORE, 0),
+    ):
         resource.setrlimit(what, (value, value))
     if limits["landlock"]:
         _confine_files(limits["folder"])
@@ -164,7 +259,9 @@ def _die_with_parent() -> None:
 
 
 def _unshare() -> None:
-    if os.getuid() == 0:  # the kernel does not count root's processes; files are opened as the effective user, who stays
+    if (
+        os.getuid() == 0
+    ):  # the kernel does not count root's processes; files are opened as the effective user, who stays
         os.setresuid(_NOBODY, -1, -1)
     _check(_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC))
 
@@ -174,17 +271,34 @@ def _confine_files(folder: str) -> None:
     libc = _libc()
     abi = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION))
     if abi < min(_RIGHTS_OF_ABI):
-        raise OSError(errno.ENOSYS, f"Landlock has version {abi}, which cannot keep a program from emptying files")
+        raise OSError(
+            errno.ENOSYS, f"Landlock has version {abi}, which cannot keep a program from emptying files"
+        )
     every = (1 << _RIGHTS_OF_ABI.get(abi, 16)) - 1
     handled = struct.pack("=Q", every)
     rules = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, handled, len(handled), 0))
     read = _EXECUTE | _READ_FILE | _READ_DIR
-    allowed = dict.fromkeys({sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/usr", "/lib", "/lib64", "/bin"}, read)
-    allowed |= {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE, "/etc/ld.so.cache": _READ_FILE, folder: every}
+    allowed = dict.fromkeys(
+        {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/usr", "/lib", "/lib64", "/bin"}, read
+    )
+    allowed |= {
+        "/dev/null": _READ_FILE | _WRITE_FILE,
+        "/dev/urandom": _READ_FILE,
+        "/etc/ld.so.cache": _READ_FILE,
+        folder: every,
+    }
     for path, rights in allowed.items():
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_RULE_PATH_BENEATH, struct.pack("=Qi", rights, handle), 0))
+            _check(
+                libc.syscall(
+                    _LANDLOCK_ADD_RULE,
+                    rules,
+                    _LANDLOCK_RULE_PATH_BENEATH,
+                    struct.pack("=Qi", rights, handle),
+                    0,
+                )
+            )
             os.close(handle)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check(libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0))
@@ -192,7 +306,12 @@ def _confine_files(folder: str) -> None:
 
 
 class _Filter(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("k", ctypes.c_uint))
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("if_true", ctypes.c_ubyte),
+        ("if_false", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
 
 
 class _Program(ctypes.Structure):
@@ -203,7 +322,12 @@ def _confine_calls() -> None:
     """seccomp: from here on these calls fail with EPERM in this process and its children. Other ABIs' calls have other numbers: the end."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
     checks = [(_BPF_IF_AT_LEAST, _X32), *((_BPF_IF_EQUAL, number) for number in denied)]
-    filters = [(_BPF_LOAD, 0, 0, 4), (_BPF_IF_EQUAL, 1, 0, architecture), (_BPF_RETURN, 0, 0, _SECCOMP_KILL), (_BPF_LOAD, 0, 0, 0)]
+    filters = [
+        (_BPF_LOAD, 0, 0, 4),
+        (_BPF_IF_EQUAL, 1, 0, architecture),
+        (_BPF_RETURN, 0, 0, _SECCOMP_KILL),
+        (_BPF_LOAD, 0, 0, 0),
+    ]
     filters += [(code, len(checks) - index, 0, number) for index, (code, number) in enumerate(checks)]
     filters += [(_BPF_RETURN, 0, 0, _SECCOMP_ALLOW), (_BPF_RETURN, 0, 0, _SECCOMP_ERRNO | errno.EPERM)]
     program = _Program(len(filters), (_Filter * len(filters))(*filters))

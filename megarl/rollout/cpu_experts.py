@@ -35,7 +35,10 @@ class PackedExperts:
             return {}
         check_version()
         size = experts.moe_config.intermediate_size_per_partition
-        return {name: cls.of(getattr(module, name).data, name, size, experts.isa) for name in ("w13_weight", "w2_weight")}
+        return {
+            name: cls.of(getattr(module, name).data, name, size, experts.isa)
+            for name in ("w13_weight", "w2_weight")
+        }
 
     @classmethod
     def of(cls, packed: torch.Tensor, name: str, size: int, isa: str) -> PackedExperts:

@@ -20,11 +20,20 @@ def register() -> None:
     if CPU_NORMS in ir.ops.rms_norm.supported_providers():
         return
     ir.ops.rms_norm.register_impl(CPU_NORMS, supports_args=_supports_rms_norm)(_rms_norm)
-    ir.ops.fused_add_rms_norm.register_impl(CPU_NORMS, supports_args=_supports_fused_add_rms_norm, inplace=True)(_fused_add_rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(
+        CPU_NORMS, supports_args=_supports_fused_add_rms_norm, inplace=True
+    )(_fused_add_rms_norm)
 
 
-def _supports_rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+def _supports_rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return (
+        variance_size is None
+        and weight is not None
+        and weight.dtype == x.dtype
+        and x.shape[-1] % _VECTOR == 0
+    )
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
@@ -33,12 +42,18 @@ def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: i
     return out
 
 
-def _supports_fused_add_rms_norm(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float,
-                                 variance_size: int | None = None) -> bool:  # fmt: skip
-    return _supports_rms_norm(x, weight, epsilon, variance_size) and x_residual.dtype == x.dtype and x.is_contiguous()
+def _supports_fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return (
+        _supports_rms_norm(x, weight, epsilon, variance_size)
+        and x_residual.dtype == x.dtype
+        and x.is_contiguous()
+    )
 
 
-def _fused_add_rms_norm(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float,
-                        variance_size: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

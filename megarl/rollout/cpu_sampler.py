@@ -19,8 +19,13 @@ class SeededSampler(TopKTopPSampler):
         super().__init__(*args, **kwargs)
         self._seeds: weakref.WeakKeyDictionary[torch.Generator, Iterator[int]] = weakref.WeakKeyDictionary()
 
-    def forward_cpu(self, logits: torch.Tensor, generators: dict[int, torch.Generator], k: torch.Tensor | None,
-                    p: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def forward_cpu(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As vLLM's: logits [B, V] -> sampled tokens [B] int64, and what `logprobs_mode` asks for [B, V]."""
         if self.use_fp64_gumbel:
             return super().forward_cpu(logits, generators, k, p)

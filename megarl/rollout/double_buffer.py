@@ -26,8 +26,11 @@ class DoubleBuffer:
         clones = {key: storage.clone() for key, storage in storages.items()}
         self.front = tensors
         self.back = {name: _moved_view(view, clones[_storage(view)._cdata]) for name, view in tensors.items()}
-        self._parameters = [(p, p.data, _moved(p.data, clones[p.data.untyped_storage()._cdata]))
-                            for p in model.parameters() if p.data.untyped_storage()._cdata in clones]  # fmt: skip
+        self._parameters = [
+            (p, p.data, _moved(p.data, clones[p.data.untyped_storage()._cdata]))
+            for p in model.parameters()
+            if p.data.untyped_storage()._cdata in clones
+        ]
 
     def switch(self) -> None:
         """Generate with what is now the back."""
@@ -42,9 +45,15 @@ def _storage(view: View) -> torch.UntypedStorage:
 
 
 def _moved_view(view: View, storage: torch.UntypedStorage) -> View:
-    return dataclasses.replace(view, storage=_moved(view.storage, storage)) if isinstance(view, PackedView) else _moved(view, storage)
+    return (
+        dataclasses.replace(view, storage=_moved(view.storage, storage))
+        if isinstance(view, PackedView)
+        else _moved(view, storage)
+    )
 
 
 def _moved(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """The same view of another storage."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )

@@ -72,7 +72,9 @@ class Engine:
         self._generation = 0
 
     def _join(self, plan: ReshardPlan, speakers: dict[int, int], parameters: dict[str, torch.Tensor]) -> None:
-        self._weight_sync = WeightSync(plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation, self.actor)
+        self._weight_sync = WeightSync(
+            plan, dist.get_rank(), speakers, parameters, self, self.options, self._generation, self.actor
+        )
         self._generation += 1
 
     def sync(self, version: int) -> int:
@@ -96,11 +98,21 @@ class Engine:
         self.version = None
         self.llm.finish_weight_update(str(version))
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError(f"the prefix cache could not be cleared for version {version}: requests are still running")
+            raise RuntimeError(
+                f"the prefix cache could not be cleared for version {version}: requests are still running"
+            )
         self.version = version
 
-    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, max_tokens: int | None = None,
-                 top_p: float = 1.0, top_k: int = 0) -> list[Response]:  # fmt: skip
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> list[Response]:
         """Sample one response to each prompt.
 
         A response depends on the weights, its prompt, its seed and the sampling arguments, on nothing else: not on the other
@@ -112,29 +124,51 @@ class Engine:
         Raises: RuntimeError before the first sync; ValueError for prompts that are too long or seeds that do not pair up; Left if the job is
             to end, and then nothing can be generated any more."""
         if self.version is None:
-            raise RuntimeError("generate was called before a sync was committed: the engine's weights are noise. Call sync(version) first.")
+            raise RuntimeError(
+                "generate was called before a sync was committed: the engine's weights are noise. Call sync(version) first."
+            )
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds must pair up.")
         longest = self._sampling.max_prompt_length
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= longest:
-                raise ValueError(f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) are possible.")
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) are possible."
+                )
         if not prompts:
             return []
         from vllm import SamplingParams
 
         stop = list(self._sampling.stop)
-        params = [SamplingParams(
-            seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens or self._sampling.max_response_length,
-            stop=stop or None, include_stop_str_in_output=bool(stop), detokenize=bool(stop),
-            stop_token_ids=list(self._sampling.stop_token_ids) or None, logprobs=0, flat_logprobs=True, skip_clone=True)
-            for seed in seeds]  # fmt: skip
+        params = [
+            SamplingParams(
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_tokens=max_tokens or self._sampling.max_response_length,
+                stop=stop or None,
+                include_stop_str_in_output=bool(stop),
+                detokenize=bool(stop),
+                stop_token_ids=list(self._sampling.stop_token_ids) or None,
+                logprobs=0,
+                flat_logprobs=True,
+                skip_clone=True,
+            )
+            for seed in seeds
+        ]
         outputs = self._complete([{"prompt_token_ids": prompt} for prompt in prompts], params)
         responses = [_response(output.outputs[0]) for output in outputs]
         if not self._tells_experts:
             return responses
-        return [response._replace(experts=routed_experts(output.outputs[0].routed_experts, len(prompt) + len(response.token_ids), self.shape))
-                for response, output, prompt in zip(responses, outputs, prompts, strict=True)]  # fmt: skip
+        return [
+            response._replace(
+                experts=routed_experts(
+                    output.outputs[0].routed_experts, len(prompt) + len(response.token_ids), self.shape
+                )
+            )
+            for response, output, prompt in zip(responses, outputs, prompts, strict=True)
+        ]
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
         return self.llm.generate(prompts, params, use_tqdm=False)
@@ -144,8 +178,15 @@ class RolloutEngine(Engine):
     process = None
     """Of its weights, for the sync: this one."""
 
-    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], sources: dict[int, Atlas],
-                 parameters: dict[str, torch.Tensor], actor: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: TrainConfig,
+        shape: ModelShape,
+        ranks: Sequence[int],
+        sources: dict[int, Atlas],
+        parameters: dict[str, torch.Tensor],
+        actor: str = "",
+    ) -> None:
         """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
 
         The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
@@ -160,12 +201,19 @@ class RolloutEngine(Engine):
         Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
         super().__init__(config, shape, actor)
         if list(ranks) != list(range(dist.get_world_size())):
-            raise ValueError(f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
-                             "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process.")
-        self.ranks, self._ranks_per_node = tuple(ranks), ranks_per_node()  # on a CPU vLLM changes what torchrun said
+            raise ValueError(
+                f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
+                "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process."
+            )
+        self.ranks, self._ranks_per_node = (
+            tuple(ranks),
+            ranks_per_node(),
+        )  # on a CPU vLLM changes what torchrun said
         prepare_environment()
         _be_launched_externally()
-        arguments = engine_arguments(config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp)
+        arguments = engine_arguments(
+            config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp
+        )
         if int(os.environ["LOCAL_RANK"]) == 0:
             sweep_shared_memory()
         with undisturbed():
@@ -177,7 +225,12 @@ class RolloutEngine(Engine):
             offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
             with offering(offered, parameters) as offer:
                 self.llm = LLM(**arguments)
-        LeavableEngine(self.llm.llm_engine, f"{actor}/{dist.get_rank() // self._tp}", dist.get_rank() % self._tp, self._tp)
+        LeavableEngine(
+            self.llm.llm_engine,
+            f"{actor}/{dist.get_rank() // self._tp}",
+            dist.get_rank() % self._tp,
+            self._tp,
+        )
         self._aliases = offer.taken
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self.tensors: dict[int, dict[str, View]] = {}
@@ -196,15 +249,28 @@ class RolloutEngine(Engine):
         rank, told = dist.get_rank(), [None] * dist.get_world_size()
         has_table = self.shape.model_type in TABLES
         dist.all_gather_object(told, (self._aliases, None if has_table else self._atlas))
-        wanted = vllm_atlases(self.shape, self.ranks, self._tp) if has_table else {rank: told[rank][1] for rank in self.ranks}
-        plan = make_plan(sources, {rank: without(atlas, told[rank][0]) for rank, atlas in wanted.items()}, self._ranks_per_node)
+        wanted = (
+            vllm_atlases(self.shape, self.ranks, self._tp)
+            if has_table
+            else {rank: told[rank][1] for rank in self.ranks}
+        )
+        plan = make_plan(
+            sources,
+            {rank: without(atlas, told[rank][0]) for rank, atlas in wanted.items()},
+            self._ranks_per_node,
+        )
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
         self._join(plan, {rank: rank for rank in self.ranks}, parameters)
 
     # As the receiver of a weight sync. The weights are overwritten in place: what fails halfway leaves none that could generate.
 
-    def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
-              messages: Callable[[], object]) -> None:  # fmt: skip
+    def begin(
+        self,
+        version: int,
+        arrivals: dict[int, dict[int, Arrival]],
+        pulls: dict[int, dict[int, Pull]],
+        messages: Callable[[], object],
+    ) -> None:
         rank = dist.get_rank()
         self.version, self._arrivals = None, arrivals.get(rank, {})
         for source, pull in pulls.get(rank, {}).items():
@@ -252,8 +318,10 @@ def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) 
     Raises: RuntimeError if rows are missing, as of an engine that does not tell."""
     wanted = (num_tokens - 1, shape.num_layers, shape.moe_router_topk)
     if rows is None or rows.shape != wanted:
-        raise RuntimeError(f"--moe-routing-replay engine: vLLM returned experts of {'no token' if rows is None else rows.shape}, not of {wanted} "
-                           "(tokens, layers, experts per token)")
+        raise RuntimeError(
+            f"--moe-routing-replay engine: vLLM returned experts of {'no token' if rows is None else rows.shape}, not of {wanted} "
+            "(tokens, layers, experts per token)"
+        )
     experts = torch.from_numpy(rows.astype("int32")).to(expert_dtype(shape.num_moe_experts))
     return torch.cat([experts, experts[-1:]])
 
@@ -264,49 +332,91 @@ def _be_launched_externally() -> None:
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 
 
-_FIXED = ("model", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode", "load_format", "weight_transfer_config",
-          "skip_tokenizer_init", "seed", "max_model_len", "trust_remote_code")  # fmt: skip
+_FIXED = (
+    "model",
+    "tensor_parallel_size",
+    "distributed_executor_backend",
+    "logprobs_mode",
+    "load_format",
+    "weight_transfer_config",
+    "skip_tokenizer_init",
+    "seed",
+    "max_model_len",
+    "trust_remote_code",
+)
 
 
-def engine_arguments(config: TrainConfig, shape: ModelShape, on_cpu: bool, num_engines: int = 1,
-                     executor: str = "external_launcher") -> dict[str, object]:  # fmt: skip
+def engine_arguments(
+    config: TrainConfig,
+    shape: ModelShape,
+    on_cpu: bool,
+    num_engines: int = 1,
+    executor: str = "external_launcher",
+) -> dict[str, object]:
     """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that training depends on.
 
     Raises: ValueError naming an engine argument that cannot be chosen."""
     rollout, sampling = config.rollout, config.sampling
     taken = [name for name in _FIXED if name in rollout.engine_args]
     if taken:
-        flags = ", ".join(f"--rollout-{name.replace('_', '-')} ({rollout.engine_args[name]})" for name in taken)
+        flags = ", ".join(
+            f"--rollout-{name.replace('_', '-')} ({rollout.engine_args[name]})" for name in taken
+        )
         raise ValueError(f"{flags} cannot be chosen: megarl sets it. Remove the flag.")
     dtype = rollout.dtype if rollout.dtype != "auto" else "bfloat16" if config.model.bf16 else "float32"
     max_model_len = sampling.max_prompt_length + sampling.max_response_length
     arguments: dict[str, object] = dict(
-        model=config.model.model, tokenizer=_tokenizer(config), skip_tokenizer_init=not sampling.stop, dtype=dtype, load_format="dummy",
-        seed=config.batch.seed, tensor_parallel_size=rollout.tensor_parallel_size, distributed_executor_backend=executor,
-        max_model_len=max_model_len, max_num_seqs=rollout.max_num_seqs, max_num_batched_tokens=rollout.max_num_batched_tokens,
+        model=config.model.model,
+        tokenizer=_tokenizer(config),
+        skip_tokenizer_init=not sampling.stop,
+        dtype=dtype,
+        load_format="dummy",
+        seed=config.batch.seed,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        distributed_executor_backend=executor,
+        max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
         enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        enable_prefix_caching=rollout.enable_prefix_caching, block_size=rollout.block_size,
-        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes, logprobs_mode="processed_logprobs",
-        weight_transfer_config={"backend": BACKEND}, disable_log_stats=True, trust_remote_code=False)  # fmt: skip
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        block_size=rollout.block_size,
+        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config={"backend": BACKEND},
+        disable_log_stats=True,
+        trust_remote_code=False,
+    )
     if on_cpu:
         check_version()
-        arguments |= {"worker_cls": "megarl.rollout.worker.NamedCPUWorker", "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
-                      "ir_op_priority": {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}}  # fmt: skip
+        arguments |= {
+            "worker_cls": "megarl.rollout.worker.NamedCPUWorker",
+            "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
+            "ir_op_priority": {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]},
+        }
         if shape.is_mla:
             arguments |= _cpu_latent_arguments(shape)
         if rollout.kv_cache_memory_bytes is None:
             arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
-                shape, rollout.tensor_parallel_size, 4 if dtype == "float32" else 2, most_sequences(config, num_engines), max_model_len,
-                rollout.block_size or CPU_BLOCK_SIZE)  # fmt: skip
+                shape,
+                rollout.tensor_parallel_size,
+                4 if dtype == "float32" else 2,
+                most_sequences(config, num_engines),
+                max_model_len,
+                rollout.block_size or CPU_BLOCK_SIZE,
+            )
         if tells_experts(config, shape):
-            raise ValueError("--moe-routing-replay (engine): vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
-                             "Triton on a GPU, and there is none. Try --moe-routing-replay policy.")  # fmt: skip
+            raise ValueError(
+                "--moe-routing-replay (engine): vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
+                "Triton on a GPU, and there is none. Try --moe-routing-replay policy."
+            )
     else:
         if tells_experts(config, shape):
             arguments["enable_return_routed_experts"] = True
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         if shape.is_moe:
-            arguments["moe_backend"] = "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
+            arguments["moe_backend"] = (
+                "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
+            )
     return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
 
 
@@ -314,9 +424,13 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
     """vLLM's CPU kernel for rotary embeddings takes heads to lie one after the other, which the rotary parts of latent attention's queries
     do not; scaled embeddings do not use it. Its AMX kernels free kv_b_proj."""
     if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
-        raise ValueError(f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): vLLM's latent attention on a CPU "
-                         "has kernels for 512 and 64 only. Sample on a GPU.")
-    native = {} if shape.rope_scaling else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+        raise ValueError(
+            f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): vLLM's latent attention on a CPU "
+            "has kernels for 512 and 64 only. Sample on a GPU."
+        )
+    native = (
+        {} if shape.rope_scaling else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+    )
     return {"attention_backend": "CPU_MLA", **native}
 
 
@@ -324,6 +438,8 @@ def _tokenizer(config: TrainConfig) -> str | None:
     """vLLM needs a tokenizer only to match stop strings, and then one that transformers can load."""
     tokenizer = config.model.tokenizer_model
     if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
-        raise ValueError(f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, --tokenizer-model ({tokenizer}) is a "
-                         "SentencePiece file. Use --stop-token-ids.")
+        raise ValueError(
+            f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, --tokenizer-model ({tokenizer}) is a "
+            "SentencePiece file. Use --stop-token-ids."
+        )
     return tokenizer if config.sampling.stop else None

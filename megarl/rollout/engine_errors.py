@@ -61,7 +61,14 @@ class _ToOwner(logging.Handler):
         if not record.exc_info:
             return
         kind, error, trace = record.exc_info
-        line = json.dumps({"error": "".join(traceback.format_exception_only(error)).strip(),
-                           "traceback": "".join(traceback.format_exception(kind, error, trace)).rstrip()})  # fmt: skip
-        with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:  # the rank may be gone
+        line = json.dumps(
+            {
+                "error": "".join(traceback.format_exception_only(error)).strip(),
+                "traceback": "".join(traceback.format_exception(kind, error, trace)).rstrip(),
+            }
+        )
+        with (
+            contextlib.suppress(OSError),
+            open(self._path, "a", encoding="utf-8") as file,
+        ):  # the rank may be gone
             file.write(line + "\n")

@@ -41,7 +41,9 @@ def prepare_environment() -> None:
     Raises: RuntimeError if our Triton kernels are importable under the name that vLLM takes for OpenAI's."""
     for name, value in (_EVERYWHERE if torch.cuda.is_available() else _EVERYWHERE | _ON_CPU).items():
         os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it configures its logging
+    logging.getLogger("vllm").setLevel(
+        os.environ["VLLM_LOGGING_LEVEL"]
+    )  # vLLM logs before it configures its logging
     _check_no_triton_kernels()
 
 
@@ -62,8 +64,11 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
         for name in before:
             if name.startswith(_OF_TORCHRUN):
                 del os.environ[name]
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-                       ENGINE_OF: f"{pid}/{process_start(pid)}"} | ({} if errors is None else {ERRORS: errors})  # fmt: skip
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            ENGINE_OF: f"{pid}/{process_start(pid)}",
+        } | ({} if errors is None else {ERRORS: errors})
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         yield
@@ -91,8 +96,10 @@ def _check_no_triton_kernels() -> None:
     found, ours = importlib.util.find_spec("triton_kernels"), importlib.util.find_spec("megarl.kernels")
     same = _folders(found) & _folders(ours)
     if same:
-        raise RuntimeError(f"Python finds megarl's kernels as the package triton_kernels ({min(same)}), which vLLM would take for "
-                           "OpenAI's. Start with PYTHONSAFEPATH=1, or from another folder than the checkout.")
+        raise RuntimeError(
+            f"Python finds megarl's kernels as the package triton_kernels ({min(same)}), which vLLM would take for "
+            "OpenAI's. Start with PYTHONSAFEPATH=1, or from another folder than the checkout."
+        )
 
 
 def _folders(spec: ModuleSpec | None) -> set[Path]:

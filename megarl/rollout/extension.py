@@ -10,7 +10,9 @@ class WorkerExtension:
     def megarl_weights(self) -> dict[str, tuple[list[int], str]]:
         """Name -> [rows, cols], dtype of each destination tensor of this rank."""
         tensors = self.weight_transfer_engine.tensors
-        return {name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()}
+        return {
+            name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()
+        }
 
     def megarl_atlas(self) -> bytes:
         """The pickled atlas of this rank."""

@@ -1,8 +1,8 @@
 """A generative judge: a vLLM engine of its own, in processes of its own, that answers questions. No weights are synced into it.
 
-    judge = Judge("reward_model rank 1", config, path, tp)      on the first of the engine's ranks, not collective
-    judge.answers(["Grade this: ..."], seeds=[0])
-    judge.shutdown()"""
+judge = Judge("reward_model rank 1", config, path, tp)      on the first of the engine's ranks, not collective
+judge.answers(["Grade this: ..."], seeds=[0])
+judge.shutdown()"""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Answer(NamedTuple):
 
 
 class Judge:
-    def __init__(self, name: str, config: TrainConfig, path: str, tp: int, num_template_characters: int) -> None:
+    def __init__(
+        self, name: str, config: TrainConfig, path: str, tp: int, num_template_characters: int
+    ) -> None:
         """Start vLLM on a model's folder.
 
         Args:
@@ -55,15 +57,23 @@ class Judge:
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:  # out of another library, and possibly out of another process
-                raise EngineDied(f"[{name}] judge {path} did not start: {type(error).__name__}: {error}") from error
+                raise EngineDied(
+                    f"[{name}] judge {path} did not start: {type(error).__name__}: {error}"
+                ) from error
         LeavableEngine(self.llm.llm_engine)
-        self._processes = EngineProcesses(self.llm, lambda pid, how: f"[{name}] judge process ({pid}) died: {how}")
+        self._processes = EngineProcesses(
+            self.llm, lambda pid, how: f"[{name}] judge process ({pid}) died: {how}"
+        )
         self._tokenizer = self.llm.get_tokenizer()
-        self.max_question_length = self.llm.llm_engine.model_config.max_model_len - self.options.judge_max_tokens
+        self.max_question_length = (
+            self.llm.llm_engine.model_config.max_model_len - self.options.judge_max_tokens
+        )
         """Tokens of a question, at most."""
         if self.max_question_length < 1:
-            raise ValueError(f"--judge-max-tokens ({self.options.judge_max_tokens}): leaves nothing of the "
-                             f"{self.llm.llm_engine.model_config.max_model_len} tokens that {path} can take. Try 128.")
+            raise ValueError(
+                f"--judge-max-tokens ({self.options.judge_max_tokens}): leaves nothing of the "
+                f"{self.llm.llm_engine.model_config.max_model_len} tokens that {path} can take. Try 128."
+            )
 
     @property
     def pids(self) -> list[int]:
@@ -77,7 +87,11 @@ class Judge:
         encoded = [self._encode(question) for question in questions]
         asked = [index for index, ids in enumerate(encoded) if len(ids) <= self.max_question_length]
         out: list[Answer | None] = [None] * len(questions)
-        for index, output in zip(asked, self._generate([encoded[index] for index in asked], [seeds[index] for index in asked]), strict=True):
+        for index, output in zip(
+            asked,
+            self._generate([encoded[index] for index in asked], [seeds[index] for index in asked]),
+            strict=True,
+        ):
             completion = output.outputs[0]
             out[index] = Answer(completion.text, completion.finish_reason == "stop")
         return out
@@ -90,38 +104,68 @@ class Judge:
     def _encode(self, question: str) -> list[int]:
         """As the user's turn of the judge's chat template; a judge without one continues the text."""
         if getattr(self._tokenizer, "chat_template", None):
-            text = self._tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._tokenizer(question)["input_ids"]
 
     def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list:
         from vllm import SamplingParams
 
-        params = [SamplingParams(temperature=self.options.judge_temperature, max_tokens=self.options.judge_max_tokens, seed=seed) for seed in seeds]
+        params = [
+            SamplingParams(
+                temperature=self.options.judge_temperature,
+                max_tokens=self.options.judge_max_tokens,
+                seed=seed,
+            )
+            for seed in seeds
+        ]
         try:
             if not self._processes.have_died():
-                return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False) if prompts else []
+                return (
+                    self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+                    if prompts
+                    else []
+                )
         except Exception:  # vLLM's own word for a dead engine says nothing
             if not self._processes.have_died():
                 raise
         raise self._processes.death
 
 
-def _engine_arguments(config: TrainConfig, path: str, tp: int, num_template_characters: int) -> dict[str, object]:
+def _engine_arguments(
+    config: TrainConfig, path: str, tp: int, num_template_characters: int
+) -> dict[str, object]:
     options, sampling = config.reward_models, config.sampling
     model = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    wanted = options.judge_max_model_len or (options.judge_max_tokens + num_template_characters
-                                             + 2 * (sampling.max_prompt_length + sampling.max_response_length))  # fmt: skip
+    wanted = options.judge_max_model_len or (
+        options.judge_max_tokens
+        + num_template_characters
+        + 2 * (sampling.max_prompt_length + sampling.max_response_length)
+    )
     limit = model.get("max_position_embeddings")
-    max_model_len = min(wanted, limit) if options.judge_max_model_len is None and isinstance(limit, int) else wanted
+    max_model_len = (
+        min(wanted, limit) if options.judge_max_model_len is None and isinstance(limit, int) else wanted
+    )
     arguments: dict[str, object] = dict(
-        model=path, dtype="float32" if _dtype(model) == "float32" else "auto", load_format="safetensors", trust_remote_code=False,
-        seed=config.batch.seed, tensor_parallel_size=tp, distributed_executor_backend="mp" if tp > 1 else UNIPROC,
-        max_model_len=max_model_len, disable_log_stats=True)  # fmt: skip
+        model=path,
+        dtype="float32" if _dtype(model) == "float32" else "auto",
+        load_format="safetensors",
+        trust_remote_code=False,
+        seed=config.batch.seed,
+        tensor_parallel_size=tp,
+        distributed_executor_backend="mp" if tp > 1 else UNIPROC,
+        max_model_len=max_model_len,
+        disable_log_stats=True,
+    )
     if torch.cuda.is_available():
         return arguments | {"gpu_memory_utilization": options.judge_gpu_memory_utilization}
-    return arguments | {"worker_cls": "megarl.rollout.worker.NamedCPUWorker", "enforce_eager": True,
-                        "kv_cache_memory_bytes": _cpu_kv_cache_bytes(model, max_model_len)}  # fmt: skip
+    return arguments | {
+        "worker_cls": "megarl.rollout.worker.NamedCPUWorker",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": _cpu_kv_cache_bytes(model, max_model_len),
+    }
 
 
 def _dtype(model: dict[str, object]) -> str:
@@ -131,10 +175,20 @@ def _dtype(model: dict[str, object]) -> str:
 def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequences: int = 16) -> int:
     """For that many questions of full length in fp32, at most MAX_CPU_KV_CACHE_BYTES but always enough for one. A config.json that does
     not say its sizes where language models do gets the most."""
-    layers, hidden, heads = (model.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers, hidden, heads = (
+        model.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
     if not (layers and hidden and heads):
         return MAX_CPU_KV_CACHE_BYTES
-    per_token = 2 * 4 * layers * (model.get("num_key_value_heads") or heads) * (model.get("head_dim") or hidden // heads)
+    per_token = (
+        2
+        * 4
+        * layers
+        * (model.get("num_key_value_heads") or heads)
+        * (model.get("head_dim") or hidden // heads)
+    )
     one_block = per_token * CPU_BLOCK_SIZE
     per_sequence = -(-max_model_len // CPU_BLOCK_SIZE) * one_block
-    return max(per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block  # vLLM keeps one block for itself
+    return (
+        max(per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
+    )  # vLLM keeps one block for itself

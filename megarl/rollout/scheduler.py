@@ -43,7 +43,11 @@ class _Decoding:
         """In vLLM's form: [n, 1] token ids and log-probs, [n] ranks."""
         if not self.log_probs:
             return None
-        return LogprobsLists(np.array(self.tokens, np.int32)[:, None], np.array(self.log_probs, np.float32)[:, None], np.array(self.ranks))
+        return LogprobsLists(
+            np.array(self.tokens, np.int32)[:, None],
+            np.array(self.log_probs, np.float32)[:, None],
+            np.array(self.ranks),
+        )
 
 
 class DecodeScheduler(Scheduler):
@@ -55,12 +59,29 @@ class DecodeScheduler(Scheduler):
         self._short_output: SchedulerOutput | None = None  # scheduled the short way, not yet executed
         groups = self.kv_cache_config.kv_cache_groups
         self._is_plain_engine = (
-            len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-            and not any((self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.log_stats, self.use_pp,
-                         self.num_spec_tokens, self.num_lookahead_tokens, self.is_encoder_decoder, self.enable_kv_cache_events,
-                         self.defer_block_free, self.use_v2_model_runner, self.return_sampling_mask, self.finished_req_ids_dict is not None,
-                         self.scheduler_config.async_scheduling, self.dcp_world_size > 1))
-        )  # fmt: skip
+            len(groups) == 1
+            and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+            and not any(
+                (
+                    self.connector,
+                    self.ec_connector,
+                    self.aux_output_connector,
+                    self.lora_config,
+                    self.log_stats,
+                    self.use_pp,
+                    self.num_spec_tokens,
+                    self.num_lookahead_tokens,
+                    self.is_encoder_decoder,
+                    self.enable_kv_cache_events,
+                    self.defer_block_free,
+                    self.use_v2_model_runner,
+                    self.return_sampling_mask,
+                    self.finished_req_ids_dict is not None,
+                    self.scheduler_config.async_scheduling,
+                    self.dcp_world_size > 1,
+                )
+            )
+        )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._short_steps and not self._interrupted():
@@ -70,7 +91,9 @@ class DecodeScheduler(Scheduler):
         self._decoding = {}
         return super().schedule(throttle_prefills)
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         if scheduler_output is self._short_output:
             return self._update_decode(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -82,15 +105,27 @@ class DecodeScheduler(Scheduler):
 
     def _interrupted(self) -> bool:
         """A request can be admitted, one was aborted, or the engine is paused."""
-        return len(self.running) != len(self._decoding) or self._pause_state != PauseState.UNPAUSED or self._can_admit()
+        return (
+            len(self.running) != len(self._decoding)
+            or self._pause_state != PauseState.UNPAUSED
+            or self._can_admit()
+        )
 
     def _can_admit(self) -> bool:
-        return bool(self.kv_holding_waiting or self.deferred_waiting or (self.waiting and len(self.running) < self.max_num_active_reqs))
+        return bool(
+            self.kv_holding_waiting
+            or self.deferred_waiting
+            or (self.waiting and len(self.running) < self.max_num_active_reqs)
+        )
 
     def _start_decoding(self) -> None:
         """Count the coming steps that can go the short way; 0 unless all running requests are plain and past their prompts."""
         # Preempted requests are not running, but what they hold back must not be lost.
-        self._known = {request_id: decoding for request_id, decoding in self._known.items() if request_id in self.requests}
+        self._known = {
+            request_id: decoding
+            for request_id, decoding in self._known.items()
+            if request_id in self.requests
+        }
         self._short_steps, steps = 0, self.block_size
         if not self._is_plain_engine or self._can_admit():
             return
@@ -116,12 +151,26 @@ class DecodeScheduler(Scheduler):
             produced.append(request.num_output_tokens)
             request.num_computed_tokens += 1
         ids = list(self._decoding)
-        cached = CachedRequestData(req_ids=ids, resumed_req_ids=set(), new_token_ids=[], all_token_ids={}, new_block_ids=[None] * len(ids),
-                                   num_computed_tokens=computed, num_output_tokens=produced)  # fmt: skip
+        cached = CachedRequestData(
+            req_ids=ids,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[None] * len(ids),
+            num_computed_tokens=computed,
+            num_output_tokens=produced,
+        )
         self._short_output = SchedulerOutput(
-            scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(ids, 1),
-            total_num_scheduled_tokens=len(ids), scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, preempted_req_ids=self.reset_preempted_req_ids,
-            finished_req_ids=self.finished_req_ids, free_encoder_mm_hashes=[])  # fmt: skip
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict.fromkeys(ids, 1),
+            total_num_scheduled_tokens=len(ids),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=[],
+        )
         if self.finished_req_ids:
             self.prev_step_scheduled_req_ids.clear()
             self.prev_step_scheduled_req_ids.update(ids)
@@ -130,7 +179,11 @@ class DecodeScheduler(Scheduler):
 
     def _update_decode(self, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         self._short_output = None
-        sampled, index, logprobs = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index, model_runner_output.logprobs
+        sampled, index, logprobs = (
+            model_runner_output.sampled_token_ids,
+            model_runner_output.req_id_to_index,
+            model_runner_output.logprobs,
+        )
         if logprobs is not None:
             log_probs, ranks = logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
         stopped: list[_Decoding] = []
@@ -138,7 +191,9 @@ class DecodeScheduler(Scheduler):
             at = index[request_id]
             token = sampled[at][0]
             request = decoding.request
-            request._output_token_ids.append(token)  # append_output_token_ids, but for the block hashes: see schedule
+            request._output_token_ids.append(
+                token
+            )  # append_output_token_ids, but for the block hashes: see schedule
             request._all_token_ids.append(token)
             decoding.tokens.append(token)
             if logprobs is not None:
@@ -159,8 +214,13 @@ class DecodeScheduler(Scheduler):
         prefill_stats = request.take_prefill_stats()
         self._free_request(request)
         return EngineCoreOutput(
-            request_id=request.request_id, new_token_ids=decoding.tokens, new_logprobs=decoding.new_logprobs(),
-            finish_reason=request.get_finished_reason(), stop_reason=request.stop_reason, prefill_stats=prefill_stats)  # fmt: skip
+            request_id=request.request_id,
+            new_token_ids=decoding.tokens,
+            new_logprobs=decoding.new_logprobs(),
+            finish_reason=request.get_finished_reason(),
+            stop_reason=request.stop_reason,
+            prefill_stats=prefill_stats,
+        )
 
     def _prepend_unreported(self, output: EngineCoreOutput) -> None:
         """vLLM's own way reports each token at once; what was held back goes first."""
@@ -169,14 +229,28 @@ class DecodeScheduler(Scheduler):
             return
         output.new_token_ids = decoding.tokens + output.new_token_ids
         if (held := decoding.new_logprobs()) is not None:
-            output.new_logprobs = LogprobsLists(*(np.concatenate(pair) for pair in zip(held[:3], output.new_logprobs[:3], strict=True)))
+            output.new_logprobs = LogprobsLists(
+                *(np.concatenate(pair) for pair in zip(held[:3], output.new_logprobs[:3], strict=True))
+            )
 
 
 def _is_plain(request: Request) -> bool:
     """Reported when complete, stopped by token ids or length alone, with no more log-probs than that of the sampled token."""
     params = request.sampling_params
     return (
-        params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and params.num_logprobs in (None, 0)
-        and not any((params.stop, params.prompt_logprobs is not None, params.structured_outputs, params.repetition_detection,
-                     request.use_structured_output, request.resumable, request.has_encoder_inputs, request.lora_request))
-    )  # fmt: skip
+        params is not None
+        and params.output_kind == RequestOutputKind.FINAL_ONLY
+        and params.num_logprobs in (None, 0)
+        and not any(
+            (
+                params.stop,
+                params.prompt_logprobs is not None,
+                params.structured_outputs,
+                params.repetition_detection,
+                request.use_structured_output,
+                request.resumable,
+                request.has_encoder_inputs,
+                request.lora_request,
+            )
+        )
+    )

@@ -29,7 +29,11 @@ def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
     config.compilation_config.static_forward_context = {}  # attention layers enter themselves by name, once
     rotary = dict(_ROPE_DICT)  # vLLM shares rotary embeddings between models: ours are empty
     try:
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
             return initialize_model(config)
     finally:
         _ROPE_DICT.clear()
@@ -44,8 +48,12 @@ def trace_vllm_atlas(model: torch.nn.Module, sizes: Sizes) -> Atlas:
         sizes: checkpoint tensor -> (rows, cols); (n, 1) is a vector.
     Raises: ValueError naming a parameter that the loader fills with anything but a rectangle of a checkpoint tensor."""
     parameters = dict(model.named_parameters())
-    loaded = {name: torch.empty(size[:1] if size[1] == 1 else size, device="meta", dtype=next(iter(parameters.values())).dtype)
-              for name, size in sizes.items()}  # fmt: skip
+    loaded = {
+        name: torch.empty(
+            size[:1] if size[1] == 1 else size, device="meta", dtype=next(iter(parameters.values())).dtype
+        )
+        for name, size in sizes.items()
+    }
     recorder = _Recorder(_by_storage(parameters), _by_storage(loaded))
     with recorder:
         model.load_weights(iter(loaded.items()))
@@ -72,7 +80,13 @@ class _View:
     def of(cls, view: Tensor, name: str, base: Tensor) -> _View:
         if not base.is_contiguous():
             raise ValueError(f"{name}: its memory is not contiguous, so its rows cannot be traced.")
-        return cls(name, base.shape[-1] if base.dim() > 1 else 1, view.storage_offset(), tuple(view.shape), view.stride())
+        return cls(
+            name,
+            base.shape[-1] if base.dim() > 1 else 1,
+            view.storage_offset(),
+            tuple(view.shape),
+            view.stride(),
+        )
 
     def outline(self) -> list[tuple[int, int, bool]]:
         """(dimension, size, along a row?), by stride. Views of equal outline hold their elements in the same order."""
@@ -92,16 +106,22 @@ class _View:
             elif stride == rows * self.cols:
                 rows *= size
             else:
-                raise ValueError(f"{self.name}: sizes {self.sizes} with strides {self.strides} are no rectangle of its rows.")
+                raise ValueError(
+                    f"{self.name}: sizes {self.sizes} with strides {self.strides} are no rectangle of its rows."
+                )
         if col + cols > self.cols:
-            raise ValueError(f"{self.name}: {cols} elements from column {col} on cross the end of a row of {self.cols}.")
+            raise ValueError(
+                f"{self.name}: {cols} elements from column {col} on cross the end of a row of {self.cols}."
+            )
         return row, row + rows, col, col + cols
 
 
 class _Recorder(TorchDispatchMode):
     """Notes copies of checkpoint views into parameter views, and fills; writes nothing into parameters."""
 
-    def __init__(self, parameters: dict[int, tuple[str, Tensor]], loaded: dict[int, tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, parameters: dict[int, tuple[str, Tensor]], loaded: dict[int, tuple[str, Tensor]]
+    ) -> None:
         super().__init__()
         self.parameters, self.loaded = parameters, loaded
         self.pieces: dict[str, list[Piece]] = {}
@@ -110,7 +130,9 @@ class _Recorder(TorchDispatchMode):
         """Parameter -> the operation that wrote it from something that is no view of the checkpoint."""
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        target = self._find(self.parameters, arguments[0]) if arguments and function._schema.is_mutable else None
+        target = (
+            self._find(self.parameters, arguments[0]) if arguments and function._schema.is_mutable else None
+        )
         if target is None:
             return function(*arguments, **(keywords or {}))
         if 0 in target.sizes:
@@ -119,7 +141,9 @@ class _Recorder(TorchDispatchMode):
         if source is not None and source.outline() == target.outline():
             from_row, to_row, from_col, to_col = source.rectangle()
             row, _, col, _ = target.rectangle()
-            self.pieces.setdefault(target.name, []).append(Piece(source.name, from_row, to_row, from_col, to_col, row, col))
+            self.pieces.setdefault(target.name, []).append(
+                Piece(source.name, from_row, to_row, from_col, to_col, row, col)
+            )
         elif function in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             self.fills.setdefault(target.name, []).append(target.rectangle())
         else:
@@ -135,9 +159,14 @@ class _Recorder(TorchDispatchMode):
 def _local_param(name: str, parameter: Tensor, recorder: _Recorder) -> LocalParam:
     if name in recorder.unknown:
         operation = recorder.unknown[name]
-        raise ValueError(f"{name}: its loader computes with the checkpoint's tensors ({operation}), so no copy can replace it.")
+        raise ValueError(
+            f"{name}: its loader computes with the checkpoint's tensors ({operation}), so no copy can replace it."
+        )
     cols = parameter.shape[-1] if parameter.dim() > 1 else 1
     rows, pieces = parameter.numel() // cols, recorder.pieces.get(name, [])
     filled = max((piece.local_row + piece.row_end - piece.row_start for piece in pieces), default=0)
-    padded = any((start, end, first, last) == (filled, rows, 0, cols) for start, end, first, last in recorder.fills.get(name, []))
+    padded = any(
+        (start, end, first, last) == (filled, rows, 0, cols)
+        for start, end, first, last in recorder.fills.get(name, [])
+    )
     return LocalParam(rows, cols, tuple(pieces), padding_rows=rows - filled if padded else 0)

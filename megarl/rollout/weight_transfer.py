@@ -1,8 +1,8 @@
 """vLLM's weights as destinations of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
 
-    built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
-    init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
-    start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates"""
+built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
+init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
+start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates"""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ import torch.nn.functional as F
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.platforms import current_platform
 
 from megarl.config.hf_config import FAMILIES, ModelShape
@@ -85,13 +89,24 @@ def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offe
 class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls, update_info_cls, supports_draft_weight_update = InitInfo, UpdateInfo, False
 
-    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.atlas = engine_atlas(vllm_config)
-        self.packed, self.latents = find_packed_experts(model), DerivedLatents(model, vllm_config.model_config.dtype)
+        self.packed, self.latents = (
+            find_packed_experts(model),
+            DerivedLatents(model, vllm_config.model_config.dtype),
+        )
         offer = _offer.get()
         if offer is not None:
-            offer.taken = alias_weights(model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer)
+            offer.taken = alias_weights(
+                model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer
+            )
         self.tensors = expose_weights(model, self.atlas, self.packed, self.latents.names)
         self.puller: Puller | None = None
 
@@ -100,7 +115,9 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             init_info.expose(self.atlas, self.tensors)
         else:
             rank = init_info.ranks[get_tensor_model_parallel_rank()]
-            self.puller = Puller(rank, self.model, self.tensors, init_info.double_buffer, staged=self.packed.keys())
+            self.puller = Puller(
+                rank, self.model, self.tensors, init_info.double_buffer, staged=self.packed.keys()
+            )
 
     def start_weight_update(self) -> None:
         pass
@@ -134,7 +151,9 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
     needs."""
     folder, model_type = vllm_config.model_config.model, vllm_config.model_config.hf_config.model_type
     if model_type in TABLES:
-        return vllm_atlas(ModelShape.load(folder), get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+        return vllm_atlas(
+            ModelShape.load(folder), get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        )
     from megarl.rollout.trace import empty_model, trace_vllm_atlas
 
     sizes = hf_sizes(ModelShape.load(folder)) if model_type in FAMILIES else checkpoint_sizes(folder)
@@ -149,7 +168,12 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
     parameters, taken = dict(model.named_parameters()), {}
     for name, source in find_aliases(offer.atlas, atlas).items():
         weight, ours = parameters.get(name), offer.parameters[source]
-        if weight is not None and weight.dtype == ours.dtype and weight.device == ours.device and ours.is_contiguous():
+        if (
+            weight is not None
+            and weight.dtype == ours.dtype
+            and weight.device == ours.device
+            and ours.is_contiguous()
+        ):
             # A vector stays one; a prepacked linear layer left an empty parameter behind.
             weight.data = ours.view(weight.shape if weight.numel() else ours.shape)
             taken[name] = source
@@ -162,11 +186,19 @@ def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
         return {}
     from megarl.rollout.cpu_experts import PackedExperts
 
-    return {f"{prefix}.{name}": packed for prefix, module in model.named_modules() for name, packed in PackedExperts.find(module).items()}
+    return {
+        f"{prefix}.{name}": packed
+        for prefix, module in model.named_modules()
+        for name, packed in PackedExperts.find(module).items()
+    }
 
 
-def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, PackedExperts] | None = None,
-                   derived: Collection[str] = ()) -> dict[str, torch.Tensor]:
+def expose_weights(
+    model: torch.nn.Module,
+    atlas: Atlas,
+    packed: dict[str, PackedExperts] | None = None,
+    derived: Collection[str] = (),
+) -> dict[str, torch.Tensor]:
     """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU prepack of linear layers.
 
     Args:
@@ -180,8 +212,10 @@ def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, Packe
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
     parameters |= {name: experts.plain for name, experts in (packed or {}).items()}
     if parameters.keys() != atlas.keys():
-        raise RuntimeError(f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
-                           f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}")
+        raise RuntimeError(
+            f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
+            f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}"
+        )
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             check_version()
@@ -191,8 +225,10 @@ def expose_weights(model: torch.nn.Module, atlas: Atlas, packed: dict[str, Packe
         if weight.numel() == 0:
             weight.data = torch.zeros(param.rows, param.cols, dtype=weight.dtype, device=weight.device)
         if weight.numel() != param.rows * param.cols or not weight.is_contiguous():
-            raise RuntimeError(f"vLLM's {name} is {list(weight.shape)} with strides {weight.stride()}; the atlas has "
-                               f"{param.rows} x {param.cols}")
+            raise RuntimeError(
+                f"vLLM's {name} is {list(weight.shape)} with strides {weight.stride()}; the atlas has "
+                f"{param.rows} x {param.cols}"
+            )
     for name, param in atlas.items():  # vocabulary padding: vLLM masks its logits, but it must hold numbers
         if param.padding_rows:
             parameters[name].data[param.rows - param.padding_rows :].zero_()

@@ -20,11 +20,21 @@ class NamedCPUWorker(CPUWorker):
     the external launcher that is the same in every job, so a second job on the machine, or one after a crash, finds it in use. In
     processes of vLLM's own it is a file's name, which does not say whose it is, so that nobody could ever remove it."""
 
-    def __init__(self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ):
         if dist.is_initialized():
             method = f"env://:{_unique_name()}"
         else:  # file:///tmp/vllm_dist_<unique>, the same for all ranks of this engine
-            file, owner = Path(distributed_init_method.removeprefix("file://")), os.environ[ENGINE_OF].split("/")[0]
+            file, owner = (
+                Path(distributed_init_method.removeprefix("file://")),
+                os.environ[ENGINE_OF].split("/")[0],
+            )
             method = f"file://{file.parent}/{SHM_PREFIX}{owner}-{file.name.removeprefix('vllm_dist_')}"
         super().__init__(vllm_config, local_rank, rank, method, is_driver_worker)
 

@@ -24,20 +24,48 @@ from megarl.workers.residence import needs
 class PolicyRole(MegatronRole):
     """A policy that starts from --model."""
 
-    def __init__(self, name: str, config: TrainConfig, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
-                 optimizer: OptimizerConfig | None) -> None:  # fmt: skip
-        super().__init__(name, config, config.model.model, shape, meshes, plane, optimizer, config.lora if optimizer else None)
+    def __init__(
+        self,
+        name: str,
+        config: TrainConfig,
+        shape: ModelShape,
+        meshes: Mapping[str, MeshSpec],
+        plane: DataPlane,
+        optimizer: OptimizerConfig | None,
+    ) -> None:
+        super().__init__(
+            name,
+            config,
+            config.model.model,
+            shape,
+            meshes,
+            plane,
+            optimizer,
+            config.lora if optimizer else None,
+        )
 
     def build(self):
         from megarl.megatron.policy import Policy
 
         config = self.config
-        return Policy(self.shape, self.mesh, config.model, self.parallel, self.optimizer, config.batch.train_iters, config.transformer,
-                      config.experts, self.lora)
+        return Policy(
+            self.shape,
+            self.mesh,
+            config.model,
+            self.parallel,
+            self.optimizer,
+            config.batch.train_iters,
+            config.transformer,
+            config.experts,
+            self.lora,
+        )
 
     def write_log_probs(self, column: str) -> None:
         share = self.share
-        self.write_column(column, self.model.log_probs(self.micro_batches(share.mini_batches), self.config.sampling.temperature))
+        self.write_column(
+            column,
+            self.model.log_probs(self.micro_batches(share.mini_batches), self.config.sampling.temperature),
+        )
 
 
 class ReferenceRole(PolicyRole):
@@ -87,10 +115,17 @@ class ActorRole(PolicyRole):
     def send_weights_to(self, rollout_mesh: MeshSpec, version: int) -> None:
         """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
         if self.sender is None:
-            plan, speakers = sync_plan(self.shape, self.atlases, rollout_mesh.ranks, rollout_mesh.tp, self.config.reshard.reshard_timeout_s,
-                                       self.suffix)  # fmt: skip
-            self.sender = WeightSync(plan, self.rank, speakers, self.model.weights, None, self.config.reshard,
-                                     actor=self.suffix)  # fmt: skip
+            plan, speakers = sync_plan(
+                self.shape,
+                self.atlases,
+                rollout_mesh.ranks,
+                rollout_mesh.tp,
+                self.config.reshard.reshard_timeout_s,
+                self.suffix,
+            )
+            self.sender = WeightSync(
+                plan, self.rank, speakers, self.model.weights, None, self.config.reshard, actor=self.suffix
+            )
         self.model.merge_adapters()
         self.sender.begin(version)
         self.sender.finish()
@@ -124,11 +159,20 @@ class ActorRole(PolicyRole):
         batch = self.share.batch
         gap = (batch.old_log_probs - batch.rollout_log_probs).abs()
         rows = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-        return [{"sample_id": int(batch.sample_ids[rows[i]]), "position": int(i - batch.cu_seqlens[rows[i]]), "token": int(batch.tokens[i]),
-                 "trainer": float(batch.old_log_probs[i]), "engine": float(batch.rollout_log_probs[i])}
-                for i in gap.topk(min(count, len(gap))).indices.tolist()]  # fmt: skip
+        return [
+            {
+                "sample_id": int(batch.sample_ids[rows[i]]),
+                "position": int(i - batch.cu_seqlens[rows[i]]),
+                "token": int(batch.tokens[i]),
+                "trainer": float(batch.old_log_probs[i]),
+                "engine": float(batch.rollout_log_probs[i]),
+            }
+            for i in gap.topk(min(count, len(gap))).indices.tolist()
+        ]
 
-    def advantages(self, sample_ids: list[int], group_ids: list[int], rewards: list[float | None], kl_coef: float) -> dict[str, float]:
+    def advantages(
+        self, sample_ids: list[int], group_ids: list[int], rewards: list[float | None], kl_coef: float
+    ) -> dict[str, float]:
         """Write the columns that the algorithm makes of rewards: advantages, and returns where there is a critic.
 
         Args:
@@ -139,11 +183,23 @@ class ActorRole(PolicyRole):
             return {}
         batch = self.share.batch
         row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        columns, metrics = self.algorithm.compute_advantages(AdvantageInputs(
-            rewards=torch.tensor([float("nan") if r is None else r for r in rewards]), group_ids=torch.tensor(group_ids),
-            rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),  # of no samples it would be a float
-            response_lengths=batch.response_lengths, kl_coef=kl_coef, sum_over_ranks=self._sum_over_replicas,
-            **{name: column[batch.response_mask] for name, column in batch.columns.items() if name in ADVANTAGE_COLUMNS}))  # fmt: skip
+        columns, metrics = self.algorithm.compute_advantages(
+            AdvantageInputs(
+                rewards=torch.tensor([float("nan") if r is None else r for r in rewards]),
+                group_ids=torch.tensor(group_ids),
+                rows=torch.tensor(
+                    [row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64
+                ),  # of no samples it would be a float
+                response_lengths=batch.response_lengths,
+                kl_coef=kl_coef,
+                sum_over_ranks=self._sum_over_replicas,
+                **{
+                    name: column[batch.response_mask]
+                    for name, column in batch.columns.items()
+                    if name in ADVANTAGE_COLUMNS
+                },
+            )
+        )
         for name, values in columns.items():
             batch.set_column(name, batch.scatter(values))
             check_column(batch, name, may_be_nan=name == "returns")
@@ -163,15 +219,30 @@ class ActorRole(PolicyRole):
     def _update_once(self, mini_batch: MiniBatch, kl_coef: float) -> dict[str, float]:
         def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice):
             device = log_probs.device
-            columns = {name: c if (c := micro.column(name)) is None else c[rows].to(device)
-                       for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")}  # fmt: skip
-            return self.algorithm.loss(LossInputs(
-                log_probs=log_probs, entropy=entropy, response_lengths=micro.response_length_of_token[rows].to(device),
-                num_tokens=mini_batch.num_tokens, num_sequences=mini_batch.num_sequences,
-                max_response_length=self.config.sampling.max_response_length, kl_coef=kl_coef, **columns))
+            columns = {
+                name: c if (c := micro.column(name)) is None else c[rows].to(device)
+                for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+            }
+            return self.algorithm.loss(
+                LossInputs(
+                    log_probs=log_probs,
+                    entropy=entropy,
+                    response_lengths=micro.response_length_of_token[rows].to(device),
+                    num_tokens=mini_batch.num_tokens,
+                    num_sequences=mini_batch.num_sequences,
+                    max_response_length=self.config.sampling.max_response_length,
+                    kl_coef=kl_coef,
+                    **columns,
+                )
+            )
 
-        return self.model.update(self.micro_batches([mini_batch]), loss, self.config.sampling.temperature,
-                                 self.algorithm.needs_entropy, self.algorithm.token_level)
+        return self.model.update(
+            self.micro_batches([mini_batch]),
+            loss,
+            self.config.sampling.temperature,
+            self.algorithm.needs_entropy,
+            self.algorithm.token_level,
+        )
 
 
 ADVANTAGE_COLUMNS = ("old_log_probs", "ref_log_probs", "values")

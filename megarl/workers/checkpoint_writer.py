@@ -49,7 +49,9 @@ class CheckpointWriter:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._digest = self._error = None
-        self._thread = threading.Thread(target=self._write, args=(folder, copies, state), name=WRITES_CHECKPOINT, daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, copies, state), name=WRITES_CHECKPOINT, daemon=True
+        )
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:

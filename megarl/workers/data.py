@@ -17,19 +17,34 @@ from megarl.config.mesh import MeshSpec, replicas
 from megarl.batch_invariants import check_batch
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
-from megarl.workers.exchange import ROLLOUT_COLUMNS, Formats, MissingRowsError, bytes_per_token, collect_samples, move_rows
+from megarl.workers.exchange import (
+    ROLLOUT_COLUMNS,
+    Formats,
+    MissingRowsError,
+    bytes_per_token,
+    collect_samples,
+    move_rows,
+)
 from megarl.workers.random_state import RandomStateOfRank
 
 
 class DataRole(RandomStateOfRank):
-    def __init__(self, plane: DataPlane, meshes: Mapping[str, MeshSpec], share_keys: Mapping[str, str],
-                 vocab_sizes: Mapping[str, int], formats: Mapping[str, Formats] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        plane: DataPlane,
+        meshes: Mapping[str, MeshSpec],
+        share_keys: Mapping[str, str],
+        vocab_sizes: Mapping[str, int],
+        formats: Mapping[str, Formats] | None = None,
+    ) -> None:
         """formats: share -> of further columns that the engines report and it gets. vocab_sizes: role -> of its model. meshes: of every role. share_keys: role -> share, which is the name of a role on the same mesh; see `config.mesh.share_keys`."""
         self.plane, self.vocab_sizes, self.formats = plane, vocab_sizes, formats or {}
         self.meshes = {key: meshes[key] for key in share_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def distribute(self, share: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train") -> dict[str, float]:
+    def distribute(
+        self, share: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
+    ) -> dict[str, float]:
         """Bring the samples of `mini_batches` from the ranks that rolled them out to all ranks of the share's mesh, as a new share.
 
         Called by the ranks that hold samples, those of the mesh, and those that will exchange columns with it in this step; every rank
@@ -48,7 +63,9 @@ class DataRole(RandomStateOfRank):
         for sample in destinations:
             if not holders.get(sample):
                 known = "no rank holds it" if sample in holders else "it is not among the samples of the step"
-                raise ValueError(f"[data rank {self.rank}] sample {sample} is wanted by {self._name(share)}, but {known}.")
+                raise ValueError(
+                    f"[data rank {self.rank}] sample {sample} is wanted by {self._name(share)}, but {known}."
+                )
         self.plane.shares.pop(share, None)  # the last step's, before there are two
         self.plane.layouts[share] = Layout(mini_batches, {s.sample_id: s.length for s in samples})
         lengths = self.plane.layouts[share].lengths
@@ -66,8 +83,12 @@ class DataRole(RandomStateOfRank):
             check_batch(batch, {sample: digest_of[sample] for sample in wanted}, self.vocab_sizes[share])
             self.plane.shares[share] = Share(batch, mini_batches)
         received = [sample for ids in route.incoming.values() for sample in ids]
-        return {"batch/samples_moved": float(len(received)),
-                "batch/bytes_moved": float(bytes_per_token([*ROLLOUT_COLUMNS, *formats], formats) * sum(lengths[s] for s in received))}  # fmt: skip
+        return {
+            "batch/samples_moved": float(len(received)),
+            "batch/bytes_moved": float(
+                bytes_per_token([*ROLLOUT_COLUMNS, *formats], formats) * sum(lengths[s] for s in received)
+            ),
+        }
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> dict[str, float]:
         """Bring token columns from the share `source`, where the last pipeline stage of each sample's replica has them, to the last
@@ -86,19 +107,27 @@ class DataRole(RandomStateOfRank):
         holders = self._ranks_of_samples(source, source_layout.mini_batches, last_stage=True)
         destinations = self._ranks_of_samples(destination, layout.mini_batches, last_stage=True)
         if lost := destinations.keys() - holders.keys():
-            raise ValueError(f"[data rank {self.rank}] sample {min(lost)} is wanted by {self._name(destination)}, but is not in "
-                             f"{self._name(source)}.")
+            raise ValueError(
+                f"[data rank {self.rank}] sample {min(lost)} is wanted by {self._name(destination)}, but is not in "
+                f"{self._name(source)}."
+            )
         if source_layout.lengths != layout.lengths:
-            raise ValueError(f"[data rank {self.rank}] {self._name(source)} and {self._name(destination)} were distributed for different "
-                             "samples. Distribute both in every step, on every rank that exchanges.")
+            raise ValueError(
+                f"[data rank {self.rank}] {self._name(source)} and {self._name(destination)} were distributed for different "
+                "samples. Distribute both in every step, on every rank that exchanges."
+            )
         held = self.plane.shares[source].batch if gives else None
         own = self.plane.shares[destination].batch if takes else None
         route = plan_route(self.rank, holders, destinations)
         try:
-            moved = move_rows(held, columns, route, [] if own is None else own.sample_ids.tolist(), layout.lengths)
+            moved = move_rows(
+                held, columns, route, [] if own is None else own.sample_ids.tolist(), layout.lengths
+            )
         except MissingRowsError as error:
-            raise ValueError(f"[data rank {self.rank}] {', '.join(columns)} from {self._name(source)} to {self._name(destination)}: "
-                             f"{error}.") from error
+            raise ValueError(
+                f"[data rank {self.rank}] {', '.join(columns)} from {self._name(source)} to {self._name(destination)}: "
+                f"{error}."
+            ) from error
         if own is not None:
             for name in columns:
                 own.set_column(name, moved[name])
@@ -112,11 +141,15 @@ class DataRole(RandomStateOfRank):
 
     def _layout(self, share: str) -> Layout:
         if share not in self.plane.layouts:
-            raise ValueError(f"[data rank {self.rank}] {self._name(share)} was not distributed yet as far as this rank knows. "
-                             "Call distribute on every rank that exchanges columns with it.")
+            raise ValueError(
+                f"[data rank {self.rank}] {self._name(share)} was not distributed yet as far as this rank knows. "
+                "Call distribute on every rank that exchanges columns with it."
+            )
         return self.plane.layouts[share]
 
-    def _ranks_of_samples(self, share: str, mini_batches: list[MiniBatch], last_stage: bool) -> dict[int, tuple[int, ...]]:
+    def _ranks_of_samples(
+        self, share: str, mini_batches: list[MiniBatch], last_stage: bool
+    ) -> dict[int, tuple[int, ...]]:
         try:
             return ranks_of_samples(mini_batches, replicas(self.meshes[share], last_stage))
         except ValueError as error:

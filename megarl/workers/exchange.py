@@ -1,8 +1,8 @@
 """Move rows of token columns between ranks: one message per pair of ranks, with all columns of all its samples.
 
-    message    column after column, widest first, each with its samples in the order of the route
-    order      every rank posts all its sends and receives at once, then waits: no order of ranks can make a circle
-    own rows   what this rank holds itself is copied while the messages travel"""
+message    column after column, widest first, each with its samples in the order of the route
+order      every rank posts all its sends and receives at once, then waits: no order of ranks can make a circle
+own rows   what this rank holds itself is copied while the messages travel"""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import torch.distributed as dist
 from megarl.batch import Batch
 from megarl.packing import Route
 
-_DTYPES = {"tokens": torch.int64, "response_mask": torch.bool}  # all others that have one number per token are fp32
+_DTYPES = {
+    "tokens": torch.int64,
+    "response_mask": torch.bool,
+}  # all others that have one number per token are fp32
 
 Formats = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Column -> dtype and shape of a token's row, of columns that have more than one number per token."""
@@ -30,8 +33,14 @@ def bytes_per_token(columns: Iterable[str], formats: Formats | None = None) -> i
     return sum(dtype.itemsize * math.prod(row) for dtype, row in (_format(name, formats) for name in columns))
 
 
-def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: Sequence[int],
-              lengths: Mapping[int, int], formats: Formats | None = None) -> dict[str, torch.Tensor]:
+def move_rows(
+    held: Batch | None,
+    columns: Sequence[str],
+    route: Route,
+    wanted: Sequence[int],
+    lengths: Mapping[int, int],
+    formats: Formats | None = None,
+) -> dict[str, torch.Tensor]:
     """The named columns of the `wanted` samples, in that order. Called by every rank that the routes of others name.
 
     Args:
@@ -42,25 +51,35 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
         formats: the same on every rank.
     Raises: MissingRowsError for a sample or column that `held` should have, before anything is sent."""
     dtypes, rows_of = ({name: _format(name, formats)[i] for name in columns} for i in (0, 1))
-    columns = sorted(columns, key=lambda name: (-dtypes[name].itemsize, name))  # widest first: all are aligned when viewed in place
+    columns = sorted(
+        columns, key=lambda name: (-dtypes[name].itemsize, name)
+    )  # widest first: all are aligned when viewed in place
     received = {sample for ids in route.incoming.values() for sample in ids}
     own = [sample for sample in wanted if sample not in received]
     needs_held = bool(own or route.outgoing)
     # column -> sample -> a view of its rows
-    pieces = {name: _rows_of(held, name, dtypes[name], rows_of[name]) if needs_held else {} for name in columns}
+    pieces = {
+        name: _rows_of(held, name, dtypes[name], rows_of[name]) if needs_held else {} for name in columns
+    }
     for sample in (s for ids in (own, *route.outgoing.values()) for s in ids):
         if sample not in pieces[columns[0]]:
             raise MissingRowsError(f"sample {sample} is not on this rank, which should have it")
         if (num_here := len(pieces[columns[0]][sample])) != lengths[sample]:
-            raise MissingRowsError(f"sample {sample} has {num_here} tokens on this rank, but {lengths[sample]} in the plan")
+            raise MissingRowsError(
+                f"sample {sample} has {num_here} tokens on this rank, but {lengths[sample]} in the plan"
+            )
 
     operations, messages = [], {}
     for peer in sorted({*route.outgoing, *route.incoming}):
         if ids := route.outgoing.get(peer):
-            message = torch.cat([pieces[name][sample].reshape(-1).view(torch.uint8) for name in columns for sample in ids])
+            message = torch.cat(
+                [pieces[name][sample].reshape(-1).view(torch.uint8) for name in columns for sample in ids]
+            )
             operations.append(dist.P2POp(dist.isend, message, peer))
         if ids := route.incoming.get(peer):
-            messages[peer] = torch.empty(bytes_per_token(columns, formats) * sum(lengths[s] for s in ids), dtype=torch.uint8)
+            messages[peer] = torch.empty(
+                bytes_per_token(columns, formats) * sum(lengths[s] for s in ids), dtype=torch.uint8
+            )
             operations.append(dist.P2POp(dist.irecv, messages[peer], peer))
     requests = dist.batch_isend_irecv(operations) if operations else []
     # Own rows find their place while the messages travel; those of the messages once they are here.
@@ -75,8 +94,14 @@ def move_rows(held: Batch | None, columns: Sequence[str], route: Route, wanted: 
     for peer, message in messages.items():
         ids = route.incoming[peer]
         sizes = [lengths[sample] for sample in ids]
-        for name, data in zip(columns, message.split([sum(sizes) * bytes_per_token([name], formats) for name in columns]), strict=True):
-            for sample, rows in zip(ids, data.view(dtypes[name]).view(-1, *rows_of[name]).split(sizes), strict=True):
+        for name, data in zip(
+            columns,
+            message.split([sum(sizes) * bytes_per_token([name], formats) for name in columns]),
+            strict=True,
+        ):
+            for sample, rows in zip(
+                ids, data.view(dtypes[name]).view(-1, *rows_of[name]).split(sizes), strict=True
+            ):
                 places[name][sample].copy_(rows)
     return out
 
@@ -85,7 +110,9 @@ def _format(name: str, formats: Formats | None) -> tuple[torch.dtype, tuple[int,
     return (formats or {}).get(name, (_DTYPES.get(name, torch.float32), ()))
 
 
-def _rows_of(held: Batch | None, name: str, dtype: torch.dtype, row: tuple[int, ...]) -> dict[int, torch.Tensor]:
+def _rows_of(
+    held: Batch | None, name: str, dtype: torch.dtype, row: tuple[int, ...]
+) -> dict[int, torch.Tensor]:
     """Sample -> its rows of a column, not copied."""
     if held is None:
         return {}
@@ -93,7 +120,9 @@ def _rows_of(held: Batch | None, name: str, dtype: torch.dtype, row: tuple[int, 
     if column is None or column.shape != (*held.tokens.shape, *row) or column.dtype != dtype:
         is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
         of_each = f"{list(row)} {dtype}" if row else dtype
-        raise MissingRowsError(f"column {name} {is_what}, but must be {of_each} for {len(held.tokens)} tokens before it can be sent")
+        raise MissingRowsError(
+            f"column {name} {is_what}, but must be {of_each} for {len(held.tokens)} tokens before it can be sent"
+        )
     return dict(zip(held.sample_ids.tolist(), column.cpu().split(held.lengths.tolist()), strict=True))
 
 
@@ -101,8 +130,13 @@ ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
 """What a sample has when it comes from the engine."""
 
 
-def collect_samples(held: Batch | None, route: Route, wanted: Sequence[int], lengths: Mapping[int, int],
-                    formats: Formats | None = None) -> Batch:  # fmt: skip
+def collect_samples(
+    held: Batch | None,
+    route: Route,
+    wanted: Sequence[int],
+    lengths: Mapping[int, int],
+    formats: Formats | None = None,
+) -> Batch:
     """This rank's `wanted` samples, in that order, as the engines made them, with all columns of `formats`. Arguments and errors are those
     of `move_rows`."""
     columns = move_rows(held, (*ROLLOUT_COLUMNS, *(formats or ())), route, wanted, lengths, formats)

@@ -67,7 +67,9 @@ class Failure:
     def of(cls, error: BaseException, role: str, method: str, step: int | None) -> Failure:
         last = "".join(traceback.format_exception_only(error)).strip()
         below = error.__traceback__.tb_next or error.__traceback__  # without the frame of the worker loop
-        return cls(role, method, step, last, "".join(traceback.format_exception(type(error), error, below)).rstrip())
+        return cls(
+            role, method, step, last, "".join(traceback.format_exception(type(error), error, below)).rstrip()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,9 @@ def world_store(timeout_s: float) -> dist.Store | None:
     """
     if not has_own_store():
         signed_pickle.check_secret()
-        return dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None  # torch's would listen on all interfaces, for nobody
+        return (
+            dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None
+        )  # torch's would listen on all interfaces, for nobody
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         listen_on_loopback()
     store = connect(prefix=f"{store_prefix()}/world", timeout_s=timeout_s)
@@ -155,7 +159,9 @@ class Mailbox:
         while len(said) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             new = [key for rank in ranks if rank not in said and self._store.check([key := f"stacks/{rank}"])]
-            said |= {int(key.partition("/")[2]): signed_pickle.loads(self._store.get(key), key) for key in new}
+            said |= {
+                int(key.partition("/")[2]): signed_pickle.loads(self._store.get(key), key) for key in new
+            }
         return said
 
     def ask_for_stacks(self) -> None:
@@ -170,7 +176,9 @@ class Mailbox:
         """Set one of the keys of stopping.py. Returns the ranks that have not answered in time."""
         self._store.set(key, value)
         deadline, missing = time.monotonic() + wait_s, list(ranks)
-        while (missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]) and time.monotonic() < deadline:
+        while (
+            missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+        ) and time.monotonic() < deadline:
             time.sleep(0.02)
         return missing
 
@@ -179,7 +187,11 @@ class Mailbox:
 
     def of_ranks(self, key: str, ranks: Sequence[int]) -> dict[int, str]:
         """What these ranks have set, of those that have."""
-        return {rank: self._store.get(f"{key}/{rank}").decode() for rank in ranks if self._store.check([f"{key}/{rank}"])}
+        return {
+            rank: self._store.get(f"{key}/{rank}").decode()
+            for rank in ranks
+            if self._store.check([f"{key}/{rank}"])
+        }
 
     # Worker side.
 
@@ -210,4 +222,8 @@ class Mailbox:
         return _IN_PARTS + json.dumps(parts).encode(), parts
 
     def _read(self, head: bytes) -> bytes:
-        return head[1:] if head[:1] == _WHOLE else b"".join(self._store.get(part) for part in json.loads(head[1:]))
+        return (
+            head[1:]
+            if head[:1] == _WHOLE
+            else b"".join(self._store.get(part) for part in json.loads(head[1:]))
+        )

@@ -36,7 +36,9 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
     """What each rank of the mesh holds."""
     from megarl.megatron.model import uses_transformer_engine
 
-    return megatron_atlas.megatron_atlases(shape, mesh, uses_transformer_engine(), qkv_layout=parallel.qkv_layout)
+    return megatron_atlas.megatron_atlases(
+        shape, mesh, uses_transformer_engine(), qkv_layout=parallel.qkv_layout
+    )
 
 
 class MegatronRole:
@@ -54,11 +56,31 @@ class MegatronRole:
     writer: CheckpointWriter
     """Of a role that is trained."""
 
-    def __init__(self, name: str, config: TrainConfig, folder: str, shape: ModelShape, meshes: Mapping[str, MeshSpec], plane: DataPlane,
-                 optimizer: OptimizerConfig | None, lora: LoRAConfig | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        config: TrainConfig,
+        folder: str,
+        shape: ModelShape,
+        meshes: Mapping[str, MeshSpec],
+        plane: DataPlane,
+        optimizer: OptimizerConfig | None,
+        lora: LoRAConfig | None = None,
+    ) -> None:
         self.lora = lora if lora and lora.lora_rank else None
-        self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = name, config, folder, shape, plane, optimizer
-        self.mesh, self.share_key, self.suffix = meshes[name], share_keys(meshes)[name], actor_suffix(name, meshes)
+        self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = (
+            name,
+            config,
+            folder,
+            shape,
+            plane,
+            optimizer,
+        )
+        self.mesh, self.share_key, self.suffix = (
+            meshes[name],
+            share_keys(meshes)[name],
+            actor_suffix(name, meshes),
+        )
         self.parallel = parallel_of(config, name)
         self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
 
@@ -80,7 +102,12 @@ class MegatronRole:
             load_hf(self.folder, atlas, self.model.parameters, self.shape)
         if self.lora is not None:
             self.atlases = {rank: with_adapters(atlas, self.lora) for rank, atlas in self.atlases.items()}
-            initial_adapters(self.atlases[self.rank], adapter_sizes(self.shape, self.lora), self.model.parameters, self.config.batch.seed)
+            initial_adapters(
+                self.atlases[self.rank],
+                adapter_sizes(self.shape, self.lora),
+                self.model.parameters,
+                self.config.batch.seed,
+            )
         self.model.parameters_changed()
         self.model.memory.owner = self.name
         self.plane.residence.add(self.name, self.model.memory, self.parallel.offload)
@@ -92,7 +119,9 @@ class MegatronRole:
     def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
         """This rank's forward passes over the mini-batches, from the step's batch."""
         batch, dp_rank = self.share.batch, self.model.groups.dp.rank()
-        return [MicroBatch.of(batch.select_samples(ids)) for m in mini_batches for ids in m.micro_batches[dp_rank]]
+        return [
+            MicroBatch.of(batch.select_samples(ids)) for m in mini_batches for ids in m.micro_batches[dp_rank]
+        ]
 
     def write_column(self, name: str, per_micro_batch: list[torch.Tensor] | None) -> None:
         """Make the response tokens' values, in the order of the share's micro-batches, a column of the step; None, as before the last
@@ -105,7 +134,9 @@ class MegatronRole:
     def update_over_epochs(self, update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:
         """All optimizer updates of the step. Returns and raises as `Updates.over_epochs`."""
         self.model.advance_schedule()
-        return self.updates.over_epochs(self.model, self.share.mini_batches, self.config.batch.num_epochs, update)
+        return self.updates.over_epochs(
+            self.model, self.share.mini_batches, self.config.batch.num_epochs, update
+        )
 
     def memory_metrics(self) -> dict[str, float]:
         """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
@@ -118,7 +149,9 @@ class MegatronRole:
         self.model.merge_adapters()
         save_hf(folder, self.folder, self.shape, self.atlases, self.model.weights)
         if self.lora is not None:
-            save_peft(f"{folder}_adapter", self.folder, self.shape, self.atlases, self.model.parameters, self.lora)
+            save_peft(
+                f"{folder}_adapter", self.folder, self.shape, self.atlases, self.model.parameters, self.lora
+            )
 
     @needs("parameters", "optimizer")
     def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
@@ -132,7 +165,12 @@ class MegatronRole:
     @needs("parameters", "optimizer")
     def begin_checkpoint(self, folder: str) -> None:
         """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says when it has. Collective."""
-        self.writer.begin(Path(folder), self.model, self.atlases[self.rank], {"skipped_in_a_row": self.updates.skipped_in_a_row})
+        self.writer.begin(
+            Path(folder),
+            self.model,
+            self.atlases[self.rank],
+            {"skipped_in_a_row": self.updates.skipped_in_a_row},
+        )
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
         """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises: CheckpointError if a rank failed."""
@@ -150,7 +188,9 @@ class MegatronRole:
         return None
 
     @needs("parameters", "optimizer")
-    def load_checkpoint(self, folder: str, weights_only: bool = False, digests: bool = True) -> dict[str, object]:
+    def load_checkpoint(
+        self, folder: str, weights_only: bool = False, digests: bool = True
+    ) -> dict[str, object]:
         """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After `setup`. digests: False if
         `damage_of_checkpoint` has just found none.
 

@@ -82,7 +82,11 @@ def keep_freed_memory() -> None:
     activations of a small model are allocated and freed in every forward pass. A tenth of a step's time on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None:
-        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 256 << 20), (_M_TOP_PAD, 64 << 20)):
+        for option, value in (
+            (_M_MMAP_THRESHOLD, 32 << 20),
+            (_M_TRIM_THRESHOLD, 256 << 20),
+            (_M_TOP_PAD, 64 << 20),
+        ):
             mallopt(option, value)
 
 
@@ -105,8 +109,12 @@ def keep_checkout_off_path() -> None:
     """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder triton_kernels/ for
     OpenAI's package of that name."""
     os.environ["PYTHONSAFEPATH"] = "1"
-    sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p or os.getcwd(), "triton_kernels", ""))
-                   or os.path.basename(p) == "site-packages"]
+    sys.path[:] = [
+        p
+        for p in sys.path
+        if not os.path.isdir(os.path.join(p or os.getcwd(), "triton_kernels", ""))
+        or os.path.basename(p) == "site-packages"
+    ]
 
 
 def peak_rss_bytes() -> int:

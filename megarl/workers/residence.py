@@ -59,7 +59,11 @@ class Residence:
         self._recent = *self._recent[-1:], call
         next_role, ahead = self._ahead(call)
         for name, resident in self._residents.items():
-            resident.memory.offload(resident.may_leave.difference(parts if name == role else (), ahead if name == next_role else ()))
+            resident.memory.offload(
+                resident.may_leave.difference(
+                    parts if name == role else (), ahead if name == next_role else ()
+                )
+            )
         for name, wanted in ((role, parts), (next_role, ahead)):
             if name in self._residents:
                 self._residents[name].memory.load(wanted)
@@ -74,7 +78,12 @@ class Residence:
             return None, []
         resident, ahead, room = self._residents[role], [], self._ahead_bytes
         for part in OFFLOAD_PARTS:
-            if part != "gradients" and part in parts and part in resident.may_leave and not (role == call[0] and part in call[1]):
+            if (
+                part != "gradients"
+                and part in parts
+                and part in resident.may_leave
+                and not (role == call[0] and part in call[1])
+            ):
                 room -= resident.memory.part_bytes(part)
                 if room < 0:
                     break
@@ -98,7 +107,9 @@ class Residence:
         metrics = {f"memory/{kind_and_suffix(role)[0]}_resident_bytes": float(resident.least_bytes)}
         resident.least_bytes = resident.memory.resident_bytes()
         if with_time:
-            metrics["time/offload_s"] = sum(resident.memory.take_copy_seconds() for resident in self._residents.values())
+            metrics["time/offload_s"] = sum(
+                resident.memory.take_copy_seconds() for resident in self._residents.values()
+            )
         return metrics
 
 

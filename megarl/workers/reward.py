@@ -38,25 +38,56 @@ class RewardRole:
         The first num_logged samples of the step (default: --num-rollouts-to-log) also carry their texts, for the rollouts/ files."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
-        made, tokenizer, dataset = self.plane.rollouts[purpose + self.rollout.suffix], self.rollout.tokenizer, self.rollout.datasets[purpose]
+        made, tokenizer, dataset = (
+            self.plane.rollouts[purpose + self.rollout.suffix],
+            self.rollout.tokenizer,
+            self.rollout.datasets[purpose],
+        )
         texts = tokenizer.decode_batch(made.responses)
-        verdicts = [Verdict(None)] * len(texts) if self.pool is None else self.pool.score([
-            RewardSample(dataset[row].data_source, text, dataset[row].ground_truth, dataset[row].extra_info, sample_id)
-            for row, text, sample_id in zip(made.rows, texts, made.sample_ids, strict=True)])  # fmt: skip
+        verdicts = (
+            [Verdict(None)] * len(texts)
+            if self.pool is None
+            else self.pool.score(
+                [
+                    RewardSample(
+                        dataset[row].data_source,
+                        text,
+                        dataset[row].ground_truth,
+                        dataset[row].extra_info,
+                        sample_id,
+                    )
+                    for row, text, sample_id in zip(made.rows, texts, made.sample_ids, strict=True)
+                ]
+            )
+        )
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
         out = []
         for i, (sample_id, verdict) in enumerate(zip(made.sample_ids, verdicts, strict=True)):
-            record: dict[str, object] = {"sample_id": sample_id, "reward": verdict.reward, "digest": digest(made.prompts[i], made.responses[i])}
+            record: dict[str, object] = {
+                "sample_id": sample_id,
+                "reward": verdict.reward,
+                "digest": digest(made.prompts[i], made.responses[i]),
+            }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
             if limit < 0 or sample_id < limit:
                 prompt = dataset[made.rows[i]]
-                record |= {"row": made.rows[i], "prompt": prompt.messages, "response": texts[i], "ground_truth": prompt.ground_truth,
-                           "response_length": len(made.responses[i]), "rollout_log_prob": sum(made.log_probs[i])}  # fmt: skip
+                record |= {
+                    "row": made.rows[i],
+                    "prompt": prompt.messages,
+                    "response": texts[i],
+                    "ground_truth": prompt.ground_truth,
+                    "response_length": len(made.responses[i]),
+                    "rollout_log_prob": sum(made.log_probs[i]),
+                }
             out.append(record)
         return out
 
 
 def num_workers(asked: int | None) -> int:
     """Processes of one rank's pool: what --reward-num-workers says, else the rank's share of the node's cores, at most 8."""
-    return asked if asked is not None else max(1, min(8, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    return (
+        asked
+        if asked is not None
+        else max(1, min(8, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    )

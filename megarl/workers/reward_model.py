@@ -37,7 +37,9 @@ Records = list[dict[str, object]]
 
 
 class RewardModelRole:
-    def __init__(self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str, suffix: str = "") -> None:
+    def __init__(
+        self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str, suffix: str = ""
+    ) -> None:
         """config: of its actor, whose suffix is `suffix`. name: of the role, see `reward_models`. share: key of its mesh's share of the step
         in the data plane."""
         self.config, self.name, self.mesh, self.plane, self.share = config, name, mesh, plane, share
@@ -58,9 +60,15 @@ class RewardModelRole:
         Raises: ValueError or EngineDied naming the model."""
         self.actor_tokenizer = load_tokenizer(self.config.model.tokenizer_model or self.config.model.model)
         self.retokenizes = True
-        {"transformers": self._set_up_classifier, "megatron": self._set_up_value_model, "judge": self._set_up_judge}[self.spec.backend]()
+        {
+            "transformers": self._set_up_classifier,
+            "megatron": self._set_up_value_model,
+            "judge": self._set_up_judge,
+        }[self.spec.backend]()
         if self.retokenizes:
-            self.dataset = PromptDataset.load(self.config.data.train_data, prompt_key=self.config.data.prompt_key)
+            self.dataset = PromptDataset.load(
+                self.config.data.train_data, prompt_key=self.config.data.prompt_key
+            )
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:
@@ -71,7 +79,11 @@ class RewardModelRole:
             rows: dataset row of each sample.
         Raises: EngineDied as soon as a judge's process is gone."""
         batch = self.plane.shares[self.share].batch
-        by_backend = {"transformers": self._score_with_classifier, "megatron": self._score_with_value_model, "judge": self._ask_judge}
+        by_backend = {
+            "transformers": self._score_with_classifier,
+            "megatron": self._score_with_value_model,
+            "judge": self._ask_judge,
+        }
         return by_backend[self.spec.backend](batch, rows, self.config.run.num_rollouts_to_log)
 
     def shut_down(self) -> None:
@@ -82,8 +94,10 @@ class RewardModelRole:
 
     def _set_up_classifier(self) -> None:
         if self.mesh.tp * self.mesh.pp != 1:
-            raise ValueError(f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the whole model on each rank, and "
-                             f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or try megatron.")
+            raise ValueError(
+                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the whole model on each rank, and "
+                f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or try megatron."
+            )
         from megarl.megatron.offload import ModelMemory
 
         self.classifier = classifier.Classifier(self.spec.path)
@@ -96,8 +110,16 @@ class RewardModelRole:
         self.memory.use("parameters")
         scores = self.classifier.scores(sequences, self.config.batch.max_tokens_per_micro_batch)
         longest = self.classifier.max_length
-        return [_record(sample_id, score, f"{len(ids)} tokens, the model takes {longest}" if len(ids) > longest else "not a finite number")
-                for sample_id, score, ids in zip(batch.sample_ids.tolist(), scores, sequences, strict=True)]  # fmt: skip
+        return [
+            _record(
+                sample_id,
+                score,
+                f"{len(ids)} tokens, the model takes {longest}"
+                if len(ids) > longest
+                else "not a finite number",
+            )
+            for sample_id, score, ids in zip(batch.sample_ids.tolist(), scores, sequences, strict=True)
+        ]
 
     # megatron
 
@@ -107,8 +129,15 @@ class RewardModelRole:
         from megarl.workers.megatron_role import megatron_atlases
 
         config, shape, parallel = self.config, value_model_shape(self.spec.path), self.config.reward
-        self.value_model = ValueModel(shape, self.mesh, config.model, parallel, None, config.batch.train_iters, config.transformer)
-        load_hf(self.spec.path, megatron_atlases(shape, self.mesh, parallel)[self.rank], self.value_model.parameters, shape)
+        self.value_model = ValueModel(
+            shape, self.mesh, config.model, parallel, None, config.batch.train_iters, config.transformer
+        )
+        load_hf(
+            self.spec.path,
+            megatron_atlases(shape, self.mesh, parallel)[self.rank],
+            self.value_model.parameters,
+            shape,
+        )
         self.value_model.parameters_changed()
         self.value_model.memory.owner = self.name
         self.plane.residence.add(self.name, self.value_model.memory, parallel.offload)
@@ -116,20 +145,34 @@ class RewardModelRole:
         self.max_length = shape.max_position_embeddings
 
     def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
-        micro_batches = self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches(batch)
+        micro_batches = (
+            self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches(batch)
+        )
         scores = self.value_model.scores(micro_batches)
         if scores is None or not self.value_model.reports:
             return []
-        of_sample = {sample: score for micro, values in zip(micro_batches, scores, strict=True)
-                     for sample, score in zip(micro.batch.sample_ids.tolist(), values.tolist(), strict=True)}  # fmt: skip
-        return [_record(sample_id, of_sample.get(sample_id), f"longer than the {self.max_length} tokens that the model takes")
-                for sample_id in batch.sample_ids.tolist()]  # fmt: skip
+        of_sample = {
+            sample: score
+            for micro, values in zip(micro_batches, scores, strict=True)
+            for sample, score in zip(micro.batch.sample_ids.tolist(), values.tolist(), strict=True)
+        }
+        return [
+            _record(
+                sample_id,
+                of_sample.get(sample_id),
+                f"longer than the {self.max_length} tokens that the model takes",
+            )
+            for sample_id in batch.sample_ids.tolist()
+        ]
 
     def _planned_micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """As the driver planned them, equally many on all data-parallel ranks."""
         dp_rank = self.mesh.coordinates(self.rank)["dp"]
-        return [MicroBatch.of(batch.select_samples(ids))
-                for mini_batch in self.plane.shares[self.share].mini_batches for ids in mini_batch.micro_batches[dp_rank]]  # fmt: skip
+        return [
+            MicroBatch.of(batch.select_samples(ids))
+            for mini_batch in self.plane.shares[self.share].mini_batches
+            for ids in mini_batch.micro_batches[dp_rank]
+        ]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
         """Other token ids have other lengths, so they are packed anew; then empty ones until all data-parallel ranks have as many."""
@@ -153,30 +196,51 @@ class RewardModelRole:
 
     def _set_up_judge(self) -> None:
         options = self.config.reward_models
-        self.prompt = JudgePrompt.load(options.judge_template, options.judge_score_pattern, options.judge_score_range)
+        self.prompt = JudgePrompt.load(
+            options.judge_template, options.judge_score_pattern, options.judge_score_range
+        )
         if self.mesh.pp != 1:
-            raise ValueError(f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh has {self.mesh.pp}. Use "
-                             "tensor parallelism.")
+            raise ValueError(
+                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh has {self.mesh.pp}. Use "
+                "tensor parallelism."
+            )
         if self.mesh.coordinates(self.rank)["tp"] == 0:
             from megarl.rollout.judge import Judge
 
-            self.judge = Judge(self.where, self.config, self.spec.path, self.mesh.tp, len(self.prompt.template))
+            self.judge = Judge(
+                self.where, self.config, self.spec.path, self.mesh.tp, len(self.prompt.template)
+            )
 
     def _ask_judge(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
         if self.judge is None:
             return []
         sample_ids, prompts = batch.sample_ids.tolist(), self._prompts(batch, rows)
-        questions = [self.prompt.fill(prompt.messages, response, prompt.ground_truth)
-                     for prompt, response in zip(prompts, self._responses(batch), strict=True)]  # fmt: skip
+        questions = [
+            self.prompt.fill(prompt.messages, response, prompt.ground_truth)
+            for prompt, response in zip(prompts, self._responses(batch), strict=True)
+        ]
         self.num_calls += 1
-        seeds = [sample_seed(self.config.batch.seed, self.num_calls, self.name, sample_id) for sample_id in sample_ids]
+        seeds = [
+            sample_seed(self.config.batch.seed, self.num_calls, self.name, sample_id)
+            for sample_id in sample_ids
+        ]
         records = []
         for sample_id, answer in zip(sample_ids, self.judge.answers(questions, seeds), strict=True):
             if answer is None:
-                records.append(_record(sample_id, None, f"the question has more than {self.judge.max_question_length} tokens"))
+                records.append(
+                    _record(
+                        sample_id, None, f"the question has more than {self.judge.max_question_length} tokens"
+                    )
+                )
                 continue
             cut = "" if answer.is_complete else ", cut off at --judge-max-tokens"
-            records.append(_record(sample_id, self.prompt.parse(answer.text, answer.is_complete), f"no score in the answer{cut}"))
+            records.append(
+                _record(
+                    sample_id,
+                    self.prompt.parse(answer.text, answer.is_complete),
+                    f"no score in the answer{cut}",
+                )
+            )
             if limit < 0 or sample_id < limit:
                 records[-1]["answer"] = answer.text
         return records
@@ -185,18 +249,24 @@ class RewardModelRole:
 
     def _choose_ids(self, own_tokenizer) -> None:
         self.own_tokenizer = own_tokenizer
-        sizes = [read_model_config(path).get("vocab_size", 0) for path in (self.spec.path, self.config.model.model)]
+        sizes = [
+            read_model_config(path).get("vocab_size", 0) for path in (self.spec.path, self.config.model.model)
+        ]
         # A padded vocabulary can be sampled beyond the tokenizer's words.
         self.retokenizes = sizes[0] < sizes[1] or not same_tokenizer(self.actor_tokenizer, own_tokenizer)
         if self.retokenizes:
-            logger.info("[%s] %s has another tokenizer than the actor: it reads text", self.where, self.spec.path)
+            logger.info(
+                "[%s] %s has another tokenizer than the actor: it reads text", self.where, self.spec.path
+            )
 
     def _token_ids(self, batch: Batch, rows: Mapping[int, int]) -> list[list[int]]:
         """Per sample, in the order of the batch."""
         if not self.retokenizes:
             return [part.tolist() for part in batch.tokens.split(batch.lengths.tolist())]
-        return [classifier.encode_conversation(self.own_tokenizer, prompt.messages, response)
-                for prompt, response in zip(self._prompts(batch, rows), self._responses(batch), strict=True)]  # fmt: skip
+        return [
+            classifier.encode_conversation(self.own_tokenizer, prompt.messages, response)
+            for prompt, response in zip(self._prompts(batch, rows), self._responses(batch), strict=True)
+        ]
 
     def _prompts(self, batch: Batch, rows: Mapping[int, int]) -> list[Prompt]:
         return [self.dataset[rows[sample_id]] for sample_id in batch.sample_ids.tolist()]
@@ -205,8 +275,12 @@ class RewardModelRole:
         """Text from each sample's first response token on."""
         lengths = batch.lengths.tolist()
         parts = zip(batch.tokens.split(lengths), batch.response_mask.split(lengths), strict=True)
-        return self.actor_tokenizer.decode_batch([tokens[int(mask.int().argmax()) if mask.any() else len(tokens) :].tolist()
-                                                  for tokens, mask in parts])  # fmt: skip
+        return self.actor_tokenizer.decode_batch(
+            [
+                tokens[int(mask.int().argmax()) if mask.any() else len(tokens) :].tolist()
+                for tokens, mask in parts
+            ]
+        )
 
 
 def same_tokenizer(actor, own) -> bool:
@@ -216,7 +290,11 @@ def same_tokenizer(actor, own) -> bool:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.
         own: the reward model's Hugging Face tokenizer."""
     theirs = getattr(actor, "hugging_face", None)
-    return theirs is not None and theirs.get_vocab().items() <= own.get_vocab().items() and theirs.chat_template == own.chat_template
+    return (
+        theirs is not None
+        and theirs.get_vocab().items() <= own.get_vocab().items()
+        and theirs.chat_template == own.chat_template
+    )
 
 
 def _record(sample_id: int, score: float | None, failure: str) -> dict[str, object]:

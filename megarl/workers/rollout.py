@@ -30,10 +30,26 @@ if TYPE_CHECKING:
 
 
 class RolloutRole:
-    def __init__(self, config: TrainConfig, shape: ModelShape, mesh: MeshSpec, plane: DataPlane, actor: ActorRole | None,
-                 actor_mesh: MeshSpec, mode: str, suffix: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: TrainConfig,
+        shape: ModelShape,
+        mesh: MeshSpec,
+        plane: DataPlane,
+        actor: ActorRole | None,
+        actor_mesh: MeshSpec,
+        mode: str,
+        suffix: str = "",
+    ) -> None:
         """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`. suffix: of role and actor."""
-        self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = config, shape, mesh, plane, actor, actor_mesh
+        self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = (
+            config,
+            shape,
+            mesh,
+            plane,
+            actor,
+            actor_mesh,
+        )
         self.rank, self.mode, self.suffix = dist.get_rank(), mode, suffix
         self.engine: Engine | None = None
         """None on a rank whose device an out-of-process engine uses, but for the engine's first rank."""
@@ -44,10 +60,18 @@ class RolloutRole:
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         column = "ground_truth" if needs_ground_truth(config) else None
-        self.datasets = {"train": PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs=column)}
+        self.datasets = {
+            "train": PromptDataset.load(
+                config.data.train_data, prompt_key=config.data.prompt_key, needs=column
+            )
+        }
         if config.data.eval_data:
-            self.datasets["eval"] = PromptDataset.load(config.data.eval_data, prompt_key=config.data.prompt_key, needs=column)
-        self.encoders = {purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()}
+            self.datasets["eval"] = PromptDataset.load(
+                config.data.eval_data, prompt_key=config.data.prompt_key, needs=column
+            )
+        self.encoders = {
+            purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()
+        }
         sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
 
@@ -60,7 +84,9 @@ class RolloutRole:
             return None
         from megarl.rollout.out_of_process import OutOfProcessEngine
 
-        engine = OutOfProcessEngine(self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks, self.suffix)
+        engine = OutOfProcessEngine(
+            self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks, self.suffix
+        )
         engine.connect(sources, parameters)
         return engine
 
@@ -98,7 +124,10 @@ class RolloutRole:
         if self.engine is None:
             self.plane.rollouts[purpose + self.suffix] = Rollouts([], [], [], [], [])
             return []
-        sampling, n = self.config.sampling, 1 if purpose == "eval" else self.config.batch.num_samples_per_prompt
+        sampling, n = (
+            self.config.sampling,
+            1 if purpose == "eval" else self.config.batch.num_samples_per_prompt,
+        )
         mine = range(self.replica * len(rows) // self.mesh.dp, (self.replica + 1) * len(rows) // self.mesh.dp)
         sample_ids = [p * n + j for p in mine for j in range(n)]
         sample_rows = [rows[p] for p in mine for _ in range(n)]
@@ -106,13 +135,26 @@ class RolloutRole:
         seeds = [sample_seed(self.config.batch.seed, step, purpose, s) for s in sample_ids]
         outputs = self.engine.generate(prompts, seeds, temperature=0.0 if greedy else sampling.temperature)
         self.plane.rollouts[purpose + self.suffix] = Rollouts(
-            sample_rows, sample_ids, prompts, [o.token_ids for o in outputs], [o.log_probs for o in outputs],
-            [o.experts for o in outputs] if tells_experts(self.config, self.shape) else None)
+            sample_rows,
+            sample_ids,
+            prompts,
+            [o.token_ids for o in outputs],
+            [o.log_probs for o in outputs],
+            [o.experts for o in outputs] if tells_experts(self.config, self.shape) else None,
+        )
         if self.rank != self.holders[0]:
             return []
-        return [Sample(s, len(p) + len(o.token_ids), len(o.token_ids), self.holders, truncated=o.finish_reason == "length",
-                       digest=digest(p, o.token_ids))
-                for s, p, o in zip(sample_ids, prompts, outputs, strict=True)]  # fmt: skip
+        return [
+            Sample(
+                s,
+                len(p) + len(o.token_ids),
+                len(o.token_ids),
+                self.holders,
+                truncated=o.finish_reason == "length",
+                digest=digest(p, o.token_ids),
+            )
+            for s, p, o in zip(sample_ids, prompts, outputs, strict=True)
+        ]
 
     def shut_down(self) -> None:
         if self.engine is not None:

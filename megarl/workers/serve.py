@@ -37,8 +37,13 @@ _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody el
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
 
-def serve(roles: Roles, rank: int, store: dist.Store, driver: subprocess.Popen | None = None,
-          teller: threading.Thread | None = None) -> int:  # fmt: skip
+def serve(
+    roles: Roles,
+    rank: int,
+    store: dist.Store,
+    driver: subprocess.Popen | None = None,
+    teller: threading.Thread | None = None,
+) -> int:
     """Serve the driver until it shuts the job down.
 
     Args:
@@ -93,10 +98,15 @@ def _stacks() -> str:
     """Of the main thread, below the worker loop, and of the one that writes a checkpoint. Needs the GIL, which every wait in torch or gloo
     gives up."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    inside = next((i for i, frame in enumerate(frames) if frame.name == "_run" and frame.filename == __file__), -1)
+    inside = next(
+        (i for i, frame in enumerate(frames) if frame.name == "_run" and frame.filename == __file__), -1
+    )
     told = "".join(traceback.format_list(frames[inside + 1 :])).rstrip()
     for thread in threading.enumerate():
-        if thread.name == WRITES_CHECKPOINT and (frame := sys._current_frames().get(thread.ident)) is not None:
+        if (
+            thread.name == WRITES_CHECKPOINT
+            and (frame := sys._current_frames().get(thread.ident)) is not None
+        ):
             told += f"\nin its thread {thread.name}:\n" + "".join(traceback.format_stack(frame)).rstrip()
     return told
 
@@ -121,7 +131,14 @@ def _build(build_roles: Callable[[], dict[str, object]], rank: int, mailbox: Mai
         _fail(Failure.of(error, "worker", "start-up", None), STARTUP, rank, mailbox)
 
 
-def _run(command: Command, index: int, rank: int, roles: dict[str, object], mailbox: Mailbox, listener: StopListener) -> Result:
+def _run(
+    command: Command,
+    index: int,
+    rank: int,
+    roles: dict[str, object],
+    mailbox: Mailbox,
+    listener: StopListener,
+) -> Result:
     start = time.perf_counter()
     try:
         if command.role not in roles:

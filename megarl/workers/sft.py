@@ -17,7 +17,9 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first rank only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
-        dataset = PromptDataset.load(config.data.train_data, prompt_key=config.data.prompt_key, needs="response")
+        dataset = PromptDataset.load(
+            config.data.train_data, prompt_key=config.data.prompt_key, needs="response"
+        )
         encoder, rows = PromptEncoder(tokenizer, dataset), range(len(dataset))
         self.prompts = encoder.prompts(rows)
         self.responses = [[*ids, tokenizer.eos_token_id] for ids in encoder.responses(rows)]
@@ -27,6 +29,8 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
 
     def receive_rows(self, mini_batches: list[MiniBatch]) -> None:
         """Pack this rank's rows; sample ids are dataset rows."""
-        rows = [row for mini_batch in mini_batches for row in mini_batch.samples_of(self.model.groups.dp.rank())]
+        rows = [
+            row for mini_batch in mini_batches for row in mini_batch.samples_of(self.model.groups.dp.rank())
+        ]
         batch = Batch.from_samples(rows, [self.prompts[r] for r in rows], [self.responses[r] for r in rows])
         self.plane.shares[self.share_key] = Share(batch, mini_batches)

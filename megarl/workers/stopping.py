@@ -36,7 +36,12 @@ class StopListener:
     """Answers the driver on a thread of its own; `join` after the driver has set END."""
 
     def __init__(self, rank: int):
-        self._rank, self._terminated, self._pinged, self._asked = rank, threading.Event(), threading.Event(), threading.Event()
+        self._rank, self._terminated, self._pinged, self._asked = (
+            rank,
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._has_left, self._first_to_stay = False, 0
         self._thread = threading.Thread(target=self._listen, name="listen_for_stop", daemon=True)
         self._thread.start()
@@ -52,7 +57,9 @@ class StopListener:
         rewards) may have got the same SIGTERM, and have got it first."""
         if not isinstance(error, Left) and self._terminated.wait(_SAME_SIGNAL_S):
             self._asked.wait(_HEARD_S)
-        left = index < self._first_to_stay and (isinstance(error, Left) or self._has_left or self._terminated.is_set())
+        left = index < self._first_to_stay and (
+            isinstance(error, Left) or self._has_left or self._terminated.is_set()
+        )
         self._has_left = self._has_left or left
         return left
 

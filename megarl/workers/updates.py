@@ -25,8 +25,13 @@ class Updates:
         self.role, self.skips = role, on_nonfinite == "skip"
         self.skipped_in_a_row = 0
 
-    def over_epochs(self, model: TrainedModel, mini_batches: Sequence[MiniBatch], num_epochs: int,
-                    update: Callable[[MiniBatch], dict[str, float]]) -> dict[str, float]:  # fmt: skip
+    def over_epochs(
+        self,
+        model: TrainedModel,
+        mini_batches: Sequence[MiniBatch],
+        num_epochs: int,
+        update: Callable[[MiniBatch], dict[str, float]],
+    ) -> dict[str, float]:
         """Make them by `update`, which raises NonFiniteUpdate as `model` does.
 
         Returns: the mean over the updates that were made of this rank's share of every metric; of skips, their number.
@@ -42,14 +47,20 @@ class Updates:
                     where = f"{self.role}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}"
                     self._skip_or_stop(f"{where}: {error}", tells=model.reports_steps)
         skipped = len(mini_batches) * num_epochs - len(made)
-        return mean_over_updates(made) | ({f"{model.prefix}/updates_skipped": skipped} if self.skips and model.reports_steps else {})
+        return mean_over_updates(made) | (
+            {f"{model.prefix}/updates_skipped": skipped} if self.skips and model.reports_steps else {}
+        )
 
     def _skip_or_stop(self, what: str, tells: bool) -> None:
         if not self.skips:
-            raise NonFiniteUpdate(f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on without such updates.")
+            raise NonFiniteUpdate(
+                f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on without such updates."
+            )
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
-            raise NonFiniteUpdate(f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip left out. "
-                                  "No weight was changed by them. Try a lower --lr.")  # fmt: skip
+            raise NonFiniteUpdate(
+                f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip left out. "
+                "No weight was changed by them. Try a lower --lr."
+            )
         if tells:
             logger.warning("update left out (--on-nonfinite skip): %s", what)

@@ -40,19 +40,29 @@ def join_world(timeout_s: float) -> None:
     Does nothing in a process that has joined: one after the other, several jobs may run in a process of their only rank."""
     if dist.is_initialized():
         return
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # before vLLM replaces this function by a no-op
+    torch.set_num_threads(
+        int(os.environ.get("OMP_NUM_THREADS", "1"))
+    )  # before vLLM replaces this function by a no-op
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout_s += _DRIVER_FIRST_S
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s),
-                            store=world_store(timeout_s), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        store=world_store(timeout_s),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
 
 
 def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     """This rank's roles, not yet set up: models and engines are built when the driver calls their setup().
 
     Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
-    meshes, plane = role_meshes(config, world_size), DataPlane(Residence(config.placement.offload_ahead_bytes))
+    meshes, plane = (
+        role_meshes(config, world_size),
+        DataPlane(Residence(config.placement.offload_ahead_bytes)),
+    )
     for role in training_data_roles(meshes):
         create_groups(meshes[role])
     writers = _checkpoint_writers(meshes)
@@ -61,13 +71,35 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
 
         if dist.get_rank() not in meshes["actor"].ranks:
             return {}
-        return _with_writers({"actor": SFTActorRole("actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer)}, writers)
+        return _with_writers(
+            {
+                "actor": SFTActorRole(
+                    "actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer
+                )
+            },
+            writers,
+        )
     configs = configs_of_actors(config)
-    shapes, keys = {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()}, share_keys(meshes)
-    formats = {keys[f"actor{suffix}"]: {"routed_experts": (expert_dtype(shape.num_moe_experts), (shape.num_layers, shape.moe_router_topk))}
-               for suffix, shape in shapes.items() if tells_experts(configs[suffix], shape)}  # fmt: skip
-    roles: dict[str, object] = {"data": DataRole(plane, meshes, keys, {
-        role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes}, formats)}  # fmt: skip
+    shapes, keys = (
+        {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()},
+        share_keys(meshes),
+    )
+    formats = {
+        keys[f"actor{suffix}"]: {
+            "routed_experts": (expert_dtype(shape.num_moe_experts), (shape.num_layers, shape.moe_router_topk))
+        }
+        for suffix, shape in shapes.items()
+        if tells_experts(configs[suffix], shape)
+    }
+    roles: dict[str, object] = {
+        "data": DataRole(
+            plane,
+            meshes,
+            keys,
+            {role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes},
+            formats,
+        )
+    }
     for suffix, of_actor in configs.items():
         roles |= _roles_of_actor(suffix, of_actor, meshes, plane, engine_mode(of_actor, world_size))
     return _with_writers(roles, writers)
@@ -75,9 +107,16 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
 
 def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
     """Of the trained roles, each with a group of its own. Collective over the world."""
-    groups = {role: dist.new_group(list(mesh.ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
-              for role, mesh in meshes.items() if kind_and_suffix(role)[0] in TRAINED_KINDS}  # fmt: skip
-    return {role: CheckpointWriter(group) for role, group in groups.items() if dist.get_rank() in meshes[role].ranks}
+    groups = {
+        role: dist.new_group(list(mesh.ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
+        for role, mesh in meshes.items()
+        if kind_and_suffix(role)[0] in TRAINED_KINDS
+    }
+    return {
+        role: CheckpointWriter(group)
+        for role, group in groups.items()
+        if dist.get_rank() in meshes[role].ranks
+    }
 
 
 def _with_writers(roles: dict[str, object], writers: Mapping[str, CheckpointWriter]) -> dict[str, object]:
@@ -86,29 +125,42 @@ def _with_writers(roles: dict[str, object], writers: Mapping[str, CheckpointWrit
     return roles
 
 
-def _roles_of_actor(suffix: str, config: TrainConfig, meshes: Mapping[str, MeshSpec], plane: DataPlane, mode: str) -> dict[str, object]:
+def _roles_of_actor(
+    suffix: str, config: TrainConfig, meshes: Mapping[str, MeshSpec], plane: DataPlane, mode: str
+) -> dict[str, object]:
     """Those of the actor with this suffix that are on this rank; `config` is that actor's, `mode` of its engine."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 
     here = {role for role, mesh in meshes.items() if dist.get_rank() in mesh.ranks}
     shape, roles = ModelShape.load(config.model.model), {}
-    actor, reference, critic, rollout, reward = (f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "rollout", "reward"))
+    actor, reference, critic, rollout, reward = (
+        f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "rollout", "reward")
+    )
     if actor in here:
         roles[actor] = ActorRole(actor, config, shape, meshes, plane, config.optimizer)
     if reference in here:
         # Routers keep what they chose for the actor's updates: they cannot also serve the reference.
-        as_the_actor = shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
-        roles[reference] = (AdapterlessReferenceRole(roles[actor]) if config.lora.lora_rank and as_the_actor
-                            else ReferenceRole(reference, config, shape, meshes, plane, optimizer=None))  # fmt: skip
+        as_the_actor = (
+            shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
+        )
+        roles[reference] = (
+            AdapterlessReferenceRole(roles[actor])
+            if config.lora.lora_rank and as_the_actor
+            else ReferenceRole(reference, config, shape, meshes, plane, optimizer=None)
+        )
     if critic in here:
         critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
         roles[critic] = CriticRole(critic, config, critic_shape, meshes, plane)
     for model in (f"{model.name}{suffix}" for model in reward_models(config)):
         if model in here:
-            roles[model] = RewardModelRole(config, model, meshes[model], plane, share_keys(meshes)[model], suffix)
+            roles[model] = RewardModelRole(
+                config, model, meshes[model], plane, share_keys(meshes)[model], suffix
+            )
     if rollout in here:
-        roles[rollout] = RolloutRole(config, shape, meshes[rollout], plane, roles.get(actor), meshes[actor], mode, suffix)
+        roles[rollout] = RolloutRole(
+            config, shape, meshes[rollout], plane, roles.get(actor), meshes[actor], mode, suffix
+        )
         roles[reward] = RewardRole(config, meshes[reward], plane, roles[rollout])
     elif actor in here:
         roles[actor].rollout_mesh = meshes[rollout]

@@ -26,7 +26,10 @@ def estimate_kl(log_prob, ref, kind):
 def kl_loss(algorithm, log_prob, ref):
     if not algorithm.kl_straight_through:
         return estimate_kl(log_prob, ref, algorithm.kl_estimator)
-    shown, pulls = estimate_kl(log_prob.detach(), ref, algorithm.kl_estimator), estimate_kl(log_prob, ref, "k2")
+    shown, pulls = (
+        estimate_kl(log_prob.detach(), ref, algorithm.kl_estimator),
+        estimate_kl(log_prob, ref, "k2"),
+    )
     return shown + pulls - pulls.detach()
 
 
@@ -54,14 +57,20 @@ def token_loss(algorithm, advantage, log_prob, old, rollout, ref, entropy):
     """(loss of a token, whether clipped, whether dual-clipped)."""
     ratio = torch.exp(log_prob - old)
     low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
-    clipped_ratio = ratio if low <= ratio <= high else torch.tensor(low if ratio < low else high, dtype=torch.float64)
+    clipped_ratio = (
+        ratio if low <= ratio <= high else torch.tensor(low if ratio < low else high, dtype=torch.float64)
+    )
     if algorithm.policy_loss == "cispo":
         clipped = not low <= ratio <= high
         loss = -advantage * clipped_ratio.detach() * log_prob
     else:
         clipped = bool(-advantage * clipped_ratio > -advantage * ratio)
         loss = -advantage * (clipped_ratio if clipped else ratio)
-    dual_clipped = algorithm.clip_ratio_c is not None and advantage < 0 and bool(loss > -advantage * algorithm.clip_ratio_c)
+    dual_clipped = (
+        algorithm.clip_ratio_c is not None
+        and advantage < 0
+        and bool(loss > -advantage * algorithm.clip_ratio_c)
+    )
     if dual_clipped:
         loss = torch.tensor(-advantage * algorithm.clip_ratio_c, dtype=torch.float64)
     if algorithm.tis_clip is not None:
@@ -77,7 +86,9 @@ def naive_grpo(samples, algorithm, max_response_length):
     """(loss, metrics) of the whole mini-batch."""
     num_tokens = sum(len(sample["old"]) for sample in samples)
     total, deviation = torch.zeros((), dtype=torch.float64), 0.0
-    sums = dict.fromkeys(["clip_fraction", "dual_clip_fraction", "kl", "entropy", "ref_kl", "tis_weight"], 0.0)
+    sums = dict.fromkeys(
+        ["clip_fraction", "dual_clip_fraction", "kl", "entropy", "ref_kl", "tis_weight"], 0.0
+    )
     for sample, advantage in zip(samples, naive_advantages(samples, algorithm)):
         length = len(sample["old"])
         for t in range(length):

@@ -14,7 +14,10 @@ def estimate_kl(d, kind):
 def token_rewards(sample, algorithm, kl_coef):
     rewards = [0.0] * len(sample["old_values"])
     if algorithm.kl_mode == "reward":
-        rewards = [-kl_coef * estimate_kl(old - ref, algorithm.kl_estimator) for old, ref in zip(sample["old"], sample["ref"])]
+        rewards = [
+            -kl_coef * estimate_kl(old - ref, algorithm.kl_estimator)
+            for old, ref in zip(sample["old"], sample["ref"])
+        ]
     rewards[-1] += sample["reward"]
     return rewards
 
@@ -22,8 +25,14 @@ def token_rewards(sample, algorithm, kl_coef):
 def gae(rewards, values, gamma, gae_lambda):
     """A(t) = sum over n of (gamma lambda)^n delta(t + n): the definition, not the recursion."""
     num_tokens = len(rewards)
-    deltas = [rewards[t] + (gamma * values[t + 1] if t + 1 < num_tokens else 0) - values[t] for t in range(num_tokens)]
-    return [sum((gamma * gae_lambda) ** n * deltas[t + n] for n in range(num_tokens - t)) for t in range(num_tokens)]
+    deltas = [
+        rewards[t] + (gamma * values[t + 1] if t + 1 < num_tokens else 0) - values[t]
+        for t in range(num_tokens)
+    ]
+    return [
+        sum((gamma * gae_lambda) ** n * deltas[t + n] for n in range(num_tokens - t))
+        for t in range(num_tokens)
+    ]
 
 
 def variance(numbers, unbiased):
@@ -34,9 +43,14 @@ def variance(numbers, unbiased):
 def naive_advantages(samples, algorithm, kl_coef):
     """(advantages, returns), lists per sample of lists per token, and the metrics."""
     scored = [not math.isnan(sample["reward"]) for sample in samples]
-    advantages = [gae(token_rewards(s, algorithm, kl_coef), s["old_values"], algorithm.gamma, algorithm.gae_lambda) for s in samples]
-    returns = [[a + v for a, v in zip(row, s["old_values"])] if ok else [math.nan] * len(row)
-               for row, s, ok in zip(advantages, samples, scored)]  # fmt: skip
+    advantages = [
+        gae(token_rewards(s, algorithm, kl_coef), s["old_values"], algorithm.gamma, algorithm.gae_lambda)
+        for s in samples
+    ]
+    returns = [
+        [a + v for a, v in zip(row, s["old_values"])] if ok else [math.nan] * len(row)
+        for row, s, ok in zip(advantages, samples, scored)
+    ]
     flat = [a for row, ok in zip(advantages, scored) if ok for a in row]
     flat_returns = [r for row, ok in zip(returns, scored) if ok for r in row]
     flat_values = [v for s, ok in zip(samples, scored) if ok for v in s["old_values"]]
@@ -52,7 +66,11 @@ def naive_advantages(samples, algorithm, kl_coef):
     advantages = [row if ok else [0.0] * len(row) for row, ok in zip(advantages, scored)]
     metrics["advantage/max_abs"] = max(abs(a) for row in advantages for a in row)
     if algorithm.kl_mode != "none":
-        kls = [estimate_kl(old - ref, algorithm.kl_estimator) for s in samples for old, ref in zip(s["old"], s["ref"])]
+        kls = [
+            estimate_kl(old - ref, algorithm.kl_estimator)
+            for s in samples
+            for old, ref in zip(s["old"], s["ref"])
+        ]
         metrics |= {"kl/per_response": sum(kls) / len(samples), "kl/coef": kl_coef}
     return advantages, returns, metrics
 

@@ -26,7 +26,10 @@ CLIPS = {
     "dual": dict(clip_ratio_c=1.5),
     "cispo": dict(policy_loss="cispo", clip_eps_high=0.4),
 }
-KLS = [dict()] + [dict(kl_mode=m, kl_coef=0.3, kl_estimator=k) for m, k in itertools.product(["loss", "reward"], ["k1", "abs", "k2", "k3"])]
+KLS = [dict()] + [
+    dict(kl_mode=m, kl_coef=0.3, kl_estimator=k)
+    for m, k in itertools.product(["loss", "reward"], ["k1", "abs", "k2", "k3"])
+]
 KLS += [dict(kl_mode="loss", kl_coef=0.3, kl_estimator=k, kl_straight_through=True) for k in ("k1", "k3")]
 
 
@@ -34,10 +37,24 @@ def make_samples():
     """Seven samples of three groups, one failed, one group of one; log-probs far enough apart that every clip is met."""
     generator = torch.Generator().manual_seed(0)
     samples = []
-    for group, reward, length in [(5, 1.0, 3), (2, 0.25, 6), (5, 0.0, 1), (5, float("nan"), 4), (2, -1.5, 9), (9, 2.0, 2), (2, 1.0, 5)]:
+    for group, reward, length in [
+        (5, 1.0, 3),
+        (2, 0.25, 6),
+        (5, 0.0, 1),
+        (5, float("nan"), 4),
+        (2, -1.5, 9),
+        (9, 2.0, 2),
+        (2, 1.0, 5),
+    ]:
         old = -2 * torch.rand(length, generator=generator) - 0.1
         noise = lambda scale: scale * torch.randn(length, generator=generator)  # noqa: B023
-        columns = dict(log_probs=old + noise(0.6), old=old, rollout=old + noise(0.4), ref=old + noise(0.5), entropy=noise(1.0).abs())
+        columns = dict(
+            log_probs=old + noise(0.6),
+            old=old,
+            rollout=old + noise(0.4),
+            ref=old + noise(0.5),
+            entropy=noise(1.0).abs(),
+        )
         samples.append(dict(group=group, reward=reward, length=length, **columns))
     return samples
 
@@ -45,7 +62,9 @@ def make_samples():
 def naive_result(algorithm, samples):
     """(loss, metrics, gradients to log_probs and entropy [N]) of the loops, on the same fp32 numbers in fp64."""
     as_fp64 = [
-        sample | {c: [x.double().requires_grad_(c in ("log_probs", "entropy")) for x in sample[c]] for c in COLUMNS} for sample in samples
+        sample
+        | {c: [x.double().requires_grad_(c in ("log_probs", "entropy")) for x in sample[c]] for c in COLUMNS}
+        for sample in samples
     ]
     loss, metrics = naive.naive_grpo(as_fp64, algorithm, MAX_RESPONSE_LENGTH)
     leaves = {c: [x for sample in as_fp64 for x in sample[c]] for c in ("log_probs", "entropy")}
@@ -58,10 +77,18 @@ def make_inputs(algorithm, samples):
     lengths = torch.tensor([sample["length"] for sample in samples])
     tokens = {c: torch.cat([sample[c] for sample in samples]) for c in COLUMNS}
     leaves = [tokens[c].requires_grad_() for c in ("log_probs", "entropy")]
-    columns, _ = algorithm.compute_advantages(AdvantageInputs(
-        rewards=torch.tensor([sample["reward"] for sample in samples]), group_ids=torch.tensor([sample["group"] for sample in samples]),
-        rows=torch.arange(len(samples)), response_lengths=lengths, kl_coef=algorithm.kl_coef, sum_over_ranks=lambda total: total,
-        old_log_probs=tokens["old"], ref_log_probs=tokens["ref"] if algorithm.needs_reference else None))  # fmt: skip
+    columns, _ = algorithm.compute_advantages(
+        AdvantageInputs(
+            rewards=torch.tensor([sample["reward"] for sample in samples]),
+            group_ids=torch.tensor([sample["group"] for sample in samples]),
+            rows=torch.arange(len(samples)),
+            response_lengths=lengths,
+            kl_coef=algorithm.kl_coef,
+            sum_over_ranks=lambda total: total,
+            old_log_probs=tokens["old"],
+            ref_log_probs=tokens["ref"] if algorithm.needs_reference else None,
+        )
+    )
     inputs = LossInputs(
         log_probs=leaves[0],
         entropy=leaves[1] if algorithm.needs_entropy else None,
@@ -81,28 +108,41 @@ def make_inputs(algorithm, samples):
 def take(inputs, index):
     """The LossInputs of some tokens: a micro-batch."""
     fields = {name: getattr(inputs, name) for name in LossInputs.__dataclass_fields__}
-    return LossInputs(**{name: value[index] if isinstance(value, torch.Tensor) else value for name, value in fields.items()})
+    return LossInputs(
+        **{name: value[index] if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+    )
 
 
 def gradients(loss, leaves):
     return torch.stack(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]
+)
 @pytest.mark.parametrize("kl", KLS, ids=lambda kl: "-".join(str(value) for value in kl.values()) or "no-kl")
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 def test_equals_the_loops(clip, kl, aggregation):
     samples = make_samples()
     for entropy_coef, tis_clip, by_std in itertools.product([0.0, 0.2], [None, 1.2], [True, False]):
-        options = dict(loss_aggregation=aggregation, entropy_coef=entropy_coef, tis_clip=tis_clip, normalize_advantages_by_std=by_std)
+        options = dict(
+            loss_aggregation=aggregation,
+            entropy_coef=entropy_coef,
+            tis_clip=tis_clip,
+            normalize_advantages_by_std=by_std,
+        )
         algorithm = GRPO(**clip, **kl, **options)
         expected, expected_metrics, expected_gradients = naive_result(algorithm, samples)
         inputs, leaves = make_inputs(algorithm, samples)
         loss, metrics = algorithm.loss(inputs)
         # Sequences' token sums are up to 30 / 7 times a token's loss of about 2.
         assert abs(loss.item() - expected) <= 2e-6 * 10, options
-        assert (gradients(loss, leaves) - expected_gradients).abs().max() <= 2e-6 * expected_gradients.abs().max(), options
-        assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6), options
+        assert (
+            gradients(loss, leaves) - expected_gradients
+        ).abs().max() <= 2e-6 * expected_gradients.abs().max(), options
+        assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+            expected_metrics, rel=1e-5, abs=1e-6
+        ), options
         assert not any(value.requires_grad or value.ndim for value in metrics.values())
 
 
@@ -114,12 +154,16 @@ def test_the_cases_meet_every_branch():
     assert 0.2 < naive_result(GRPO(policy_loss="cispo"), make_samples())[1]["policy/clip_fraction"] < 0.9
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]
+)
 @pytest.mark.parametrize("split", ["sequences", "tokens of any sequence", "one empty"])
 @pytest.mark.parametrize("options", [dict(clip_ratio_c=3.0), dict(policy_loss="cispo")], ids=["ppo", "cispo"])
 def test_shares_of_any_split_sum_to_the_whole(options, aggregation, split):
     """Micro-batches and data-parallel ranks: loss, gradient and metrics do not depend on who holds what. At most 1e-6."""
-    algorithm = GRPO(loss_aggregation=aggregation, kl_mode="loss", kl_coef=0.1, entropy_coef=0.05, tis_clip=1.5, **options)
+    algorithm = GRPO(
+        loss_aggregation=aggregation, kl_mode="loss", kl_coef=0.1, entropy_coef=0.05, tis_clip=1.5, **options
+    )
     inputs, leaves = make_inputs(algorithm, make_samples())
     whole, whole_metrics = algorithm.loss(inputs)
     num_tokens, generator = inputs.num_tokens, torch.Generator().manual_seed(1)
@@ -136,7 +180,9 @@ def test_shares_of_any_split_sum_to_the_whole(options, aggregation, split):
     assert all(set(metrics) == set(whole_metrics) for _, metrics in shares)
     for name, value in whole_metrics.items():
         reduce = max if name.endswith("_max") else sum
-        assert reduce(metrics[name] for _, metrics in shares).item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
+        assert reduce(metrics[name] for _, metrics in shares).item() == pytest.approx(
+            value.item(), rel=1e-5, abs=1e-7
+        ), name
 
 
 @pytest.mark.parametrize("options", [dict(clip_ratio_c=3.0), dict(policy_loss="cispo")], ids=["ppo", "cispo"])
@@ -148,7 +194,9 @@ def test_on_policy_is_reinforce_from_logits_on(options):
     algorithm = GRPO(**options)
     inputs, _ = make_inputs(algorithm, make_samples())
     log_probs, _ = vocab_parallel_log_probs(logits, targets, vocab_size=17)
-    on_policy = dict(log_probs=log_probs, old_log_probs=log_probs.detach(), rollout_log_probs=log_probs.detach())
+    on_policy = dict(
+        log_probs=log_probs, old_log_probs=log_probs.detach(), rollout_log_probs=log_probs.detach()
+    )
     fields = {name: getattr(inputs, name) for name in LossInputs.__dataclass_fields__} | on_policy
     loss, metrics = algorithm.loss(LossInputs(**fields))
     for name in ("clip_fraction", "dual_clip_fraction", "kl", "ratio_deviation_max"):
@@ -161,7 +209,9 @@ def test_on_policy_is_reinforce_from_logits_on(options):
 
 def test_equal_rewards_and_failed_samples_move_nothing():
     algorithm = GRPO()
-    samples = [sample | dict(reward=float("nan") if i == 2 else 0.7) for i, sample in enumerate(make_samples())]
+    samples = [
+        sample | dict(reward=float("nan") if i == 2 else 0.7) for i, sample in enumerate(make_samples())
+    ]
     inputs, leaves = make_inputs(algorithm, samples)
     assert (gradients(algorithm.loss(inputs)[0], leaves) == 0).all()
 
@@ -180,7 +230,11 @@ def test_entropy_bonus_raises_the_entropy():
         inputs, _ = make_inputs(algorithm, [sample | dict(reward=0.0) for sample in make_samples()])
         log_probs, entropy = vocab_parallel_log_probs(logits, targets, vocab_size=17, with_entropy=True)
         fields = {name: getattr(inputs, name) for name in LossInputs.__dataclass_fields__}
-        loss, metrics = algorithm.loss(LossInputs(**fields | dict(log_probs=log_probs, old_log_probs=log_probs.detach(), entropy=entropy)))
+        loss, metrics = algorithm.loss(
+            LossInputs(
+                **fields | dict(log_probs=log_probs, old_log_probs=log_probs.detach(), entropy=entropy)
+            )
+        )
         assert metrics["policy/entropy"].item() == pytest.approx(mean_entropy(logits), rel=1e-5)
         (gradient,) = torch.autograd.grad(loss, logits)
         assert sign * (mean_entropy(logits.detach() - 10 * gradient) - mean_entropy(logits)) > 1e-3

@@ -1,6 +1,6 @@
 """KL controllers against the formula of arXiv:1909.08593, section 2.2, and on a policy whose KL falls as the factor rises.
 
-    pytest tests/algorithms/test_kl_controller.py
+pytest tests/algorithms/test_kl_controller.py
 """
 
 import math
@@ -11,7 +11,9 @@ from megarl.algorithms import GRPO, PPO, SFT
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
 
 
-@pytest.mark.parametrize("kl, error", [(6.0, 0.0), (6.6, 0.1), (5.4, -0.1), (60.0, 0.2), (0.0, -0.2), (-3.0, -0.2), (7.2, 0.2)])
+@pytest.mark.parametrize(
+    "kl, error", [(6.0, 0.0), (6.6, 0.1), (5.4, -0.1), (60.0, 0.2), (0.0, -0.2), (-3.0, -0.2), (7.2, 0.2)]
+)
 def test_one_step_is_the_papers(kl, error):
     """With 512 samples and a horizon of 5120 the gain is the paper's K = 0.1."""
     controller = AdaptiveKLController(0.3, target=6.0, horizon=5120)
@@ -54,7 +56,9 @@ def test_what_cannot_be_is_refused():
     controller = AdaptiveKLController(0.3, target=6.0, horizon=100)
     with pytest.raises(ValueError, match=r"measured_kl \(nan\) must be finite"):
         controller.update(math.nan, 10)
-    with pytest.raises(ValueError, match=r"kl_horizon \(100\) must be above 0.2 x samples per step \(500\).*Try 5000"):
+    with pytest.raises(
+        ValueError, match=r"kl_horizon \(100\) must be above 0.2 x samples per step \(500\).*Try 5000"
+    ):
         controller.update(6.0, 500)
     controller.update(0.0, 499)
     assert controller.coef > 0
@@ -64,6 +68,13 @@ def test_what_cannot_be_is_refused():
 def test_the_flags_build_it(cls):
     assert type(cls().build_kl_controller()) is FixedKLController and cls().build_kl_controller().coef == 0
     assert cls(kl_mode="loss", kl_coef=0.2).build_kl_controller().coef == 0.2
-    adaptive = cls(kl_mode="reward", kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=77).build_kl_controller()
-    assert (type(adaptive), adaptive.coef, adaptive.target, adaptive.horizon) == (AdaptiveKLController, 0.2, 3.0, 77)
+    adaptive = cls(
+        kl_mode="reward", kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=77
+    ).build_kl_controller()
+    assert (type(adaptive), adaptive.coef, adaptive.target, adaptive.horizon) == (
+        AdaptiveKLController,
+        0.2,
+        3.0,
+        77,
+    )
     assert SFT().build_kl_controller().coef == 0

@@ -23,7 +23,10 @@ spec.loader.exec_module(naive)
 
 MAX_RESPONSE_LENGTH = 9
 KL_COEF = 0.4  # of the controller: not the flag's
-KLS = [dict()] + [dict(kl_mode=m, kl_coef=0.3, kl_estimator=k) for m, k in itertools.product(["loss", "reward"], ["k1", "abs", "k2", "k3"])]
+KLS = [dict()] + [
+    dict(kl_mode=m, kl_coef=0.3, kl_estimator=k)
+    for m, k in itertools.product(["loss", "reward"], ["k1", "abs", "k2", "k3"])
+]
 
 
 def make_samples():
@@ -33,12 +36,23 @@ def make_samples():
     for reward, length in [(1.0, 3), (0.25, 6), (0.0, 1), (math.nan, 4), (-1.5, 9), (2.0, 2), (1.0, 5)]:
         noise = lambda scale: scale * torch.randn(length, generator=generator)  # noqa: B023
         old, old_values = -2 * torch.rand(length, generator=generator), 0.5 + noise(0.7)
-        samples.append(dict(reward=reward, old=old, ref=old + noise(0.5), old_values=old_values, values=old_values + noise(0.4)))
+        samples.append(
+            dict(
+                reward=reward,
+                old=old,
+                ref=old + noise(0.5),
+                old_values=old_values,
+                values=old_values + noise(0.4),
+            )
+        )
     return samples
 
 
 def as_lists(samples):
-    return [{name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in sample.items()} for sample in samples]
+    return [
+        {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+        for sample in samples
+    ]
 
 
 def cat(samples, name):
@@ -50,10 +64,17 @@ def inputs_of(samples, rows, algorithm, sum_over_ranks=lambda total: total):
     mine = [samples[row] for row in rows]
     names = {"old_log_probs": "old", "ref_log_probs": "ref", "values": "old_values"}
     return AdvantageInputs(
-        rewards=torch.tensor([s["reward"] for s in samples]), group_ids=torch.zeros(len(samples), dtype=torch.int64),
-        rows=torch.tensor(rows, dtype=torch.int64), response_lengths=torch.tensor([len(s["old"]) for s in mine], dtype=torch.int64),
-        kl_coef=KL_COEF, sum_over_ranks=sum_over_ranks,
-        **{column: cat(mine, name) if column in algorithm.advantage_reads else None for column, name in names.items()})  # fmt: skip
+        rewards=torch.tensor([s["reward"] for s in samples]),
+        group_ids=torch.zeros(len(samples), dtype=torch.int64),
+        rows=torch.tensor(rows, dtype=torch.int64),
+        response_lengths=torch.tensor([len(s["old"]) for s in mine], dtype=torch.int64),
+        kl_coef=KL_COEF,
+        sum_over_ranks=sum_over_ranks,
+        **{
+            column: cat(mine, name) if column in algorithm.advantage_reads else None
+            for column, name in names.items()
+        },
+    )
 
 
 def on_ranks(samples, split, algorithm):
@@ -61,11 +82,16 @@ def on_ranks(samples, split, algorithm):
     contributions = []
     for rows in split:
         try:
-            algorithm.compute_advantages(inputs_of(samples, rows, algorithm, lambda mine: contributions.append(mine.clone()) or 1 / 0))
+            algorithm.compute_advantages(
+                inputs_of(samples, rows, algorithm, lambda mine: contributions.append(mine.clone()) or 1 / 0)
+            )
         except ZeroDivisionError:
             pass
     assert len(contributions) in (0, len(split)), "every rank must take part in a collective"
-    return [algorithm.compute_advantages(inputs_of(samples, rows, algorithm, lambda _: sum(contributions))) for rows in split]
+    return [
+        algorithm.compute_advantages(inputs_of(samples, rows, algorithm, lambda _: sum(contributions)))
+        for rows in split
+    ]
 
 
 def value_inputs(samples, returns, split=None):
@@ -74,9 +100,14 @@ def value_inputs(samples, returns, split=None):
     values = cat(samples, "values").requires_grad_()
     index = torch.arange(len(values)) if split is None else split
     return values, ValueLossInputs(
-        values=values[index], old_values=cat(samples, "old_values")[index], returns=returns[index],
-        response_lengths=lengths.repeat_interleave(lengths)[index], num_tokens=len(values), num_sequences=len(samples),
-        max_response_length=MAX_RESPONSE_LENGTH)  # fmt: skip
+        values=values[index],
+        old_values=cat(samples, "old_values")[index],
+        returns=returns[index],
+        response_lengths=lengths.repeat_interleave(lengths)[index],
+        num_tokens=len(values),
+        num_sequences=len(samples),
+        max_response_length=MAX_RESPONSE_LENGTH,
+    )
 
 
 def naive_columns(samples, algorithm):
@@ -88,33 +119,58 @@ def naive_columns(samples, algorithm):
 @pytest.mark.parametrize("gamma, gae_lambda", [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.97, 0.0)])
 @pytest.mark.parametrize("kl", KLS, ids=lambda kl: "-".join(str(value) for value in kl.values()) or "no-kl")
 def test_advantages_equal_the_loops(kl, gamma, gae_lambda, whiten):
-    samples, algorithm = make_samples(), PPO(gamma=gamma, gae_lambda=gae_lambda, whiten_advantages=whiten, **kl)
+    samples, algorithm = (
+        make_samples(),
+        PPO(gamma=gamma, gae_lambda=gae_lambda, whiten_advantages=whiten, **kl),
+    )
     columns, metrics = algorithm.compute_advantages(inputs_of(samples, range(7), algorithm))
     assert tuple(columns) == algorithm.advantage_writes
     advantages, returns, wanted = naive_columns(samples, algorithm)
     assert advantages.abs().max() > 1 and (advantages[10:14] == 0).all() and returns[10:14].isnan().all()
-    torch.testing.assert_close(columns["advantages"], advantages, rtol=0, atol=4e-6 * float(advantages.abs().max()))
-    torch.testing.assert_close(columns["returns"], returns, rtol=0, atol=2e-6 * float(returns.nan_to_num().abs().max()), equal_nan=True)
+    torch.testing.assert_close(
+        columns["advantages"], advantages, rtol=0, atol=4e-6 * float(advantages.abs().max())
+    )
+    torch.testing.assert_close(
+        columns["returns"],
+        returns,
+        rtol=0,
+        atol=2e-6 * float(returns.nan_to_num().abs().max()),
+        equal_nan=True,
+    )
     assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("split", [[[4, 0], [6, 3, 1], [5, 2]], [[], list(range(7)), []], [[3], [0, 1, 2, 4], [6, 5]]])
-@pytest.mark.parametrize("algorithm", [PPO(), PPO(kl_mode="reward", kl_coef=0.1, gamma=0.9), GRPO(kl_mode="reward", kl_coef=0.1)])
+@pytest.mark.parametrize(
+    "split", [[[4, 0], [6, 3, 1], [5, 2]], [[], list(range(7)), []], [[3], [0, 1, 2, 4], [6, 5]]]
+)
+@pytest.mark.parametrize(
+    "algorithm", [PPO(), PPO(kl_mode="reward", kl_coef=0.1, gamma=0.9), GRPO(kl_mode="reward", kl_coef=0.1)]
+)
 def test_does_not_depend_on_who_holds_what(algorithm, split):
     """Three ranks, one of them with nothing or with the failed sample alone. Sums in another order: 1e-6 relative."""
     samples = make_samples()
-    whole, whole_metrics = algorithm.compute_advantages(inputs_of(samples, range(7), algorithm, lambda total: total))
+    whole, whole_metrics = algorithm.compute_advantages(
+        inputs_of(samples, range(7), algorithm, lambda total: total)
+    )
     lengths = [len(s["old"]) for s in samples]
     ranks = on_ranks(samples, split, algorithm)
     for rows, (columns, _) in zip(split, ranks):
         for name, column in columns.items():
             of_sample = whole[name].split(lengths)
             wanted = torch.cat([of_sample[row] for row in rows]) if rows else torch.zeros(0)
-            torch.testing.assert_close(column, wanted, rtol=0, atol=1e-6 * float(wanted.nan_to_num().abs().max()) if rows else 0, equal_nan=True)
+            torch.testing.assert_close(
+                column,
+                wanted,
+                rtol=0,
+                atol=1e-6 * float(wanted.nan_to_num().abs().max()) if rows else 0,
+                equal_nan=True,
+            )
     assert combine(metrics for _, metrics in ranks) == pytest.approx(whole_metrics, rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]
+)
 @pytest.mark.parametrize("eps", [0.2, 0.5, None])
 def test_value_loss_equals_the_loops_whole_and_split(eps, aggregation):
     samples, algorithm = make_samples(), PPO(value_clip_eps=eps, loss_aggregation=aggregation)
@@ -132,7 +188,9 @@ def test_value_loss_equals_the_loops_whole_and_split(eps, aggregation):
             metrics.append({name: share.item() for name, share in shares.items()})
             assert not any(share.requires_grad for share in shares.values())
         assert combine(metrics) == pytest.approx(wanted, rel=2e-6, abs=1e-7)
-        torch.testing.assert_close(gradients, torch.tensor(gradient), rtol=0, atol=2e-6 * max(map(abs, gradient)))
+        torch.testing.assert_close(
+            gradients, torch.tensor(gradient), rtol=0, atol=2e-6 * max(map(abs, gradient))
+        )
 
 
 def test_a_failed_reward_changes_nothing_for_the_others():
@@ -146,7 +204,11 @@ def test_a_failed_reward_changes_nothing_for_the_others():
         assert torch.equal(torch.cat([with_it[name][:10], with_it[name][14:]]), without[name])
     all_failed = [sample | dict(reward=math.nan) for sample in samples]
     columns, metrics = algorithm.compute_advantages(inputs_of(all_failed, range(7), algorithm))
-    assert (columns["advantages"] == 0).all() and metrics["reward/failed"] == 7 and metrics["critic/explained_variance"] == 0
+    assert (
+        (columns["advantages"] == 0).all()
+        and metrics["reward/failed"] == 7
+        and metrics["critic/explained_variance"] == 0
+    )
     loss, _ = algorithm.value_loss(value_inputs(all_failed, columns["returns"])[1])
     assert loss == 0
 
@@ -171,7 +233,10 @@ def test_equal_returns_have_no_explained_variance(reward, scale):
     """gamma = lambda = 1: every return is the reward, up to the rounding of advantage + value."""
     samples = [s | dict(reward=reward, old_values=scale * s["old_values"]) for s in make_samples()]
     algorithm = PPO(gae_lambda=1.0)
-    assert algorithm.compute_advantages(inputs_of(samples, range(7), algorithm))[1]["critic/explained_variance"] == 0
+    assert (
+        algorithm.compute_advantages(inputs_of(samples, range(7), algorithm))[1]["critic/explained_variance"]
+        == 0
+    )
 
 
 def test_the_loss_takes_the_controllers_factor():
@@ -180,9 +245,20 @@ def test_the_loss_takes_the_controllers_factor():
     log_probs, old, ref = (-torch.rand(5, generator=generator) for _ in range(3))
 
     def loss(algorithm, kl_coef):
-        return algorithm.loss(LossInputs(
-            log_probs=log_probs, old_log_probs=old, ref_log_probs=ref, rollout_log_probs=old, advantages=torch.zeros(5), kl_coef=kl_coef,
-            response_lengths=torch.full((5,), 5), num_tokens=5, num_sequences=1, max_response_length=9))[0].item()  # fmt: skip
+        return algorithm.loss(
+            LossInputs(
+                log_probs=log_probs,
+                old_log_probs=old,
+                ref_log_probs=ref,
+                rollout_log_probs=old,
+                advantages=torch.zeros(5),
+                kl_coef=kl_coef,
+                response_lengths=torch.full((5,), 5),
+                num_tokens=5,
+                num_sequences=1,
+                max_response_length=9,
+            )
+        )[0].item()
 
     kl = sum(naive.estimate_kl(d, "k3") for d in (log_probs - ref).tolist()) / 5
     assert loss(PPO(kl_mode="loss", kl_coef=0.1), 0.7) == pytest.approx(0.7 * kl, rel=1e-5)
@@ -190,6 +266,14 @@ def test_the_loss_takes_the_controllers_factor():
 
 
 def test_columns():
-    assert PPO().advantage_reads == ("rewards", "values") and PPO().advantage_writes == ("advantages", "returns")
-    assert PPO(kl_mode="loss", kl_coef=0.1).advantage_reads == ("rewards", "old_log_probs", "ref_log_probs", "values")
+    assert PPO().advantage_reads == ("rewards", "values") and PPO().advantage_writes == (
+        "advantages",
+        "returns",
+    )
+    assert PPO(kl_mode="loss", kl_coef=0.1).advantage_reads == (
+        "rewards",
+        "old_log_probs",
+        "ref_log_probs",
+        "values",
+    )
     assert GRPO().advantage_reads == ("rewards",) and GRPO().advantage_writes == ("advantages",)

@@ -33,7 +33,11 @@ def test_each_is_a_frozen_dataclass_with_defaults():
 
 def test_choices_are_those_of_the_kernels():
     hints = typing.get_type_hints(GRPO)
-    assert hints["loss_aggregation"] == LossAggregation and hints["kl_estimator"] == KLEstimator and hints["policy_loss"] == PolicyLossKind
+    assert (
+        hints["loss_aggregation"] == LossAggregation
+        and hints["kl_estimator"] == KLEstimator
+        and hints["policy_loss"] == PolicyLossKind
+    )
 
 
 def test_needs():
@@ -59,10 +63,16 @@ def test_needs():
         (dict(clip_ratio_c=1.0), r"clip_ratio_c \(1.0\): must be above 1"),
         (dict(tis_clip=0.0), r"tis_clip \(0.0\): must be above 0"),
         (dict(entropy_coef=math.nan), r"entropy_coef \(nan\)"),
-        (dict(policy_loss="cispo", clip_ratio_c=3.0), r"clip_ratio_c \(3.0\): is not for --policy-loss cispo"),
+        (
+            dict(policy_loss="cispo", clip_ratio_c=3.0),
+            r"clip_ratio_c \(3.0\): is not for --policy-loss cispo",
+        ),
         (dict(policy_loss="gspo"), r"policy_loss \(gspo\): must be ppo or cispo"),
         (dict(kl_straight_through=True), r"kl_straight_through \(True\): needs --kl-mode loss"),
-        (dict(kl_straight_through=True, kl_mode="reward", kl_coef=0.1), r"kl_straight_through \(True\): needs --kl-mode loss"),
+        (
+            dict(kl_straight_through=True, kl_mode="reward", kl_coef=0.1),
+            r"kl_straight_through \(True\): needs --kl-mode loss",
+        ),
         (dict(kl_controller="adaptive"), r"kl_controller \(adaptive\): needs --kl-mode loss or reward"),
         (dict(kl_controller="none"), r"kl_controller \(none\): must be fixed or adaptive"),
         (dict(kl_target=0.0), r"kl_target \(0.0\): must be above 0"),

@@ -7,7 +7,14 @@ from megarl.algorithms import SFT, LossInputs
 
 def inputs(log_probs, num_tokens):
     lengths = torch.ones(len(log_probs), dtype=torch.int64)
-    return LossInputs(log_probs=log_probs, response_lengths=lengths, num_tokens=num_tokens, num_sequences=1, max_response_length=9, kl_coef=0.0)
+    return LossInputs(
+        log_probs=log_probs,
+        response_lengths=lengths,
+        num_tokens=num_tokens,
+        num_sequences=1,
+        max_response_length=9,
+        kl_coef=0.0,
+    )
 
 
 def test_equals_cross_entropy_however_it_is_split():
@@ -21,7 +28,9 @@ def test_equals_cross_entropy_however_it_is_split():
         shares = [SFT().loss(inputs(part, 11)) for part in log_probs.split(sizes)]
         loss = sum(share for share, _ in shares)
         torch.testing.assert_close(loss, expected, atol=1e-14, rtol=0)
-        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected_gradient, atol=1e-15, rtol=0)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, logits)[0], expected_gradient, atol=1e-15, rtol=0
+        )
         assert [set(metrics) for _, metrics in shares] == [{"policy/loss"}] * len(sizes)
         assert sum(metrics["policy/loss"] for _, metrics in shares) == loss.detach()
         assert not shares[0][1]["policy/loss"].requires_grad

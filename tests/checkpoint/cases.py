@@ -15,5 +15,11 @@ CASES = (
     ("qwen3_lora", "tp2_sp+bf16", ("pp2+sharded+bf16",)),
 )
 
-MEGATRON_CASES = (("qwen3", "tp2_sp"), ("qwen3", "pp2"), ("qwen2", "tp2"), ("qwen3_moe", "tp2_sp_ep2"), ("deepseek_v3", "ep2"))
+MEGATRON_CASES = (
+    ("qwen3", "tp2_sp"),
+    ("qwen3", "pp2"),
+    ("qwen2", "tp2"),
+    ("qwen3_moe", "tp2_sp_ep2"),
+    ("deepseek_v3", "ep2"),
+)
 """What megatron.core.dist_checkpointing saves. Not tied over two stages: it would ask the global parallel_state."""

@@ -14,8 +14,22 @@ import pytest
 def saved(tmp_path_factory) -> Path:
     """The folder with models, checkpoints and reports."""
     out = tmp_path_factory.mktemp("checkpoints")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(Path(__file__).with_name("run_checkpoints.py")), str(out)], capture_output=True, text=True, timeout=240, cwd=out)  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(Path(__file__).with_name("run_checkpoints.py")),
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=out,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 

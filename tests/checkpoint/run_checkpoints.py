@@ -1,6 +1,6 @@
 """Run under torchrun with 2 ranks: save in one layout, load in others. Writes a JSON report for test_layouts.py.
 
-    torchrun --nproc-per-node 2 tests/checkpoint/run_checkpoints.py OUT_FOLDER
+torchrun --nproc-per-node 2 tests/checkpoint/run_checkpoints.py OUT_FOLDER
 """
 
 from __future__ import annotations
@@ -51,14 +51,27 @@ LAYOUTS = {
     "dp2": (MeshSpec((0, 1)), ParallelConfig()),
     "tp2": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2)),
     "tp2_sp": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
-    "tp2_stacked": (MeshSpec((0, 1), tp=2), ParallelConfig(tensor_model_parallel_size=2, qkv_layout="stacked")),
+    "tp2_stacked": (
+        MeshSpec((0, 1), tp=2),
+        ParallelConfig(tensor_model_parallel_size=2, qkv_layout="stacked"),
+    ),
     "pp2": (MeshSpec((0, 1), pp=2), ParallelConfig(pipeline_model_parallel_size=2)),
-    "pp2_vpp2": (MeshSpec((0, 1), pp=2, vpp=2), ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
+    "pp2_vpp2": (
+        MeshSpec((0, 1), pp=2, vpp=2),
+        ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    ),
     "cp2": (MeshSpec((0, 1), cp=2), ParallelConfig(context_parallel_size=2)),
     "ep2": (MeshSpec((0, 1), ep=2), ParallelConfig(expert_model_parallel_size=2)),
-    "tp2_sp_ep2": (MeshSpec((0, 1), tp=2, ep=2, etp=1), ParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
-}  # fmt: skip
+    "tp2_sp_ep2": (
+        MeshSpec((0, 1), tp=2, ep=2, etp=1),
+        ParallelConfig(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        ),
+    ),
+}
 
 
 class Job:
@@ -71,10 +84,18 @@ class Job:
         shape = ModelShape.load(folder, value_head=self.critic)
         model = ModelConfig(model=str(folder), bf16="bf16" in flags)
         # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
-        optimizer = OptimizerConfig(lr=1e-3, lr_warmup_iters=3, lr_decay_style="linear", adam_eps=1e-5,
-                                    use_distributed_optimizer=not {"sharded", "fsdp"}.isdisjoint(flags), use_megatron_fsdp="fsdp" in flags)  # fmt: skip
+        optimizer = OptimizerConfig(
+            lr=1e-3,
+            lr_warmup_iters=3,
+            lr_decay_style="linear",
+            adam_eps=1e-5,
+            use_distributed_optimizer=not {"sharded", "fsdp"}.isdisjoint(flags),
+            use_megatron_fsdp="fsdp" in flags,
+        )
         lora = LoRAConfig(lora_rank=4) if folder.name.endswith("_lora") else None
-        self.model: TrainedModel = (ValueModel if self.critic else Policy)(shape, self.mesh, model, parallel, optimizer, train_iters=10, lora=lora)
+        self.model: TrainedModel = (ValueModel if self.critic else Policy)(
+            shape, self.mesh, model, parallel, optimizer, train_iters=10, lora=lora
+        )
         self.atlas = megatron_atlases(shape, self.mesh, parallel)[dist.get_rank()]
         load_hf(folder, self.atlas, self.model.parameters, shape)
         if lora is not None:
@@ -87,9 +108,14 @@ class Job:
         """Returns what this rank contributes: the loss, and the gradient's norm on one rank."""
         batch, model, out = self.batch, self.model, []
         num_tokens = int(batch.response_mask.sum())
-        samples = [Sample(i, int(n), int(r)) for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True))]
+        samples = [
+            Sample(i, int(n), int(r))
+            for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True))
+        ]
         (mini,) = plan_mini_batches(samples, len(samples), {}, self.mesh.dp, 40, 64, "a")
-        micros = [MicroBatch.of(batch.select_samples(ids)) for ids in mini.micro_batches[model.groups.dp.rank()]]
+        micros = [
+            MicroBatch.of(batch.select_samples(ids)) for ids in mini.micro_batches[model.groups.dp.rank()]
+        ]
 
         def policy_loss(micro, log_probs, entropy, rows):
             value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens
@@ -101,7 +127,9 @@ class Job:
 
         for _ in range(steps):
             model.advance_schedule()
-            out.append(model.update(micros, value_loss) if self.critic else model.update(micros, policy_loss, 1.0))
+            out.append(
+                model.update(micros, value_loss) if self.critic else model.update(micros, policy_loss, 1.0)
+            )
         return out
 
     def weights(self) -> list[torch.Tensor]:
@@ -112,7 +140,9 @@ def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(3)
 
     def ids(low: int, high: int) -> list[int]:
-        return torch.randint(0, 128, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator).tolist()
+        return torch.randint(
+            0, 128, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator
+        ).tolist()
 
     batch = Batch.from_samples(list(range(6)), [ids(1, 9) for _ in range(6)], [ids(1, 12) for _ in range(6)])
     batch.advantages = torch.randn(len(batch.tokens), generator=generator) * batch.response_mask
@@ -122,10 +152,17 @@ def make_batch() -> Batch:
 def different_tensors(one: Path, other: Path) -> tuple[int, list[str]]:
     """How many tensors a checkpoint has, and which are not bit-equal in another."""
     a, b = Checkpoint(one), Checkpoint(other)
-    assert {k: sorted(v) for k, v in a.manifest.tensors.items()} == {k: sorted(v) for k, v in b.manifest.tensors.items()}
+    assert {k: sorted(v) for k, v in a.manifest.tensors.items()} == {
+        k: sorted(v) for k, v in b.manifest.tensors.items()
+    }
     names = [(kind, name) for kind in a.manifest.tensors for name in a.tensors(kind)]
-    return len(names), [f"{kind} {name}" for kind, name in names
-                        if not same_bits(a.read(kind, name, box := whole(a.tensors(kind)[name].shape)), b.read(kind, name, box))]  # fmt: skip
+    return len(names), [
+        f"{kind} {name}"
+        for kind, name in names
+        if not same_bits(
+            a.read(kind, name, box := whole(a.tensors(kind)[name].shape)), b.read(kind, name, box)
+        )
+    ]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -183,7 +220,9 @@ def refusals(out: Path) -> dict[str, list[str]]:
     messages["untouched"] = str(all(map(same_bits, before, job.weights())))
     attempt("weights are whole", lambda: load_checkpoint(saved, job.model, job.atlas, weights_only=True))
     messages["loaded"] = str(not all(map(same_bits, before, job.weights())))
-    with unittest.mock.patch.object(save_module, "write_tensors", full_disk if dist.get_rank() == 1 else save_module.write_tensors):
+    with unittest.mock.patch.object(
+        save_module, "write_tensors", full_disk if dist.get_rank() == 1 else save_module.write_tensors
+    ):
         attempt("disk full", lambda: save_checkpoint(out / "full", job.model, job.atlas))
     dist.barrier()
     messages["left"] = str(sorted(p.name for p in out.glob("*full*")))
@@ -192,10 +231,18 @@ def refusals(out: Path) -> dict[str, list[str]]:
 
 def load_weights_only(out: Path) -> list[str]:
     """Into a bf16 model with masters: what of the weights is no longer what was saved. [] on all ranks but the first."""
-    saved, again, job = out / "qwen2-dp2+sharded+bf16", out / "weights_only", Job(out / "qwen2", "tp2_sp+bf16")
+    saved, again, job = (
+        out / "qwen2-dp2+sharded+bf16",
+        out / "weights_only",
+        Job(out / "qwen2", "tp2_sp+bf16"),
+    )
     load_checkpoint(saved, job.model, job.atlas, weights_only=True)
     save_checkpoint(again, job.model, job.atlas)
-    return [name for name in different_tensors(saved, again)[1] if name.startswith("weights")] if dist.get_rank() == 0 else []
+    return (
+        [name for name in different_tensors(saved, again)[1] if name.startswith("weights")]
+        if dist.get_rank() == 0
+        else []
+    )
 
 
 def full_disk(path: Path, entries: object) -> None:
@@ -205,9 +252,32 @@ def full_disk(path: Path, entries: object) -> None:
 def run_roles(out: Path, *flags: str) -> dict[str, bool]:
     """Actor and critic of a job, in layouts of their own, with everything in host memory between calls: is what was saved there again?"""
     lora = "-".join(flags)
-    config = load_config(["--algorithm", "ppo", "--model", str(out / "qwen3"), "--train-data", str(out / "report_0.json"), "--save", str(out / "run"),
-                          "--train-iters", "2", "--nproc-per-node", "2", "--tensor-model-parallel-size", "2", "--critic-tensor-model-parallel-size",
-                          "1", "--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS, *flags], REGISTRY)  # fmt: skip
+    config = load_config(
+        [
+            "--algorithm",
+            "ppo",
+            "--model",
+            str(out / "qwen3"),
+            "--train-data",
+            str(out / "report_0.json"),
+            "--save",
+            str(out / "run"),
+            "--train-iters",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--tensor-model-parallel-size",
+            "2",
+            "--critic-tensor-model-parallel-size",
+            "1",
+            "--actor-offload",
+            *OFFLOAD_PARTS,
+            "--critic-offload",
+            *OFFLOAD_PARTS,
+            *flags,
+        ],
+        REGISTRY,
+    )
     roles, report = build_roles(config, world_size=2), {}
     for name in ("actor", "critic"):
         roles[name].setup()
@@ -231,7 +301,9 @@ def save_by_megatron(folder: Path, job: Job) -> None:
     with cpu_megatron(), unittest.mock.patch.object(sys.modules["__main__"], "__file__", None):
         metadata = {"dp_cp_group": job.model.groups.dp_cp}
         (model,) = job.model.chunks
-        dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata), "iteration": 3}, str(folder))
+        dist_checkpointing.save(
+            {"model": model.sharded_state_dict(metadata=metadata), "iteration": 3}, str(folder)
+        )
 
 
 def main(out: Path) -> None:

@@ -1,6 +1,6 @@
 """Jobs of supervised fine-tuning in one process, interrupted, damaged and held up in every way. test_resume.py judges what they leave.
 
-    python tests/checkpoint/run_resume.py OUT_FOLDER
+python tests/checkpoint/run_resume.py OUT_FOLDER
 """
 
 from __future__ import annotations
@@ -37,9 +37,36 @@ NUM_ROWS = 40  # five steps are a pass, so a cursor that began anew would show
 @contextlib.contextmanager
 def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO]]:
     """A job that was not trained yet, and what it tells."""
-    config = load_config(["--algorithm", "sft", "--executor", "inline", "--model", str(out / "data" / "model"), "--train-data", str(out / "rows.jsonl"),
-                          "--global-batch-size", "8", "--lr", "1e-2", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--lr-decay-iters", "12",
-                          "--max-prompt-length", "64", "--max-response-length", "64", "--save", str(out / save), *flags], REGISTRY)  # fmt: skip
+    config = load_config(
+        [
+            "--algorithm",
+            "sft",
+            "--executor",
+            "inline",
+            "--model",
+            str(out / "data" / "model"),
+            "--train-data",
+            str(out / "rows.jsonl"),
+            "--global-batch-size",
+            "8",
+            "--lr",
+            "1e-2",
+            "--lr-warmup-iters",
+            "2",
+            "--lr-decay-style",
+            "linear",
+            "--lr-decay-iters",
+            "12",
+            "--max-prompt-length",
+            "64",
+            "--max-response-length",
+            "64",
+            "--save",
+            str(out / save),
+            *flags,
+        ],
+        REGISTRY,
+    )
     inputs, told = read_inputs(config, 1), io.StringIO()
     shown = Progress(config.batch.train_iters, told, terminal=False)
     with inline_ranks(config) as executor, open_job(executor, config, inputs, 1, shown) as job:
@@ -56,17 +83,22 @@ def interrupted(out: Path) -> dict[str, str]:
     train(out, "whole", 8)
     train(out, "parts", 5, "--save-interval", "3")
     shutil.copytree(out / "parts", out / "parts_after_5")
-    told = train(out, "parts", 8, "--save-interval", "3", "--load", str(out / "parts" / "checkpoints" / "step_000003"))
-    shutil.copytree(out / "parts_after_5", out / "lost")  # a job that ended between its last checkpoint and its export
+    told = train(
+        out, "parts", 8, "--save-interval", "3", "--load", str(out / "parts" / "checkpoints" / "step_000003")
+    )
+    shutil.copytree(
+        out / "parts_after_5", out / "lost"
+    )  # a job that ended between its last checkpoint and its export
     shutil.rmtree(out / "lost" / "hf")
     train(out, "lost", 5, "--load", str(out / "lost"))
     for _ in range(2):  # the loss falls below 2.5 at step 6
         train(out, "early", 8, "--exit-loss", "2.5", "--save-interval", "5", "--load", str(out / "early"))
     return {
-        "own folder": told, "another folder": train(out, "elsewhere", 8, "--load", str(out / "parts_after_5")),
+        "own folder": told,
+        "another folder": train(out, "elsewhere", 8, "--load", str(out / "parts_after_5")),
         "nothing there": train(out, "requeued", 2, "--save-interval", "2", "--load", str(out / "requeued")),
         "there now": train(out, "requeued", 4, "--save-interval", "2", "--load", str(out / "requeued")),
-    }  # fmt: skip
+    }
 
 
 def flip_last_byte(path: Path) -> None:
@@ -83,8 +115,12 @@ DAMAGES = {
     "missing": lambda folder: (folder / "actor" / "exp_avg_sq-00000.safetensors").unlink(),
     "no manifest": lambda folder: (folder / "actor" / "checkpoint.json").unlink(),
     "no job": lambda folder: (folder / "job.json").unlink(),
-    "job changed": lambda folder: (folder / "job.json").write_text((folder / "job.json").read_text().replace('"step": 5', '"step": 4')),
-    "another manifest": lambda folder: shutil.copy(folder.with_name("step_000003") / "actor" / "checkpoint.json", folder / "actor"),
+    "job changed": lambda folder: (folder / "job.json").write_text(
+        (folder / "job.json").read_text().replace('"step": 5', '"step": 4')
+    ),
+    "another manifest": lambda folder: shutil.copy(
+        folder.with_name("step_000003") / "actor" / "checkpoint.json", folder / "actor"
+    ),
 }
 
 
@@ -97,7 +133,11 @@ def damaged(out: Path) -> dict[str, dict[str, object]]:
         damage(run / "checkpoints" / "step_000005")
         with opened(out, f"damaged/{name}", "--train-iters", "8", "--load", str(run)) as (job, told):
             job.set_up()
-            report[name] = {"step": job.checkpoints.restore(), "told": told.getvalue(), "rows": job.first.cursor.next_rows(3)}
+            report[name] = {
+                "step": job.checkpoints.restore(),
+                "told": told.getvalue(),
+                "rows": job.first.cursor.next_rows(3),
+            }
     run = out / "damaged" / "flipped"  # its step 5 is set aside now
     DAMAGES["flipped"](run / "checkpoints" / "step_000003")
     before = sorted(str(path) for path in run.rglob("*"))
@@ -106,7 +146,10 @@ def damaged(out: Path) -> dict[str, dict[str, object]]:
             job.set_up()
             job.checkpoints.restore()
     except NoWholeCheckpoint as error:
-        report["all"] = {"told": str(error), "untouched": before == sorted(str(path) for path in run.rglob("*"))}
+        report["all"] = {
+            "told": str(error),
+            "untouched": before == sorted(str(path) for path in run.rglob("*")),
+        }
     return report
 
 
@@ -120,7 +163,10 @@ def held_up(out: Path) -> list[str]:
         events.append("write ends")
         return real(path, entries)
 
-    with opened(out, "held", "--train-iters", "4") as (job, _), unittest.mock.patch.object(save_module, "write_tensors", slow):
+    with (
+        opened(out, "held", "--train-iters", "4") as (job, _),
+        unittest.mock.patch.object(save_module, "write_tensors", slow),
+    ):
         actor = job.role("actor")
         job.set_up()
         lengths = actor.load_dataset().first()
@@ -129,7 +175,9 @@ def held_up(out: Path) -> list[str]:
             actor.receive_rows(job.plan_rows(rows, lengths))
             job.finish_sft_step(step, rows, lengths, actor.update())
             events.append(f"step {step}")
-            events += [f"visible {path.name}" for path in sorted((out / "held" / "checkpoints").glob("step_*"))]
+            events += [
+                f"visible {path.name}" for path in sorted((out / "held" / "checkpoints").glob("step_*"))
+            ]
             if step == 1:
                 job.checkpoints.save(step)
                 while not events.count("write begins"):
@@ -163,7 +211,10 @@ def disk_full(out: Path) -> dict[str, object]:
         try:
             train(out, "full", 6, "--save-interval", "2")
         except RemoteError as error:
-            return {"told": str(error), "left": sorted(path.name for path in (out / "full" / "checkpoints").iterdir())}
+            return {
+                "told": str(error),
+                "left": sorted(path.name for path in (out / "full" / "checkpoints").iterdir()),
+            }
     return {}
 
 
@@ -171,12 +222,37 @@ def main(out: Path) -> None:
     make_sums(out / "data", seed=0)
     with open(out / "data" / "sft_worked.jsonl") as rows:
         (out / "rows.jsonl").write_text("".join(itertools.islice(rows, NUM_ROWS)))
-    report = {"told": interrupted(out), "damaged": damaged(out), "held up": held_up(out), "disk full": disk_full(out),
-              "failed": failed_after_writing(out)}  # fmt: skip
-    report["best"] = train(out, "best", 6, "--save-interval", "1", "--keep", "1", "--best-metric", "policy/loss", "--best-metric-mode", "max")
+    report = {
+        "told": interrupted(out),
+        "damaged": damaged(out),
+        "held up": held_up(out),
+        "disk full": disk_full(out),
+        "failed": failed_after_writing(out),
+    }
+    report["best"] = train(
+        out,
+        "best",
+        6,
+        "--save-interval",
+        "1",
+        "--keep",
+        "1",
+        "--best-metric",
+        "policy/loss",
+        "--best-metric-mode",
+        "max",
+    )
     report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/accuracy")
-    report["converted"] = convert(["--model", str(out / "data" / "model"), "--load", str(out / "parts" / "checkpoints" / "step_000008" / "actor"),
-                                   "--save", str(out / "converted")])  # fmt: skip
+    report["converted"] = convert(
+        [
+            "--model",
+            str(out / "data" / "model"),
+            "--load",
+            str(out / "parts" / "checkpoints" / "step_000008" / "actor"),
+            "--save",
+            str(out / "converted"),
+        ]
+    )
     (out / "report.json").write_text(json.dumps(report))
 
 

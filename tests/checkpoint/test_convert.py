@@ -35,14 +35,23 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of a Hugging Face folder, or of a checkpoint."""
     if (folder / "checkpoint.json").exists():
         reader = Checkpoint(folder)
-        return {name: reader.read("weights", name, whole(t.shape)).view(t.shape) for name, t in reader.tensors("weights").items()}
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+        return {
+            name: reader.read("weights", name, whole(t.shape)).view(t.shape)
+            for name, t in reader.tensors("weights").items()
+        }
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def same(a: Path, b: Path, dtype: torch.dtype = torch.float32) -> bool:
     """b has the tensors of a, in a dtype, and nothing else."""
     before, after = weights(a), weights(b)
-    return before.keys() == after.keys() and all(before[n].to(dtype).equal(after[n]) and after[n].dtype == dtype for n in before)
+    return before.keys() == after.keys() and all(
+        before[n].to(dtype).equal(after[n]) and after[n].dtype == dtype for n in before
+    )
 
 
 def convert(*arguments: object) -> int:
@@ -50,15 +59,30 @@ def convert(*arguments: object) -> int:
 
 
 def test_to_a_checkpoint_and_back(model, tmp_path, capsys):
-    assert convert("--model", model, "--save", tmp_path / "a", "--to", "checkpoint", "--max-shard-size", "100KB") == 0
-    assert len(Checkpoint(tmp_path / "a").manifest.files) > 2 and Checkpoint(tmp_path / "a").state["dtype"] == "float32"
-    files = {name: t for path in (tmp_path / "a").glob("*.safetensors") for name, t in load_file(path).items()}
-    assert all(t.equal(files[name]) for name, t in weights(model).items())  # whole, under their own names: any reader has them
+    assert (
+        convert("--model", model, "--save", tmp_path / "a", "--to", "checkpoint", "--max-shard-size", "100KB")
+        == 0
+    )
+    assert (
+        len(Checkpoint(tmp_path / "a").manifest.files) > 2
+        and Checkpoint(tmp_path / "a").state["dtype"] == "float32"
+    )
+    files = {
+        name: t for path in (tmp_path / "a").glob("*.safetensors") for name, t in load_file(path).items()
+    }
+    assert all(
+        t.equal(files[name]) for name, t in weights(model).items()
+    )  # whole, under their own names: any reader has them
     assert convert("--model", model, "--load", tmp_path / "a", "--save", tmp_path / "b") == 0
     assert same(model, tmp_path / "b")
     assert {path.name for path in (tmp_path / "b").iterdir()} == {path.name for path in model.iterdir()}
-    assert json.loads((tmp_path / "b" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
-    assert capsys.readouterr().out == f"47 tensors in torch.float32: {tmp_path / 'a'}\n47 tensors in torch.float32: {tmp_path / 'b'}\n"
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == json.loads(
+        (model / "config.json").read_text()
+    )
+    assert (
+        capsys.readouterr().out
+        == f"47 tensors in torch.float32: {tmp_path / 'a'}\n47 tensors in torch.float32: {tmp_path / 'b'}\n"
+    )
     assert not [path for path in tmp_path.iterdir() if path.name not in ("a", "b")]
 
 
@@ -66,7 +90,12 @@ def test_shards_with_an_index_in_another_dtype_are_what_transformers_loads(model
     from transformers import AutoModelForCausalLM
 
     (tmp_path / "out").mkdir()  # empty is as good as absent
-    assert convert("--model", model, "--save", tmp_path / "out", "--dtype", "bfloat16", "--max-shard-size", "0.1MB") == 0
+    assert (
+        convert(
+            "--model", model, "--save", tmp_path / "out", "--dtype", "bfloat16", "--max-shard-size", "0.1MB"
+        )
+        == 0
+    )
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == weights(model).keys() and len({*index["weight_map"].values()}) > 2
     assert max(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 1.05e5
@@ -78,8 +107,15 @@ def test_shards_with_an_index_in_another_dtype_are_what_transformers_loads(model
     assert same(tmp_path / "out", tmp_path / "again", torch.bfloat16)
 
 
-@pytest.mark.parametrize("checkpoint, family", [("qwen3-pp2_vpp2", "qwen3"), ("qwen3_moe-ep2+sharded", "qwen3_moe"),
-                                                ("qwen2-dp2+sharded+bf16", "qwen2"), ("qwen3_critic-pp2", "qwen3_critic")])  # fmt: skip
+@pytest.mark.parametrize(
+    "checkpoint, family",
+    [
+        ("qwen3-pp2_vpp2", "qwen3"),
+        ("qwen3_moe-ep2+sharded", "qwen3_moe"),
+        ("qwen2-dp2+sharded+bf16", "qwen2"),
+        ("qwen3_critic-pp2", "qwen3_critic"),
+    ],
+)
 def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family):
     """Of any layout; in the dtype of the model, not of its masters; a critic becomes a sequence classifier."""
     assert convert("--model", saved / family, "--load", saved / checkpoint, "--save", tmp_path / "out") == 0
@@ -91,18 +127,63 @@ def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family)
     assert architecture.endswith("ForSequenceClassification" if "critic" in family else "ForCausalLM")
 
 
-@pytest.mark.parametrize("family, source, arguments, dtype", [
-    ("qwen3_moe", "qwen3_moe-ep2+sharded", ("--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1),
-     torch.float32),
-    ("qwen3", "qwen3", ("--pipeline-model-parallel-size", 2, "--to", "checkpoint", "--dtype", "bfloat16"), torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, source, arguments, dtype",
+    [
+        (
+            "qwen3_moe",
+            "qwen3_moe-ep2+sharded",
+            (
+                "--tensor-model-parallel-size",
+                2,
+                "--expert-model-parallel-size",
+                2,
+                "--expert-tensor-parallel-size",
+                1,
+            ),
+            torch.float32,
+        ),
+        (
+            "qwen3",
+            "qwen3",
+            ("--pipeline-model-parallel-size", 2, "--to", "checkpoint", "--dtype", "bfloat16"),
+            torch.bfloat16,
+        ),
+    ],
+)
 def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dtype):
     """On two ranks that megarl starts; it compares too, and says so."""
-    command = [sys.executable, "-m", "megarl.cli", "convert", "--model", saved / family, "--load", saved / source, "--save", "out", *arguments]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "convert",
+        "--model",
+        saved / family,
+        "--load",
+        saved / source,
+        "--save",
+        "out",
+        *arguments,
+    ]
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.endswith(f" tensors, equal to {saved / source} in {dtype}: out\n")
-    assert convert("--model", saved / family, "--load", saved / source, "--save", tmp_path / "streamed", "--dtype", str(dtype)[6:]) == 0
+    assert (
+        convert(
+            "--model",
+            saved / family,
+            "--load",
+            saved / source,
+            "--save",
+            tmp_path / "streamed",
+            "--dtype",
+            str(dtype)[6:],
+        )
+        == 0
+    )
     assert same(tmp_path / "streamed", tmp_path / "out", dtype)
 
 
@@ -128,7 +209,9 @@ def rewrite_metadata(source: Path, target: Path, change) -> Path:
 def rename(metadata, new_name) -> None:
     """Tensors, by a function of their names that gives None to drop one."""
     tensors, places = metadata.state_dict_metadata, {}
-    metadata.state_dict_metadata = {new: stored for name, stored in tensors.items() if (new := new_name(name)) is not None}
+    metadata.state_dict_metadata = {
+        new: stored for name, stored in tensors.items() if (new := new_name(name)) is not None
+    }
     for index, place in metadata.storage_data.items():
         if (new := new_name(index.fqn)) is not None:
             places[type(index)(new, index.offset, index.index)] = place
@@ -139,9 +222,15 @@ def test_names_of_other_versions_and_specs(saved, tmp_path):
     """Transformer Engine's mixtures keep pre_mlp_layernorm; the folder above iter_... is found by its last iteration."""
     source = saved / "megatron-qwen3_moe-tp2_sp_ep2"
     other = {"decoder.layers.mlp.linear_fc1.layer_norm_weight": "decoder.layers.pre_mlp_layernorm.weight"}
-    rewrite_metadata(source, tmp_path / "all" / "iter_0000003", lambda metadata: rename(metadata, lambda name: other.get(name, name)))
+    rewrite_metadata(
+        source,
+        tmp_path / "all" / "iter_0000003",
+        lambda metadata: rename(metadata, lambda name: other.get(name, name)),
+    )
     (tmp_path / "all" / "latest_checkpointed_iteration.txt").write_text("3\n")
-    assert convert("--model", saved / "qwen3_moe", "--load", tmp_path / "all", "--save", tmp_path / "out") == 0
+    assert (
+        convert("--model", saved / "qwen3_moe", "--load", tmp_path / "all", "--save", tmp_path / "out") == 0
+    )
     assert same(saved / "qwen3_moe", tmp_path / "out")
 
 
@@ -155,15 +244,30 @@ class Reaches:
         return getattr, (torch.Size, "numel")
 
 
-@pytest.mark.parametrize("change, reason", [
-    (lambda m: rename(m, lambda name: None if name == QKV else name), f"{QKV} is missing"),
-    (lambda m: rename(m, lambda name: "decoder.layers.mamba.weight" if name == QKV else name), "decoder.layers.mamba.weight is not a tensor of this model"),
-    (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((4, 256, 63))), f"{QKV} is 4x256x63 there, and number 0 should be 256x64"),
-    (lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((3, 256, 64))), f"{QKV} is 3x256x64 there, and number 3 should be 256x64"),
-    (lambda m: m.storage_data.clear(), "does not say where the part of"),
-    (lambda m: m.__dict__.update(planner_data=os.system), "is refused: its .metadata wants posix.system"),
-    (lambda m: m.__dict__.update(planner_data=Reaches()), "is refused: its .metadata wants attribute numel of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda m: rename(m, lambda name: None if name == QKV else name), f"{QKV} is missing"),
+        (
+            lambda m: rename(m, lambda name: "decoder.layers.mamba.weight" if name == QKV else name),
+            "decoder.layers.mamba.weight is not a tensor of this model",
+        ),
+        (
+            lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((4, 256, 63))),
+            f"{QKV} is 4x256x63 there, and number 0 should be 256x64",
+        ),
+        (
+            lambda m: m.state_dict_metadata[QKV].__dict__.update(size=torch.Size((3, 256, 64))),
+            f"{QKV} is 3x256x64 there, and number 3 should be 256x64",
+        ),
+        (lambda m: m.storage_data.clear(), "does not say where the part of"),
+        (lambda m: m.__dict__.update(planner_data=os.system), "is refused: its .metadata wants posix.system"),
+        (
+            lambda m: m.__dict__.update(planner_data=Reaches()),
+            "is refused: its .metadata wants attribute numel of",
+        ),
+    ],
+)
 def test_other_models_and_dangerous_files_are_refused(saved, tmp_path, capsys, change, reason):
     source = rewrite_metadata(saved / "megatron-qwen3-pp2", tmp_path / "a", change)
     assert convert("--model", saved / "qwen3", "--load", source, "--save", tmp_path / "out") in (1, 2)
@@ -204,11 +308,27 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.fixture(scope="module")
 def many_layers(tmp_path_factory) -> Path:
     """40 layers, 173 MB in one file; the largest tensor has 1.5 MB."""
-    folder = make_folder(tmp_path_factory.mktemp("large") / "model", "qwen3", num_hidden_layers=1, hidden_size=384, intermediate_size=1024)
-    one = {name: t.clone() for name, t in weights(folder).items()}  # the library maps the file, which is written anew
+    folder = make_folder(
+        tmp_path_factory.mktemp("large") / "model",
+        "qwen3",
+        num_hidden_layers=1,
+        hidden_size=384,
+        intermediate_size=1024,
+    )
+    one = {
+        name: t.clone() for name, t in weights(folder).items()
+    }  # the library maps the file, which is written anew
     tensors = {name: t for name, t in one.items() if "layers.0." not in name}
-    tensors |= {name.replace("layers.0.", f"layers.{i}."): t for i in range(40) for name, t in one.items() if "layers.0." in name}
-    write_tensors(folder / "model.safetensors", [Entry(name, t.dtype, tuple(t.shape), lambda t=t: [t]) for name, t in tensors.items()])
+    tensors |= {
+        name.replace("layers.0.", f"layers.{i}."): t
+        for i in range(40)
+        for name, t in one.items()
+        if "layers.0." in name
+    }
+    write_tensors(
+        folder / "model.safetensors",
+        [Entry(name, t.dtype, tuple(t.shape), lambda t=t: [t]) for name, t in tensors.items()],
+    )
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 40}
     config.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
@@ -218,7 +338,9 @@ def many_layers(tmp_path_factory) -> Path:
 def test_memory_does_not_grow_with_the_model(many_layers, tmp_path):
     """Both ways; the whole model would be four times the limit."""
     assert (many_layers / "model.safetensors").stat().st_size > 150e6
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(many_layers), str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(many_layers), str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) < 40_000  # KiB, beside tensors of 150 MB
     assert same(many_layers, tmp_path / "b", torch.bfloat16)
@@ -231,7 +353,10 @@ def test_weights_that_are_not_this_models(model, tmp_path, capsys):
     other = make_folder(tmp_path / "other", "qwen3", num_hidden_layers=5, intermediate_size=64)
     assert convert("--model", model, "--load", other, "--save", tmp_path / "out") == 2
     told = capsys.readouterr().err
-    assert f"megarl convert: the weights in {other} do not fit the model: model.layers.4.input_layernorm.weight is not a tensor of this model" in told
+    assert (
+        f"megarl convert: the weights in {other} do not fit the model: model.layers.4.input_layernorm.weight is not a tensor of this model"
+        in told
+    )
     assert convert("--model", other, "--load", model, "--save", tmp_path / "out") == 2
     assert "model.layers.4.input_layernorm.weight is missing" in capsys.readouterr().err
     small = make_folder(tmp_path / "small", "qwen3", intermediate_size=64)
@@ -243,15 +368,23 @@ def test_weights_that_are_not_this_models(model, tmp_path, capsys):
 def test_folders_that_hold_nothing(model, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert convert("--model", model, "--load", tmp_path / "empty", "--save", tmp_path / "out") == 2
-    assert capsys.readouterr().err.startswith(f"megarl convert: {tmp_path / 'empty'} holds no weights that can be read: neither checkpoint.json")
+    assert capsys.readouterr().err.startswith(
+        f"megarl convert: {tmp_path / 'empty'} holds no weights that can be read: neither checkpoint.json"
+    )
     shutil.copytree(model, tmp_path / "cut")
     path = tmp_path / "cut" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert convert("--model", tmp_path / "cut", "--save", tmp_path / "out") == 2
     assert f"{path} is cut short" in capsys.readouterr().err
     shutil.copy(model / "model.safetensors", path)
-    for index, reason in (('{"weight_map": {"x": "other.safetensors"}}', "other.safetensors is missing; the folder's index names it"), ("{}", "is not an index"),
-                          ('{"weight_map": {"x": "model.safetensors"}}', f"x is not in {path}, where the folder's index says")):  # fmt: skip
+    for index, reason in (
+        (
+            '{"weight_map": {"x": "other.safetensors"}}',
+            "other.safetensors is missing; the folder's index names it",
+        ),
+        ("{}", "is not an index"),
+        ('{"weight_map": {"x": "model.safetensors"}}', f"x is not in {path}, where the folder's index says"),
+    ):
         (tmp_path / "cut" / "model.safetensors.index.json").write_text(index)
         assert convert("--model", tmp_path / "cut", "--save", tmp_path / "out") == 2
         assert reason in capsys.readouterr().err
@@ -264,7 +397,10 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_written(model, tmp_pat
     content[-1] ^= 1
     file.write_bytes(content)
     assert convert("--model", model, "--load", tmp_path / "a", "--save", tmp_path / "out") == 1
-    assert f"{file} is damaged: its SHA-256 is not the one that was written" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        f"{file} is damaged: its SHA-256 is not the one that was written" in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
 
 
 @pytest.mark.parametrize("target", ("hf", "checkpoint"))
@@ -272,8 +408,10 @@ def test_a_full_disk(model, tmp_path, capsys, monkeypatch, target):
     """Before: by what is free. Within: nothing is left."""
     monkeypatch.setattr(stream.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(100_000))
     assert convert("--model", model, "--save", tmp_path / "out", "--to", target) == 1
-    assert capsys.readouterr().err == (f"megarl convert: {tmp_path / 'out'}: No space left on device: 0.00 GB are to be written and 0.00 GB are "
-                                       "free there.\n")  # fmt: skip
+    assert capsys.readouterr().err == (
+        f"megarl convert: {tmp_path / 'out'}: No space left on device: 0.00 GB are to be written and 0.00 GB are "
+        "free there.\n"
+    )
     monkeypatch.undo()
 
     def fail(path, entries):
@@ -286,22 +424,57 @@ def test_a_full_disk(model, tmp_path, capsys, monkeypatch, target):
 
 
 def test_flags_that_cannot_work_are_all_reported(model, tmp_path, capsys):
-    assert convert("--model", model, "--load", tmp_path / "absent", "--save", model, "--max-shard-size", "5TB", "--to", "checkpoint", "--dtype", "float16",
-                   "--tensor-model-parallel-size", 3, "--expert-model-parallel-size", 2) == 2  # fmt: skip
+    assert (
+        convert(
+            "--model",
+            model,
+            "--load",
+            tmp_path / "absent",
+            "--save",
+            model,
+            "--max-shard-size",
+            "5TB",
+            "--to",
+            "checkpoint",
+            "--dtype",
+            "float16",
+            "--tensor-model-parallel-size",
+            3,
+            "--expert-model-parallel-size",
+            2,
+        )
+        == 2
+    )
     told = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in told] == ["--save", "--load", "--dtype", "--max-shard-size", *["--tensor-model-parallel-size"] * 2,
-                                                  "--expert-model-parallel-size"], told  # fmt: skip
+    assert [line.split()[0] for line in told] == [
+        "--save",
+        "--load",
+        "--dtype",
+        "--max-shard-size",
+        *["--tensor-model-parallel-size"] * 2,
+        "--expert-model-parallel-size",
+    ], told
     assert told[0] == f"--save ({model}): exists and is not empty. Try --save {model}-2."
     assert told[1] == f"--load ({tmp_path / 'absent'}): there is no such folder."
     assert told[3] == "--max-shard-size (5TB): must be a number and KB, MB or GB. Try 5GB."
-    assert told[-1] == "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out."
+    assert (
+        told[-1]
+        == "--expert-model-parallel-size (2): needs a mixture of experts, and qwen3 is none. Leave it out."
+    )
 
 
-@pytest.mark.parametrize(("name", "content", "reason"), (
-    ("latest_checkpointed_iteration.txt", "1e3", "has to hold the number of an iteration, or release, and holds '1e3'"),
-    ("metadata.json", "[", "is not a Megatron checkpoint's: JSONDecodeError"),
-    ("metadata.json", "[]", "is not a Megatron checkpoint's: TypeError"),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    (
+        (
+            "latest_checkpointed_iteration.txt",
+            "1e3",
+            "has to hold the number of an iteration, or release, and holds '1e3'",
+        ),
+        ("metadata.json", "[", "is not a Megatron checkpoint's: JSONDecodeError"),
+        ("metadata.json", "[]", "is not a Megatron checkpoint's: TypeError"),
+    ),
+)
 def test_files_of_megatron_that_say_nothing_are_named(tmp_path, name, content, reason):
     (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=f"{tmp_path / name} {reason}"):
@@ -309,4 +482,9 @@ def test_files_of_megatron_that_say_nothing_are_named(tmp_path, name, content, r
 
 
 def test_a_size_of_shards_is_a_size():
-    assert [shard_bytes(text) for text in ("500MB", "0.5kb", "5", "9" * 400 + "GB")] == [500_000_000, 500, None, None]
+    assert [shard_bytes(text) for text in ("500MB", "0.5kb", "5", "9" * 400 + "GB")] == [
+        500_000_000,
+        500,
+        None,
+        None,
+    ]

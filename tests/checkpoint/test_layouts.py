@@ -23,13 +23,18 @@ READERS = [(f"{family}/{writer}", reader) for family, writer, readers in CASES f
 
 def losses(reports: list[dict], updates: list[list[dict] | None]) -> list[float]:
     """Of each update, summed over ranks."""
-    return [sum(part.get("loss", 0.0) for part in parts) for parts in zip(*(u for u in updates if u is not None), strict=True)]
+    return [
+        sum(part.get("loss", 0.0) for part in parts)
+        for parts in zip(*(u for u in updates if u is not None), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("case", NAMES)
 def test_resuming_in_the_same_layout_changes_no_bit(reports, case):
     for report in reports:
-        assert report[case]["resumed"] == report[case]["uninterrupted"]  # losses, gradient norms and learning rates of two updates
+        assert (
+            report[case]["resumed"] == report[case]["uninterrupted"]
+        )  # losses, gradient norms and learning rates of two updates
         assert report[case]["weights_equal"]
         assert report[case]["state"] == {"cursor": 7}
 
@@ -42,7 +47,11 @@ def test_another_layout_gets_the_same_tensors(saved: Path, reports, case, reader
     adapters = adapter_sizes(shape, LoRAConfig(lora_rank=4)).keys() if "lora" in family else set()
     names = hf_sizes(shape).keys() | adapters
     trained = adapters or [name for name in names if not name.endswith("e_score_correction_bias")]
-    assert reports[0][case][reader] | {"next": None} == {"different": [], "count": len(names) + 2 * len(trained), "next": None}
+    assert reports[0][case][reader] | {"next": None} == {
+        "different": [],
+        "count": len(names) + 2 * len(trained),
+        "next": None,
+    }
 
 
 @pytest.mark.parametrize("case, reader", READERS)
@@ -52,7 +61,11 @@ def test_training_goes_on_alike_in_another_layout(reports, case, reader):
     # fp32: the first loss sees the saved weights, the second what Adam made of the saved moments; observed <= 6e-7 (a loss of 0.01). In
     # bf16 every product is rounded to 8 bits, 4e-3 of log-probs around 1, in an order that the layout and the machine decide: observed 2.1e-3;
     # moments that were lost are found by the test above.
-    assert got == pytest.approx(wanted, rel=1e-2, abs=1e-2) if "bf16" in case else got == pytest.approx(wanted, rel=1e-6)
+    assert (
+        got == pytest.approx(wanted, rel=1e-2, abs=1e-2)
+        if "bf16" in case
+        else got == pytest.approx(wanted, rel=1e-6)
+    )
 
 
 def test_learning_rate_continues_its_schedule(reports):
@@ -65,8 +78,15 @@ def test_files_are_shared_out_and_hold_each_element_once(saved: Path):
     """fp32: 4 bytes of a weight and of each of two moments. Both replicas hold everything; each writes a half of it."""
     checkpoint = Checkpoint(saved / "qwen3-tp2_sp-dp2")
     sizes = [size for size, _ in checkpoint.manifest.files.values()]
-    elements = sum(box.area for kind in checkpoint.manifest.tensors for t in checkpoint.tensors(kind).values() for box in [p.box for p in t.parts])
-    parameters = sum(t.shape[0] * (t.shape[1] if len(t.shape) == 2 else 1) for t in checkpoint.tensors("weights").values())
+    elements = sum(
+        box.area
+        for kind in checkpoint.manifest.tensors
+        for t in checkpoint.tensors(kind).values()
+        for box in [p.box for p in t.parts]
+    )
+    parameters = sum(
+        t.shape[0] * (t.shape[1] if len(t.shape) == 2 else 1) for t in checkpoint.tensors("weights").values()
+    )
     assert elements == 3 * parameters and sum(sizes) < 1.1 * 4 * elements
     assert max(sizes) < 1.02 * min(sizes)
 
@@ -89,7 +109,11 @@ def test_roles_save_and_load_in_their_own_layouts(reports, kind):
 
 def test_of_adapters_alone_there_are_moments(saved: Path):
     checkpoint = Checkpoint(saved / "role_actor--lora-rank-4")
-    assert {name for name in checkpoint.tensors("weights") if "lora" in name} == checkpoint.tensors("exp_avg").keys() != set()
+    assert (
+        {name for name in checkpoint.tensors("weights") if "lora" in name}
+        == checkpoint.tensors("exp_avg").keys()
+        != set()
+    )
     assert checkpoint.tensors("exp_avg").keys() < checkpoint.tensors("weights").keys()
 
 
@@ -104,7 +128,9 @@ REFUSALS = {
 
 @pytest.mark.parametrize("what", REFUSALS)
 def test_every_rank_hears_what_failed_on_one(reports, what):
-    assert all(REFUSALS[what] in report["refusals"][what] for report in reports), json.dumps([report["refusals"] for report in reports], indent=1)
+    assert all(REFUSALS[what] in report["refusals"][what] for report in reports), json.dumps(
+        [report["refusals"] for report in reports], indent=1
+    )
 
 
 def test_after_a_failure_nothing_has_changed(reports):

@@ -22,7 +22,10 @@ def test_every_stretch_gives_its_elements_where_they_belong():
             pieces = list(rectangles_of("weights", param, sizes, flat[start:end], start))
             assert len(pieces) <= 3 * len({r.name for r in pieces})
             for r in pieces:
-                assert r.values.shape == (r.box.row_end - r.box.row_start, r.box.col_end - r.box.col_start) and r.shape == sizes[r.name]
+                assert (
+                    r.values.shape == (r.box.row_end - r.box.row_start, r.box.col_end - r.box.col_start)
+                    and r.shape == sizes[r.name]
+                )
                 for i, row in enumerate(r.values.tolist()):
                     for j, value in enumerate(row):
                         found[int(value)] = (r.name, r.box.row_start + i, r.box.col_start + j)
@@ -38,7 +41,9 @@ def test_rectangles_are_views():
 
 
 def test_vectors_keep_their_shape():
-    (r,) = rectangles_of("weights", LocalParam(4, 1, (Piece("v", 0, 4, 0, 1, 0, 0),)), {"v": (4, 1)}, torch.arange(4.0)[1:3], 1)
+    (r,) = rectangles_of(
+        "weights", LocalParam(4, 1, (Piece("v", 0, 4, 0, 1, 0, 0),)), {"v": (4, 1)}, torch.arange(4.0)[1:3], 1
+    )
     assert (r.shape, r.box, r.values.tolist()) == ((4,), Box(1, 3, 0, 1), [[1.0], [2.0]])
 
 

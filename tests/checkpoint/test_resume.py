@@ -18,8 +18,12 @@ from safetensors.torch import load_file
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    done = subprocess.run([sys.executable, "-P", str(Path(__file__).with_name("run_resume.py")), str(folder)], capture_output=True, text=True,
-                          timeout=280)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__).with_name("run_resume.py")), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -32,7 +36,14 @@ def report(out: Path) -> dict:
 def rows(run: Path) -> list[dict]:
     """Of metrics.jsonl, without what differs from run to run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(("time/", "throughput/", "memory/"))} for row in lines]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "throughput/", "memory/"))
+        }
+        for row in lines
+    ]
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -48,19 +59,29 @@ def weights(run: Path) -> bytes:
 
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(out: Path):
     """From step 3, though the job before had done 5: warm-up, decay, the second pass over the data and the weights."""
-    assert rows(out / "parts") == rows(out / "whole") and [row["step"] for row in rows(out / "parts")] == [*range(1, 9)]
+    assert rows(out / "parts") == rows(out / "whole") and [row["step"] for row in rows(out / "parts")] == [
+        *range(1, 9)
+    ]
     assert weights(out / "parts") == weights(out / "whole")
 
 
 def test_another_run_folder_has_the_later_steps_and_leaves_the_first_as_it_was(out: Path):
-    assert rows(out / "elsewhere") == rows(out / "whole")[5:] and weights(out / "elsewhere") == weights(out / "whole")
+    assert rows(out / "elsewhere") == rows(out / "whole")[5:] and weights(out / "elsewhere") == weights(
+        out / "whole"
+    )
     assert [row["step"] for row in rows(out / "parts_after_5")] == [1, 2, 3, 4, 5]
 
 
 def test_a_script_that_is_queued_again_begins_and_then_goes_on(out: Path, report):
-    assert rows(out / "requeued") == rows(out / "whole")[:4] and checkpoints(out / "requeued") == ["step_000002", "step_000004"]
+    assert rows(out / "requeued") == rows(out / "whole")[:4] and checkpoints(out / "requeued") == [
+        "step_000002",
+        "step_000004",
+    ]
     assert "no checkpoint is there yet; begins at step 1" in report["told"]["nothing there"]
-    assert f"continues after step 2: {out / 'requeued' / 'checkpoints' / 'step_000002'}; later rows" in report["told"]["there now"]
+    assert (
+        f"continues after step 2: {out / 'requeued' / 'checkpoints' / 'step_000002'}; later rows"
+        in report["told"]["there now"]
+    )
 
 
 def test_a_job_that_had_only_its_export_left_makes_it(out: Path):
@@ -69,7 +90,10 @@ def test_a_job_that_had_only_its_export_left_makes_it(out: Path):
 
 def test_a_job_that_was_over_stays_so(out: Path):
     """It stopped before --train-iters, as its loss was low enough, and was queued again."""
-    assert rows(out / "early") == rows(out / "whole")[:6] and checkpoints(out / "early") == ["step_000005", "step_000006"]
+    assert rows(out / "early") == rows(out / "whole")[:6] and checkpoints(out / "early") == [
+        "step_000005",
+        "step_000006",
+    ]
 
 
 def test_tensorboard_shows_each_step_once(out: Path):
@@ -80,7 +104,9 @@ def test_tensorboard_shows_each_step_once(out: Path):
     events.Reload()
     shown = events.Scalars("policy/loss")
     assert [event.step for event in shown] == [*range(1, 9)]
-    assert [event.value for event in shown] == pytest.approx([row["policy/loss"] for row in rows(out / "whole")], rel=1e-6)  # a file of float32
+    assert [event.value for event in shown] == pytest.approx(
+        [row["policy/loss"] for row in rows(out / "whole")], rel=1e-6
+    )  # a file of float32
     assert len(list((out / "parts" / "tensorboard").iterdir())) == 2
 
 
@@ -88,8 +114,14 @@ def test_tensorboard_shows_each_step_once(out: Path):
 
 
 def test_the_newest_two_stay_and_nothing_half_written(out: Path):
-    assert checkpoints(out / "parts_after_5") == ["step_000003", "step_000005"]  # every third step, and the last
-    assert checkpoints(out / "parts") == ["step_000006", "step_000008"]  # step 5 of before was in the way, and is gone
+    assert checkpoints(out / "parts_after_5") == [
+        "step_000003",
+        "step_000005",
+    ]  # every third step, and the last
+    assert checkpoints(out / "parts") == [
+        "step_000006",
+        "step_000008",
+    ]  # step 5 of before was in the way, and is gone
 
 
 def test_the_best_one_stays_too(out: Path):
@@ -99,20 +131,39 @@ def test_the_best_one_stays_too(out: Path):
 
 def test_a_best_metric_that_no_step_has_is_told_once(out: Path, report):
     told = report["unknown"]
-    assert told.count("--best-metric (eval/accuracy): step 1 has no such metric, so its checkpoint is not compared. It has step, policy/loss") == 1
+    assert (
+        told.count(
+            "--best-metric (eval/accuracy): step 1 has no such metric, so its checkpoint is not compared. It has step, policy/loss"
+        )
+        == 1
+    )
 
 
 def test_job_json_is_all_there_is_beside_the_roles(out: Path):
     folder = out / "parts" / "checkpoints" / "step_000008"
     assert sorted(path.name for path in folder.iterdir()) == ["actor", "job.json"]
     job = json.loads((folder / "job.json").read_text())
-    assert job["step"] == job["weight_version"] == 8 and job["arguments"] == (out / "parts" / "resolved.args").read_text()
-    assert job["actors"][""]["cursor"] == {"num_rows": 40, "seed": 0, "shuffle": True, "pass": 1, "offset": 24}  # 64 rows of 40
-    assert len(job["random_states"]) == 1 and job["metrics"]["policy/loss"] == rows(out / "parts")[-1]["policy/loss"]
+    assert (
+        job["step"] == job["weight_version"] == 8
+        and job["arguments"] == (out / "parts" / "resolved.args").read_text()
+    )
+    assert job["actors"][""]["cursor"] == {
+        "num_rows": 40,
+        "seed": 0,
+        "shuffle": True,
+        "pass": 1,
+        "offset": 24,
+    }  # 64 rows of 40
+    assert (
+        len(job["random_states"]) == 1
+        and job["metrics"]["policy/loss"] == rows(out / "parts")[-1]["policy/loss"]
+    )
 
 
 def test_convert_makes_of_a_role_what_the_job_exported(out: Path, report):
-    converted, exported = (load_file(out / folder / "model.safetensors") for folder in ("converted", "parts/hf"))
+    converted, exported = (
+        load_file(out / folder / "model.safetensors") for folder in ("converted", "parts/hf")
+    )
     assert report["converted"] == 0 and converted.keys() == exported.keys()
     assert all(torch.equal(converted[name], exported[name]) for name in exported)
 
@@ -135,13 +186,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_cause(out: Path, report, w
     damaged = out / "damaged" / what / "checkpoints" / "step_000005"
     told = report["damaged"][what]["told"].splitlines()
     assert report["damaged"][what]["step"] == 3
-    assert told[1].startswith(f"checkpoint {damaged} is passed over: ") and f"{damaged}" in told[1].partition("over: ")[2] and CAUSES[what] in told[1]
+    assert (
+        told[1].startswith(f"checkpoint {damaged} is passed over: ")
+        and f"{damaged}" in told[1].partition("over: ")[2]
+        and CAUSES[what] in told[1]
+    )
     assert told[2].startswith(f"continues after step 3: {damaged.with_name('step_000003')}")
 
 
 def test_where_none_is_whole_nothing_is_changed(out: Path, report):
     told = report["damaged"]["all"]["told"]
-    assert told.startswith(f"--load ({out / 'damaged' / 'flipped'}): no whole checkpoint is there.") and "step_000003/actor/exp_avg" in told
+    assert (
+        told.startswith(f"--load ({out / 'damaged' / 'flipped'}): no whole checkpoint is there.")
+        and "step_000003/actor/exp_avg" in told
+    )
     assert report["damaged"]["all"]["untouched"]
 
 
@@ -152,7 +210,10 @@ def test_training_goes_on_while_the_disk_is_held_up(report):
     """Two whole steps are made between the first write's begin and its end, and the checkpoint has its name only after the last."""
     events = report["held up"]
     assert events[:4] == ["step 1", "write begins", "step 2", "step 3"] and events[4] == "write ends"
-    assert "visible step_000001" in events[events.index("step 4") :] and "visible step_000001" not in events[: events.index("step 4")]
+    assert (
+        "visible step_000001" in events[events.index("step 4") :]
+        and "visible step_000001" not in events[: events.index("step 4")]
+    )
 
 
 def test_what_was_written_when_the_job_failed_is_a_checkpoint(out: Path, report):
@@ -163,5 +224,8 @@ def test_what_was_written_when_the_job_failed_is_a_checkpoint(out: Path, report)
 def test_a_full_disk_is_told_with_role_rank_and_file_and_leaves_no_rest(out: Path, report):
     told, left = report["disk full"]["told"], report["disk full"]["left"]
     assert told.startswith("[actor rank 0] checkpoint_written failed")
-    assert f"{out / 'full' / 'checkpoints'}/.step_000004.partial/.actor.partial/exp_avg-00000.safetensors cannot be written: No space left on device." in told
+    assert (
+        f"{out / 'full' / 'checkpoints'}/.step_000004.partial/.actor.partial/exp_avg-00000.safetensors cannot be written: No space left on device."
+        in told
+    )
     assert left == ["step_000002"]

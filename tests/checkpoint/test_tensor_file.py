@@ -26,14 +26,20 @@ def entries(tensors: dict[str, torch.Tensor], rows: int = 2) -> list[Entry]:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+    )
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path):
     path = tmp_path / "a.safetensors"
     size, digest = write_tensors(path, entries(TENSORS))
     read = load_file(path)
-    assert read.keys() == TENSORS.keys() and all(equal(read[name], tensor) for name, tensor in TENSORS.items())
+    assert read.keys() == TENSORS.keys() and all(
+        equal(read[name], tensor) for name, tensor in TENSORS.items()
+    )
     assert (size, digest) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
@@ -52,7 +58,9 @@ def test_we_read_what_the_library_writes(tmp_path: Path):
 def test_every_dtype_goes_through(tmp_path: Path, dtype):
     tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     write_tensors(tmp_path / "a", entries({"x": tensor}))
-    assert equal(TensorFile(tmp_path / "a").read("x"), tensor) and equal(load_file(tmp_path / "a")["x"], tensor)
+    assert equal(TensorFile(tmp_path / "a").read("x"), tensor) and equal(
+        load_file(tmp_path / "a")["x"], tensor
+    )
 
 
 def test_values_are_converted_as_pytorch_does(tmp_path: Path):
@@ -69,19 +77,23 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, length):
         TensorFile(tmp_path / "b")
 
 
-@pytest.mark.parametrize("header", (
-    {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
-    {"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
-    {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
-    {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}},
-    {"x": {"dtype": "F32", "shape": [2]}},
-    {"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
-    {"x": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}},
-    {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}},
-    {"x": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}},
-    {"x": [1]},
-    [1],
-), ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    (
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
+        {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2]}},
+        {"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}},
+        {"x": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}},
+        {"x": [1]},
+        [1],
+    ),
+    ids=str,
+)
 def test_a_header_that_lies_is_refused(tmp_path: Path, header):
     text = json.dumps(header).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))

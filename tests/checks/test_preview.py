@@ -1,6 +1,6 @@
 """The first rows, the tokenizer and the template, as a job's start finds them; the quick tokenizer against transformers' own.
 
-    pytest tests/checks/test_preview.py"""
+pytest tests/checks/test_preview.py"""
 
 import json
 from pathlib import Path
@@ -20,9 +20,16 @@ from megarl.data.sums_files import make_sums
 from tests.config.conftest import ROW, job, write_model  # noqa: F401
 
 NASTY = ["", " ", "#### 17", "a\nb\n\n c ", "caf\u00e9 \U0001f600", "<|late|> x<s>", "1234567"]
-CHATS = [({"role": "user", "content": " 1+1 ?\nNow! "},), ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}), "plain", "<s>plain"]
-TEMPLATE = ("{{ bos_token }}{% for m in messages %}\n  {% if loop.index > 9 %}{% break %}{% endif %}[{{ m.role | upper }}] {{ m | tojson }}"
-            "{% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[A]{% endif %}")  # fmt: skip
+CHATS = [
+    ({"role": "user", "content": " 1+1 ?\nNow! "},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}),
+    "plain",
+    "<s>plain",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n  {% if loop.index > 9 %}{% break %}{% endif %}[{{ m.role | upper }}] {{ m | tojson }}"
+    "{% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +43,39 @@ def folder(request, sums, tmp_path):
         return sums["model"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = Tokenizer(models.BPE({**{t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}}, []))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {
+                **{
+                    t: i
+                    for i, t in enumerate(
+                        ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+                    )
+                }
+            },
+            [],
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|late|>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
     tokenizer.enable_truncation(5)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
-    template = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}] if "named" in request.param else TEMPLATE
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "no" if "file" in request.param else template}))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+    }
+    template = (
+        [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}]
+        if "named" in request.param
+        else TEMPLATE
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": "no" if "file" in request.param else template})
+    )
     if "file" in request.param:
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return str(tmp_path)
@@ -52,7 +83,11 @@ def folder(request, sums, tmp_path):
 
 def test_the_quick_tokenizer_is_transformers_own(folder):
     quick, real = load_quickly(folder), HFTokenizer(folder)
-    assert (quick.vocab_size, quick.eos_token_id, quick.pad_token_id) == (real.vocab_size, real.eos_token_id, real.pad_token_id)
+    assert (quick.vocab_size, quick.eos_token_id, quick.pad_token_id) == (
+        real.vocab_size,
+        real.eos_token_id,
+        real.pad_token_id,
+    )
     assert quick.encode_prompts(CHATS) == real.encode_prompts(CHATS)
     ids = quick.encode_responses(NASTY)
     assert ids == real.encode_responses(NASTY) and quick.decode_batch(ids) == real.decode_batch(ids)
@@ -85,17 +120,34 @@ def test_nothing_is_wrong_with_the_job(findings):
 
 def test_rows(findings, tmp_path):
     (finding,) = findings(rows=[ROW, ROW | {"prompt": [{"role": "user"}]}])
-    assert finding.startswith("--train-data: 1 of 2 rows") and "'prompt.0.content' is None (NoneType), wanted a string" in finding
+    assert (
+        finding.startswith("--train-data: 1 of 2 rows")
+        and "'prompt.0.content' is None (NoneType), wanted a string" in finding
+    )
     assert findings(rows=[ROW] * NUM_ROWS + [{}]) == []  # the start of the job reads on
     assert "wanted the right answer" in findings(rows=[{**ROW, "reward_model": None}])[0]
-    assert "no column 'response'" in findings("--algorithm sft", rows=[{k: v for k, v in ROW.items() if k != "response"}])[0]
+    assert (
+        "no column 'response'"
+        in findings("--algorithm sft", rows=[{k: v for k, v in ROW.items() if k != "response"}])[0]
+    )
     (finding,) = findings("--max-prompt-length 4")
-    assert finding.startswith("--max-prompt-length (4): 1 of 1 prompts of --train-data are longer") and "Try 7" in finding
+    assert (
+        finding.startswith("--max-prompt-length (4): 1 of 1 prompts of --train-data are longer")
+        and "Try 7" in finding
+    )
     assert findings("--max-prompt-length 7") == []
     (finding,) = findings(rows=[ROW | {"data_source": "mine"}])
-    assert finding.startswith("--reward (auto): no rule is known for data_source 'mine'") and "Try --reward math" in finding
+    assert (
+        finding.startswith("--reward (auto): no rule is known for data_source 'mine'")
+        and "Try --reward math" in finding
+    )
     assert findings("--reward math", rows=[ROW | {"data_source": "mine"}]) == []
-    assert "Try --prompt-key question." in findings(rows=[{"data_source": "gsm8k", "question": "1+1?", "reward_model": {"ground_truth": "2"}}])[0]
+    assert (
+        "Try --prompt-key question."
+        in findings(
+            rows=[{"data_source": "gsm8k", "question": "1+1?", "reward_model": {"ground_truth": "2"}}]
+        )[0]
+    )
 
 
 def test_a_parquet_file(findings, job, tmp_path):  # noqa: F811
@@ -105,11 +157,16 @@ def test_a_parquet_file(findings, job, tmp_path):  # noqa: F811
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW] * 2000), tmp_path / "rows.parquet")
     assert findings(f"--train-data {tmp_path}/rows.parquet") == []
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "x", "n": 1}]), tmp_path / "rows.parquet")
-    assert "Try --prompt-key text." in findings(f"--train-data {tmp_path}/rows.parquet --reward-function a.py:f")[0]
+    assert (
+        "Try --prompt-key text."
+        in findings(f"--train-data {tmp_path}/rows.parquet --reward-function a.py:f")[0]
+    )
 
 
 def test_tokenizer_and_model(findings):
-    assert findings("--algorithm sft", eos_token_id=3)[0].endswith("Add 1 to eos_token_id in " + findings("--algorithm sft", eos_token_id=3)[0].split(" in ")[-1])
+    assert findings("--algorithm sft", eos_token_id=3)[0].endswith(
+        "Add 1 to eos_token_id in " + findings("--algorithm sft", eos_token_id=3)[0].split(" in ")[-1]
+    )
     assert findings(eos_token_id=3) == []  # an engine stops at what the model says
     assert "eos_token_id (999) is not below vocab_size (283)" in findings(eos_token_id=999)[0]
     assert "the tokenizer has ids up to" in findings(vocab_size=10, eos_token_id=1)[0]
@@ -126,8 +183,12 @@ def test_the_report(job, monkeypatch):  # noqa: F811
     config = load_config([job], REGISTRY)
     monkeypatch.setattr(versions, "pins", lambda: {"torch": "1.0"})
     report = examine(config, 2, machine=Machine(10**11))
-    assert report.findings == () and any(line.startswith("note: torch ") and "tested with 1.0" in line for line in report.lines)
-    assert any("prompts of 7 to 7 tokens" in line for line in report.lines) and any("memory of each rank" in line for line in report.lines)
+    assert report.findings == () and any(
+        line.startswith("note: torch ") and "tested with 1.0" in line for line in report.lines
+    )
+    assert any("prompts of 7 to 7 tokens" in line for line in report.lines) and any(
+        "memory of each rank" in line for line in report.lines
+    )
 
 
 def test_versions_are_the_pinned_ones():

@@ -1,6 +1,6 @@
 """Elements that a rank holds, counted from single layers, against the atlases of whole models; memory and disk against sums by hand.
 
-    pytest tests/checks/test_sizes.py"""
+pytest tests/checks/test_sizes.py"""
 
 import dataclasses
 
@@ -23,8 +23,15 @@ from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.vllm_atlas import vllm_atlases
 from tests.config.conftest import MIXTURE, QWEN3, job, write_model  # noqa: F401
 
-MESHES = [MeshSpec((0,)), MeshSpec((0, 1), tp=2), MeshSpec((0, 1), pp=2), MeshSpec((0, 1, 2, 3), tp=2, pp=2), MeshSpec((0, 1), pp=2, vpp=2),
-          MeshSpec((0, 1, 2, 3), tp=2, ep=2, etp=1), MeshSpec((0, 1, 2, 3), ep=2)]  # fmt: skip
+MESHES = [
+    MeshSpec((0,)),
+    MeshSpec((0, 1), tp=2),
+    MeshSpec((0, 1), pp=2),
+    MeshSpec((0, 1, 2, 3), tp=2, pp=2),
+    MeshSpec((0, 1), pp=2, vpp=2),
+    MeshSpec((0, 1, 2, 3), tp=2, ep=2, etp=1),
+    MeshSpec((0, 1, 2, 3), ep=2),
+]
 CPU, GIGABYTE = Machine(ram_bytes=10**12), 10**9
 
 
@@ -34,7 +41,10 @@ def elements(atlas) -> int:
 
 @pytest.fixture(params=["dense", "tied", "mixture", "mixture after dense layers"])
 def shape(request, write_model):  # noqa: F811
-    config = (MIXTURE if "mixture" in request.param else QWEN3) | {"num_hidden_layers": 4, "tie_word_embeddings": request.param == "tied"}
+    config = (MIXTURE if "mixture" in request.param else QWEN3) | {
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": request.param == "tied",
+    }
     loaded = ModelShape.load(write_model(config))
     return dataclasses.replace(loaded, dense_layers=(0,)) if "after" in request.param else loaded
 
@@ -46,13 +56,23 @@ def test_counted_by_layers_as_the_whole_atlas(shape, mesh):
     for layout in ("grouped", "stacked"):
         atlases = megatron_atlases(shape, mesh, qkv_layout=layout)
         held = megatron_held(shape, mesh, layout)
-        assert {rank: of_rank.total for rank, of_rank in held.items()} == {rank: elements(atlas) for rank, atlas in atlases.items()}
-        experts = {rank: elements({name: p for name, p in atlas.items() if ".mlp.experts." in name}) for rank, atlas in atlases.items()}
+        assert {rank: of_rank.total for rank, of_rank in held.items()} == {
+            rank: elements(atlas) for rank, atlas in atlases.items()
+        }
+        experts = {
+            rank: elements({name: p for name, p in atlas.items() if ".mlp.experts." in name})
+            for rank, atlas in atlases.items()
+        }
         assert {rank: of_rank.experts for rank, of_rank in held.items()} == experts
         for tp in (1, 2) if len(mesh.ranks) > 1 else (1,):
             engines = vllm_atlases(shape, mesh.ranks, tp)
             assert engine_held(shape, tp) == elements(engines[0])
-            shared = {rank: elements({name: engines[rank][name] for name in find_aliases(atlases[rank], engines[rank])}) for rank in mesh.ranks}
+            shared = {
+                rank: elements(
+                    {name: engines[rank][name] for name in find_aliases(atlases[rank], engines[rank])}
+                )
+                for rank in mesh.ranks
+            }
             assert aliased_elements(shape, mesh, MeshSpec(mesh.ranks, tp), layout) == shared
 
 
@@ -76,41 +96,78 @@ def test_bytes_of_a_parameter(job, tmp_path):  # noqa: F811
     """docs/memory.md's table: 4 + 4 + 8 in fp32, 2 + 4 + 12 in bf16, the optimizer over data-parallel ranks."""
     n = megatron_held(ModelShape.load(tmp_path / "model"), MeshSpec((0,)), "grouped")[0].total
     parts = parts_of(estimate(load(job), 2, CPU))
-    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [4 * n, 4 * n, 8 * (n // 2)]
-    parts = parts_of(estimate(load(job, "--bf16 --no-use-distributed-optimizer --kl-mode loss --kl-coef 0.1"), 2, CPU))
-    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [2 * n, 4 * n, 12 * n]
+    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [
+        4 * n,
+        4 * n,
+        8 * (n // 2),
+    ]
+    parts = parts_of(
+        estimate(load(job, "--bf16 --no-use-distributed-optimizer --kl-mode loss --kl-coef 0.1"), 2, CPU)
+    )
+    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [
+        2 * n,
+        4 * n,
+        12 * n,
+    ]
     assert parts["reference", "parameters"] == 2 * n
-    parts = parts_of(estimate(load(job, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"), 2, CPU))
-    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [4 * n, 4 * (n // 2), 8 * (n // 2)]
+    parts = parts_of(
+        estimate(load(job, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"), 2, CPU)
+    )
+    assert [parts["actor", name] for name in ("parameters", "gradients", "optimizer")] == [
+        4 * n,
+        4 * (n // 2),
+        8 * (n // 2),
+    ]
     parts = parts_of(estimate(load(job, "--rollout-ranks 1 --rollout-dtype bfloat16"), 2, CPU), rank=1)
-    assert parts["rollout", "engine"] == 2 * 2 * engine_held(ModelShape.load(tmp_path / "model"), 1)  # a second buffer
+    assert parts["rollout", "engine"] == 2 * 2 * engine_held(
+        ModelShape.load(tmp_path / "model"), 1
+    )  # a second buffer
 
 
 def test_phases_hold_what_their_calls_need(job):  # noqa: F811
     flags = "--algorithm ppo --kl-mode reward --kl-coef 0.1 --offload parameters gradients optimizer --no-reshard-alias"
     config = load(job, flags)
     parts = estimate(config, 2, Machine(None, has_gpu=True, gpu_bytes=10**9))[0]
-    size = {key: sum(part.bytes for part in parts if part.role == key) for key in ("actor", "critic", "reference", "rollout")}
+    size = {
+        key: sum(part.bytes for part in parts if part.role == key)
+        for key in ("actor", "critic", "reference", "rollout")
+    }
     weights = {part.role: part.bytes for part in parts if part.name == "parameters"}
-    expected = [size["rollout"], size["rollout"] + max(weights.values()), size["rollout"] + max(size["actor"], size["critic"]),
-                size["rollout"] + weights["actor"]]  # fmt: skip
+    expected = [
+        size["rollout"],
+        size["rollout"] + max(weights.values()),
+        size["rollout"] + max(size["actor"], size["critic"]),
+        size["rollout"] + weights["actor"],
+    ]
     assert [phase_bytes(parts, phase) for phase in PHASES] == expected
     on_cpu = estimate(config, 2, CPU)[0]  # where nothing can go anywhere
-    assert len({phase_bytes(on_cpu, phase) for phase in PHASES}) == 1 and phase_bytes(on_cpu, "update") == sum(part.bytes for part in on_cpu)
+    assert len({phase_bytes(on_cpu, phase) for phase in PHASES}) == 1 and phase_bytes(
+        on_cpu, "update"
+    ) == sum(part.bytes for part in on_cpu)
 
 
 def test_what_cannot_fit_is_an_error_with_a_change_that_fits(job):  # noqa: F811
     config = load(job)
     parts = estimate(config, 2, CPU)
     needed = sum(map(certain_bytes, parts.values()))
-    assert list(memory_findings(config, parts, Machine(needed), 2)) == [] and any("ranks 0-1" in line for line in memory_table(parts, CPU))
+    assert list(memory_findings(config, parts, Machine(needed), 2)) == [] and any(
+        "ranks 0-1" in line for line in memory_table(parts, CPU)
+    )
     split = estimate(load(job, "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2"), 2, CPU)
     machine = Machine(sum(map(certain_bytes, split.values())))  # which is less
     (finding,) = memory_findings(config, parts, machine, 2)
-    assert "2 ranks need" in finding and "Try --tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2." in finding
+    assert (
+        "2 ranks need" in finding
+        and "Try --tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2." in finding
+    )
     changed = load(job, "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2")
-    assert job_findings(changed, 2) == [] and list(memory_findings(changed, estimate(changed, 2, machine), machine, 2)) == []
-    assert list(memory_findings(config, parts, Machine(needed // 2 + 1), 1)) == []  # the other rank is on another machine
+    assert (
+        job_findings(changed, 2) == []
+        and list(memory_findings(changed, estimate(changed, 2, machine), machine, 2)) == []
+    )
+    assert (
+        list(memory_findings(config, parts, Machine(needed // 2 + 1), 1)) == []
+    )  # the other rank is on another machine
     (finding,) = memory_findings(config, parts, Machine(None, has_gpu=True, gpu_bytes=1000), 2)
     assert "on its GPU rank 0 needs" in finding and "Use a smaller model" in finding
 
@@ -118,11 +175,23 @@ def test_what_cannot_fit_is_an_error_with_a_change_that_fits(job):  # noqa: F811
 def test_disk(job, tmp_path):  # noqa: F811
     n = canonical_elements(ModelShape.load(tmp_path / "model"))
     config = load(job, "--save-interval 1 --keep 5 --best-metric reward/mean")
-    assert (checkpoint_bytes(config), export_bytes(config), checkpoints_at_once(config)) == (12 * n, 4 * n, 3)  # of three steps
+    assert (checkpoint_bytes(config), export_bytes(config), checkpoints_at_once(config)) == (
+        12 * n,
+        4 * n,
+        3,
+    )  # of three steps
     config = load(job, "--save-interval 1 --keep 2 --train-iters 100 --bf16")
     assert (checkpoint_bytes(config), export_bytes(config), checkpoints_at_once(config)) == (12 * n, 2 * n, 3)
     assert list(disk_findings(config, 38 * n)) == [] and list(disk_findings(config, None)) == []
     (finding,) = disk_findings(config, 38 * n - 1)
-    assert finding.startswith(f"--save ({tmp_path}/run): writes 3 checkpoints of") and finding.endswith("Try --keep 1.")
-    assert list(disk_findings(load(job, "--save-interval 1 --keep 1 --train-iters 100 --bf16"), 38 * n - 1)) == []
-    assert list(disk_findings(load(job, "--train-iters 100"), 4 * n)) == [] and free_bytes(tmp_path / "not" / "there" / "yet") > GIGABYTE
+    assert finding.startswith(f"--save ({tmp_path}/run): writes 3 checkpoints of") and finding.endswith(
+        "Try --keep 1."
+    )
+    assert (
+        list(disk_findings(load(job, "--save-interval 1 --keep 1 --train-iters 100 --bf16"), 38 * n - 1))
+        == []
+    )
+    assert (
+        list(disk_findings(load(job, "--train-iters 100"), 4 * n)) == []
+        and free_bytes(tmp_path / "not" / "there" / "yet") > GIGABYTE
+    )

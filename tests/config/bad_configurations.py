@@ -8,17 +8,45 @@ from collections.abc import Iterator
 Argv = dict[str, list[str]]
 """Flag without dashes -> its words."""
 
-COMMON = {"train-iters": ["3"], "nproc-per-node": ["2"], "max-prompt-length": ["64"], "max-response-length": ["64"], "seed": ["1"]}
+COMMON = {
+    "train-iters": ["3"],
+    "nproc-per-node": ["2"],
+    "max-prompt-length": ["64"],
+    "max-response-length": ["64"],
+    "seed": ["1"],
+}
 RECIPES: dict[str, Argv] = {
-    "grpo": {"algorithm": ["grpo"], **COMMON, "num-prompts": ["4"], "num-samples-per-prompt": ["4"], "global-batch-size": ["8"]},
-    "ppo": {"algorithm": ["ppo"], **COMMON, "num-prompts": ["4"], "num-samples-per-prompt": ["4"], "global-batch-size": ["8"],
-            "actor-lr": ["1e-4"], "critic-lr": ["1e-3"], "kl-mode": ["reward"], "kl-coef": ["0.01"]},
+    "grpo": {
+        "algorithm": ["grpo"],
+        **COMMON,
+        "num-prompts": ["4"],
+        "num-samples-per-prompt": ["4"],
+        "global-batch-size": ["8"],
+    },
+    "ppo": {
+        "algorithm": ["ppo"],
+        **COMMON,
+        "num-prompts": ["4"],
+        "num-samples-per-prompt": ["4"],
+        "global-batch-size": ["8"],
+        "actor-lr": ["1e-4"],
+        "critic-lr": ["1e-3"],
+        "kl-mode": ["reward"],
+        "kl-coef": ["0.01"],
+    },
     "sft": {"algorithm": ["sft"], **COMMON, "global-batch-size": ["8"]},
     "lora": {"algorithm": ["grpo"], **COMMON, "lora-rank": ["4"]},
     "experts": {"algorithm": ["grpo"], **COMMON, "expert-model-parallel-size": ["2"]},
-    "two": {"algorithm": ["grpo"], **COMMON, "num-actors": ["2"], "actor-ranks": ["0"], "rollout-ranks": ["0"], "actor-2-ranks": ["1"],
-            "rollout-2-ranks": ["1"]},
-}  # fmt: skip
+    "two": {
+        "algorithm": ["grpo"],
+        **COMMON,
+        "num-actors": ["2"],
+        "actor-ranks": ["0"],
+        "rollout-ranks": ["0"],
+        "actor-2-ranks": ["1"],
+        "rollout-2-ranks": ["1"],
+    },
+}
 
 # recipe -> mistakes: the flag with its bad words, and other flags that the mistake needs after |.
 MISTAKES = {
@@ -198,7 +226,12 @@ def mistakes() -> Iterator[tuple[str, str, list[str], Argv]]:
         for line in filter(None, map(str.strip, text.splitlines())):
             mistake, _, needs = line.partition(" | ")
             flag, *words = mistake.split()
-            yield recipe, flag, words, {name: rest for name, *rest in (need.split() for need in needs.split(" ; ") if need)}
+            yield (
+                recipe,
+                flag,
+                words,
+                {name: rest for name, *rest in (need.split() for need in needs.split(" ; ") if need)},
+            )
 
 
 def words_of(argv: Argv) -> list[str]:
@@ -215,7 +248,11 @@ def remedies(finding: str, flag: str) -> list[tuple[str, list[str] | None]]:
         else:
             out += [[(flag, value.split())] for value in tried.split(" or ")]
     for meant in re.findall(r"Did you mean (\S+)\?", text):
-        out.append([(flag, None), (meant.removeprefix("--"), ["same"])] if meant.startswith("--") else [(flag, [meant])])
+        out.append(
+            [(flag, None), (meant.removeprefix("--"), ["same"])]
+            if meant.startswith("--")
+            else [(flag, [meant])]
+        )
     for left in re.findall(r"[Ll]eave (it|--[\w-]+) out", text):
         out.append([(flag if left == "it" else left.removeprefix("--"), None)])
     for added in re.findall(r"Add ((?:--[\w-]+)(?: [\w.]+)?)", text):

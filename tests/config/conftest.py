@@ -33,7 +33,12 @@ MIXTURE = QWEN3 | {
 }
 WORDS = ["<pad>", "<end>", "<user>", "<assistant>", *"0123456789+-?"]
 TEMPLATE = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-ROW = {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}, "response": "2"}
+ROW = {
+    "data_source": "megarl/sums",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "reward_model": {"ground_truth": "2"},
+    "response": "2",
+}
 
 
 def write_tokenizer(folder):
@@ -42,7 +47,12 @@ def write_tokenizer(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens(WORDS[:4])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<end>",
+        "pad_token": "<pad>",
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

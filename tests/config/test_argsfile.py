@@ -19,7 +19,7 @@ TEXTS = [
     "--a x\\ y 'b\\n' \"b\\n\" \\\\",
     "# only a comment",
     "--ü 'ü\u2028ü'\r",
-    "--a o\\\nne 'o\\\nne' \"o\\\nne\" \"\\$ \\a\"",
+    '--a o\\\nne \'o\\\nne\' "o\\\nne" "\\$ \\a"',
 ]
 
 
@@ -43,8 +43,16 @@ def test_words_are_those_of_a_shell(text, tmp_path):
     (tmp_path / "x.args").write_bytes(text.encode())
     reader = read(f"@{tmp_path / 'x.args'}")
     script = f"words=(\n{text.rstrip(chr(13))}\n); [ ${{#words[@]}} = 0 ] || printf '%s\\0' \"${{words[@]}}\""
-    shell = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=20).stdout.decode().split("\0")[:-1]
-    expected = [part for word in shell for part in (word.split("=", 1) if word.startswith("--") and "=" in word else [word])]
+    shell = (
+        subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=20)
+        .stdout.decode()
+        .split("\0")[:-1]
+    )
+    expected = [
+        part
+        for word in shell
+        for part in (word.split("=", 1) if word.startswith("--") and "=" in word else [word])
+    ]
     assert reader.errors == [] and flat(reader) == expected
 
 
@@ -80,10 +88,16 @@ def test_cycles_and_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.args").write_bytes("--a ü".encode("latin-1"))
     (tmp_path / "round").symlink_to("round")
     (tmp_path / "paths.args").write_text("@round")
-    assert read(f"@{tmp_path}/paths.args").errors[0] == f"@'round': is not the path of a file [{tmp_path}/paths.args:1]"
+    assert (
+        read(f"@{tmp_path}/paths.args").errors[0]
+        == f"@'round': is not the path of a file [{tmp_path}/paths.args:1]"
+    )
     cycle, missing, folder, latin = read(f"@{tmp_path}/a.args").errors
     assert cycle == f"@./a.args: the file includes itself: a.args -> b.args -> a.args [{tmp_path}/b.args:1]"
-    assert missing == f"@none.args: cannot read {tmp_path}/none.args: No such file or directory [{tmp_path}/b.args:2]"
+    assert (
+        missing
+        == f"@none.args: cannot read {tmp_path}/none.args: No such file or directory [{tmp_path}/b.args:2]"
+    )
     assert "Is a directory" in folder and "not a UTF-8 text file" in latin
 
 
@@ -106,8 +120,12 @@ def test_malformed_files(text, error, tmp_path):
 
 def test_a_value_after_an_include_belongs_to_no_flag(tmp_path):
     (tmp_path / "x.args").write_text("--a 1")
-    assert read("--b", f"@{tmp_path}/x.args", "2").errors == ["'2' follows no flag. Flags start with --, args files with @ [command line]"]
+    assert read("--b", f"@{tmp_path}/x.args", "2").errors == [
+        "'2' follows no flag. Flags start with --, args files with @ [command line]"
+    ]
 
 
 def test_what_is_not_utf8_on_the_command_line_is_an_error():
-    assert read("--save", "run\udcff").errors == ["'run\\udcff': has a zero byte, or is not UTF-8 [command line]"]
+    assert read("--save", "run\udcff").errors == [
+        "'run\\udcff': has a zero byte, or is not UTF-8 [command line]"
+    ]

@@ -36,7 +36,10 @@ def jobs(tmp_path, write_model, monkeypatch):
     (tmp_path / "reward.py").write_text("def lower_case(**sample):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
     files = {"train-data": ["train.jsonl"], "save": ["run"]}
-    return {name: {"model": ["experts" if name == "experts" else "model"], **files, **flags} for name, flags in RECIPES.items()}
+    return {
+        name: {"model": ["experts" if name == "experts" else "model"], **files, **flags}
+        for name, flags in RECIPES.items()
+    }
 
 
 def findings_of(argv: Argv) -> list[str]:
@@ -64,8 +67,11 @@ def test_the_jobs_themselves_are_right(recipe, jobs):
     assert findings_of(jobs[recipe]) == []
 
 
-@pytest.mark.parametrize("index", [index if index in DRAWN else pytest.param(index, marks=pytest.mark.slow) for index in range(len(ALL))],
-                         ids=[f"{recipe}: --{' '.join([flag, *words])}" for recipe, flag, words, _ in ALL])  # fmt: skip
+@pytest.mark.parametrize(
+    "index",
+    [index if index in DRAWN else pytest.param(index, marks=pytest.mark.slow) for index in range(len(ALL))],
+    ids=[f"{recipe}: --{' '.join([flag, *words])}" for recipe, flag, words, _ in ALL],
+)
 def test_a_mistake(index, jobs):
     recipe, flag, words, needs = ALL[index]
     argv = jobs[recipe] | needs | {flag: words}
@@ -81,15 +87,29 @@ def test_a_mistake(index, jobs):
             assert follow(changed) == [], f"{changes} leads nowhere: {finding}"
 
 
-REAL = [["--learning-rate", "1e-5"], ["--train-iters", "0"], ["--top-p", "0.9"], ["--train-data", "nowhere.jsonl"], ["--max-prompt-length", "2"]]
+REAL = [
+    ["--learning-rate", "1e-5"],
+    ["--train-iters", "0"],
+    ["--top-p", "0.9"],
+    ["--train-data", "nowhere.jsonl"],
+    ["--max-prompt-length", "2"],
+]
 
 
 @pytest.mark.parametrize("wrong", REAL, ids=" ".join)
 def test_the_command_says_the_same(wrong, jobs):
     argv = {**jobs["grpo"], wrong[0].removeprefix("--"): wrong[1:]}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run([sys.executable, "-P", "-m", "megarl.cli", "check", *words_of(argv)], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "megarl.cli", "check", *words_of(argv)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (result.returncode, result.stdout) == (2, "") and not os.path.exists("run")
     assert [line.removeprefix("  - ") for line in result.stderr.splitlines()] == findings_of(argv)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # of processor time: others may use the machine too
+    assert (
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    )  # of processor time: others may use the machine too

@@ -327,7 +327,13 @@ RULES = {
         "= 513: must be at most the model's max_position_embeddings (512). Try --max-response-length 448.",
         "--max-response-length 448",
     ),
-    "min lr": ("--lr 1e-5 --min-lr 1e-4", 2, {}, "--min-lr (0.0001): must be at most --lr (1e-05).", "--lr 1e-5 --min-lr 1e-6"),
+    "min lr": (
+        "--lr 1e-5 --min-lr 1e-4",
+        2,
+        {},
+        "--min-lr (0.0001): must be at most --lr (1e-05).",
+        "--lr 1e-5 --min-lr 1e-6",
+    ),
     "warm-up": (
         "--lr-warmup-iters 10 --lr-decay-iters 10",
         2,
@@ -335,8 +341,20 @@ RULES = {
         "--lr-decay-iters (10): must be above --lr-warmup-iters (10). Try 11.",
         "--lr-warmup-iters 10 --lr-decay-iters 11",
     ),
-    "evaluation data": ("--eval-interval 5", 2, {}, "--eval-interval (5): needs --eval-data.", "--eval-interval 0"),
-    "inline": ("--executor inline", 2, {}, "--executor (inline): has one rank, not 2. Try --nproc-per-node 1.", None),
+    "evaluation data": (
+        "--eval-interval 5",
+        2,
+        {},
+        "--eval-interval (5): needs --eval-data.",
+        "--eval-interval 0",
+    ),
+    "inline": (
+        "--executor inline",
+        2,
+        {},
+        "--executor (inline): has one rank, not 2. Try --nproc-per-node 1.",
+        None,
+    ),
     "rank outside": (
         "--actor-ranks 0-2",
         2,
@@ -344,7 +362,13 @@ RULES = {
         "--actor-ranks (0-2): must be below the number of ranks (2). Try 0-1.",
         "--actor-ranks 0-1",
     ),
-    "rollout rank outside": ("--rollout-ranks 1,2", 2, {}, "--rollout-ranks (1,2): must be below", "--rollout-ranks 0,1"),
+    "rollout rank outside": (
+        "--rollout-ranks 1,2",
+        2,
+        {},
+        "--rollout-ranks (1,2): must be below",
+        "--rollout-ranks 0,1",
+    ),
     "in-process on some ranks": (
         "--rollout-ranks 0 --rollout-engine in-process",
         2,
@@ -446,70 +470,160 @@ RULES = {
         "--lora-rank 4",
     ),
     "sharding without Megatron-FSDP": (
-        "--data-parallel-sharding-strategy optim", 2, {},
+        "--data-parallel-sharding-strategy optim",
+        2,
+        {},
         "--data-parallel-sharding-strategy (optim): has no effect without --use-megatron-fsdp.",
-        "--data-parallel-sharding-strategy optim --use-megatron-fsdp"),
+        "--data-parallel-sharding-strategy optim --use-megatron-fsdp",
+    ),
     "sharded weights": (
-        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 2, {},
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+        2,
+        {},
         "--data-parallel-sharding-strategy (optim_grads_params): the weights are shards between two passes, and no weight sync, export or checkpoint "
         "reads these. Try --data-parallel-sharding-strategy optim_grads.",
-        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"),
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    ),
     "nothing sharded": (
-        "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 2, {},
-        "(no_shard): shards nothing, as without --use-megatron-fsdp. Try --data-parallel-sharding-strategy optim_grads.", "--use-megatron-fsdp"),
+        "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+        2,
+        {},
+        "(no_shard): shards nothing, as without --use-megatron-fsdp. Try --data-parallel-sharding-strategy optim_grads.",
+        "--use-megatron-fsdp",
+    ),
     "Megatron-FSDP and overlap": (
-        "--use-megatron-fsdp --overlap-grad-reduce", 2, {}, "--use-megatron-fsdp: does not go with --overlap-grad-reduce.", "--overlap-grad-reduce"),
+        "--use-megatron-fsdp --overlap-grad-reduce",
+        2,
+        {},
+        "--use-megatron-fsdp: does not go with --overlap-grad-reduce.",
+        "--overlap-grad-reduce",
+    ),
     "Megatron-FSDP and the other optimizer": (
-        "--use-megatron-fsdp --no-use-distributed-optimizer", 2, {}, "--use-megatron-fsdp: Megatron has it with its distributed optimizer only.",
-        "--use-megatron-fsdp"),
+        "--use-megatron-fsdp --no-use-distributed-optimizer",
+        2,
+        {},
+        "--use-megatron-fsdp: Megatron has it with its distributed optimizer only.",
+        "--use-megatron-fsdp",
+    ),
     "Megatron-FSDP and adapters": (
-        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4", 2, {}, "--critic-use-megatron-fsdp: nobody has proven it with --critic-lora-rank (4)",
-        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4 --critic-lora-rank 0"),
+        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4",
+        2,
+        {},
+        "--critic-use-megatron-fsdp: nobody has proven it with --critic-lora-rank (4)",
+        "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4 --critic-lora-rank 0",
+    ),
     "Megatron-FSDP and tensor parallelism": (
-        "--use-megatron-fsdp --tensor-model-parallel-size 2", 2, {},
+        "--use-megatron-fsdp --tensor-model-parallel-size 2",
+        2,
+        {},
         "--use-megatron-fsdp: nobody has proven it with --tensor-model-parallel-size (2). Leave it out, or try --tensor-model-parallel-size 1.",
-        "--use-megatron-fsdp --tensor-model-parallel-size 1"),
+        "--use-megatron-fsdp --tensor-model-parallel-size 1",
+    ),
     "Megatron-FSDP and stages": (
-        "--use-megatron-fsdp --pipeline-model-parallel-size 2", 2, {}, "nobody has proven it with --pipeline-model-parallel-size (2).",
-        "--use-megatron-fsdp --context-parallel-size 2"),
+        "--use-megatron-fsdp --pipeline-model-parallel-size 2",
+        2,
+        {},
+        "nobody has proven it with --pipeline-model-parallel-size (2).",
+        "--use-megatron-fsdp --context-parallel-size 2",
+    ),
     "Megatron-FSDP and experts": (
-        "--use-megatron-fsdp", 2, EXPERTS, "--use-megatron-fsdp: nobody has proven it with a mixture of experts, which qwen3 is. Leave it out.", ""),
+        "--use-megatron-fsdp",
+        2,
+        EXPERTS,
+        "--use-megatron-fsdp: nobody has proven it with a mixture of experts, which qwen3 is. Leave it out.",
+        "",
+    ),
     "Megatron-FSDP and offload": (
-        "--use-megatron-fsdp --offload gradients", 2, {},
-        "--use-megatron-fsdp: its buffers stay where they are, and --offload (gradients) would move them.", "--offload gradients"),
-    "critic rank outside": ("--algorithm ppo --critic-ranks 2", 2, {}, "--critic-ranks (2): must be below the number of ranks (2). Try 0-1.",
-                            "--algorithm ppo --critic-ranks 1"),
-    "ranks named twice": ("--algorithm ppo --critic-ranks 0,0", 2, {}, "--critic-ranks (0,0): must ascend, each rank once.",
-                          "--algorithm ppo --critic-ranks 0"),
-    "gap": ("--algorithm ppo --actor-ranks 0 --critic-ranks 2 --rollout-ranks 0", 3, {},
-            "--actor-ranks and --critic-ranks and --rollout-ranks: leave rank 1 of 3 ranks without work.",
-            "--algorithm ppo --actor-ranks 0 --critic-ranks 1-2 --rollout-ranks 0"),
+        "--use-megatron-fsdp --offload gradients",
+        2,
+        {},
+        "--use-megatron-fsdp: its buffers stay where they are, and --offload (gradients) would move them.",
+        "--offload gradients",
+    ),
+    "critic rank outside": (
+        "--algorithm ppo --critic-ranks 2",
+        2,
+        {},
+        "--critic-ranks (2): must be below the number of ranks (2). Try 0-1.",
+        "--algorithm ppo --critic-ranks 1",
+    ),
+    "ranks named twice": (
+        "--algorithm ppo --critic-ranks 0,0",
+        2,
+        {},
+        "--critic-ranks (0,0): must ascend, each rank once.",
+        "--algorithm ppo --critic-ranks 0",
+    ),
+    "gap": (
+        "--algorithm ppo --actor-ranks 0 --critic-ranks 2 --rollout-ranks 0",
+        3,
+        {},
+        "--actor-ranks and --critic-ranks and --rollout-ranks: leave rank 1 of 3 ranks without work.",
+        "--algorithm ppo --actor-ranks 0 --critic-ranks 1-2 --rollout-ranks 0",
+    ),
     "too few ranks for the critic": (
-        "--algorithm ppo --critic-ranks 1 --critic-tensor-model-parallel-size 2", 2, {},
+        "--algorithm ppo --critic-ranks 1 --critic-tensor-model-parallel-size 2",
+        2,
+        {},
         "--critic-tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the critic has 1.",
-        "--algorithm ppo --critic-ranks 0-1 --critic-tensor-model-parallel-size 2"),
+        "--algorithm ppo --critic-ranks 0-1 --critic-tensor-model-parallel-size 2",
+    ),
     "uneven groups": (
-        "--algorithm ppo --critic-ranks 0-2 --critic-tensor-model-parallel-size 2", 4, {},
+        "--algorithm ppo --critic-ranks 0-2 --critic-tensor-model-parallel-size 2",
+        4,
+        {},
         "--critic-tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: must divide the critic's ranks (3).",
-        "--algorithm ppo --critic-ranks 0-1 --critic-tensor-model-parallel-size 2"),
+        "--algorithm ppo --critic-ranks 0-1 --critic-tensor-model-parallel-size 2",
+    ),
     "every role": (
-        "--algorithm ppo --tensor-model-parallel-size 2 --critic-ranks 1", 2, {},
+        "--algorithm ppo --tensor-model-parallel-size 2 --critic-ranks 1",
+        2,
+        {},
         "--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the critic has 1.",
-        "--algorithm ppo --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1 --critic-ranks 1"),
-    "unknown pool": ("--actor-ranks train", 2, {}, "--actor-ranks (train): must be ranks and ranges of ranks, like 0-3 or 0,2.",
-                     "--pools train=0-1 --actor-ranks train"),
-    "pool outside": ("--pools train=0-2 --actor-ranks train", 2, {},
-                     "--actor-ranks is pool train, whose ranks (0-2): must be below the number of ranks (2). Try 0-1.",
-                     "--pools train=0-1 --actor-ranks train"),
-    "no pool": ("--pools 0-1", 2, {}, "--pools (0-1): must be name=ranks, each name once. Try train=0-3.", "--pools train=0-1"),
-    "critic's learning rate": ("--algorithm ppo --lr 1e-5 --critic-min-lr 1e-4", 2, {}, "--critic-min-lr (0.0001): must be at most --critic-lr (1e-05).",
-                               "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-6"),
-    "critic warm-up": ("--algorithm ppo --critic-warmup-iters 3", 2, {},
-                       "--critic-warmup-iters (3): must be below --train-iters (3), or the policy never learns.",
-                       "--algorithm ppo --critic-warmup-iters 1"),
-    "KL horizon": ("--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 20", 2, {},
-                   "--kl-horizon (20): must be above 0.2 x the samples of a step (128), or the KL's factor may fall to 0 at once. Try 1280.",
-                   "--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 1280"),
+        "--algorithm ppo --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1 --critic-ranks 1",
+    ),
+    "unknown pool": (
+        "--actor-ranks train",
+        2,
+        {},
+        "--actor-ranks (train): must be ranks and ranges of ranks, like 0-3 or 0,2.",
+        "--pools train=0-1 --actor-ranks train",
+    ),
+    "pool outside": (
+        "--pools train=0-2 --actor-ranks train",
+        2,
+        {},
+        "--actor-ranks is pool train, whose ranks (0-2): must be below the number of ranks (2). Try 0-1.",
+        "--pools train=0-1 --actor-ranks train",
+    ),
+    "no pool": (
+        "--pools 0-1",
+        2,
+        {},
+        "--pools (0-1): must be name=ranks, each name once. Try train=0-3.",
+        "--pools train=0-1",
+    ),
+    "critic's learning rate": (
+        "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-4",
+        2,
+        {},
+        "--critic-min-lr (0.0001): must be at most --critic-lr (1e-05).",
+        "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-6",
+    ),
+    "critic warm-up": (
+        "--algorithm ppo --critic-warmup-iters 3",
+        2,
+        {},
+        "--critic-warmup-iters (3): must be below --train-iters (3), or the policy never learns.",
+        "--algorithm ppo --critic-warmup-iters 1",
+    ),
+    "KL horizon": (
+        "--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 20",
+        2,
+        {},
+        "--kl-horizon (20): must be above 0.2 x the samples of a step (128), or the KL's factor may fall to 0 at once. Try 1280.",
+        "--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 1280",
+    ),
     "idle rank of sft": (
         "--algorithm sft --actor-ranks 0",
         2,
@@ -532,7 +646,9 @@ def test_rules(name, findings):
 
 def test_roles_on_ranks_of_their_own(findings):
     assert findings("--actor-ranks 0 --rollout-ranks 1", world_size=2) == []
-    assert findings("--actor-ranks 0-1 --rollout-ranks 2-3 --rollout-tensor-parallel-size 2", world_size=4) == []
+    assert (
+        findings("--actor-ranks 0-1 --rollout-ranks 2-3 --rollout-tensor-parallel-size 2", world_size=4) == []
+    )
 
 
 def test_inline_with_one_rank(findings):
@@ -556,15 +672,22 @@ def test_files(findings, tmp_path):
         f"--train-data ({tmp_path}/none.jsonl): there is no such file. Try {tmp_path}/train.jsonl.",
         f"--train-data ({text}): must end in .jsonl or .parquet. Try {tmp_path}/train.jsonl.",
     ]
-    assert findings(f"--eval-data {eval_data}") == [] and "--eval-data" in findings(f"--eval-data {tmp_path}")[0]
+    assert (
+        findings(f"--eval-data {eval_data}") == [] and "--eval-data" in findings(f"--eval-data {tmp_path}")[0]
+    )
     assert findings(f"--save {run}") == [
         f"--save ({run}): holds another run (metrics.jsonl), which would be overwritten. Try --save {run}-3."
     ]
     (run / "metrics.jsonl").rename(run / "resolved.args")
     assert "holds another run (resolved.args)" in findings(f"--save {run}")[0]
     assert "is a file" in findings(f"--save {text}")[0] and findings(f"--save {tmp_path}/old-2") == []
-    assert findings(f"--reward-function {reward}:score") == [] and "there is no file" in findings("--reward-function no.py:score")[0]
-    reward.write_text("from math import gcd as borrowed\nmade = lambda **_: 1.0\ndef score(**_): return 1.0\n")
+    assert (
+        findings(f"--reward-function {reward}:score") == []
+        and "there is no file" in findings("--reward-function no.py:score")[0]
+    )
+    reward.write_text(
+        "from math import gcd as borrowed\nmade = lambda **_: 1.0\ndef score(**_): return 1.0\n"
+    )
     for name in ("score", "made", "borrowed"):
         assert findings(f"--reward-function {reward}:{name}") == []
     assert f"{reward} defines no scroe, but score." in findings(f"--reward-function {reward}:scroe")[0]
@@ -572,16 +695,37 @@ def test_files(findings, tmp_path):
     assert "is not Python: invalid syntax" in findings(f"--reward-function {reward}:score")[0]
     for name in (reward, f"{reward}:", ":score", f"{reward}:a-b"):
         assert "must be path/to/file.py:function" in findings(f"--reward-function {name}")[0]
-    assert "does not exist" in findings(f"--tokenizer-model {tmp_path}/none.model")[0] and findings(f"--tokenizer-model {text}") == []
+    assert (
+        "does not exist" in findings(f"--tokenizer-model {tmp_path}/none.model")[0]
+        and findings(f"--tokenizer-model {text}") == []
+    )
     (tmp_path / "model" / "model.safetensors").unlink()
     assert "holds no *.safetensors" in findings()[0] and findings("--random-init") == []
 
 
 def test_all_findings_at_once_and_without_a_shape(job):
-    config = load_config([job, "--sequence-parallel", "--top-p", "0.5", "--global-batch-size", "3", "--train-data", "none.jsonl"], REGISTRY)
+    config = load_config(
+        [
+            job,
+            "--sequence-parallel",
+            "--top-p",
+            "0.5",
+            "--global-batch-size",
+            "3",
+            "--train-data",
+            "none.jsonl",
+        ],
+        REGISTRY,
+    )
     found = check(config, None, 2)
     flags = sorted(line.split()[0].rstrip(":") for line in found)
-    assert flags == ["--global-batch-size", "--global-batch-size", "--sequence-parallel", "--top-p", "--train-data"]
+    assert flags == [
+        "--global-batch-size",
+        "--global-batch-size",
+        "--sequence-parallel",
+        "--top-p",
+        "--train-data",
+    ]
     with pytest.raises(ConfigError) as caught:
         raise_findings(found)
     assert isinstance(caught.value, ValueError) and all(line in str(caught.value) for line in found)
@@ -619,14 +763,38 @@ def test_what_is_accepted_makes_meshes(job):
 
 
 @pytest.mark.parametrize(
-    "text, ranks", [("0-3", (0, 1, 2, 3)), ("0-2,6", (0, 1, 2, 6)), ("5", (5,)), ("1,3,5-7", (1, 3, 5, 6, 7)), (" 0 - 1 , 3", (0, 1, 3))]
+    "text, ranks",
+    [
+        ("0-3", (0, 1, 2, 3)),
+        ("0-2,6", (0, 1, 2, 6)),
+        ("5", (5,)),
+        ("1,3,5-7", (1, 3, 5, 6, 7)),
+        (" 0 - 1 , 3", (0, 1, 3)),
+    ],
 )
 def test_ranks(text, ranks):
     assert parse_ranks(text, 8) == ranks
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "0-", "-1", "0,,1", "1-0", "0,0", "0-2,1", "3,1", "8", "0-8", "0;1", "1.0", "0-99999999999999999999", "9" * 5000]
+    "text",
+    [
+        "",
+        "a",
+        "0-",
+        "-1",
+        "0,,1",
+        "1-0",
+        "0,0",
+        "0-2,1",
+        "3,1",
+        "8",
+        "0-8",
+        "0;1",
+        "1.0",
+        "0-99999999999999999999",
+        "9" * 5000,
+    ],
 )
 def test_what_is_no_list_of_ranks(text):
     with pytest.raises(ValueError, match="ranks"):

@@ -17,8 +17,18 @@ from megarl.config.checkpoint_folders import JobFileError, checkpoints_in, goes_
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, write_args
 
-CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 120, "tie_word_embeddings": True}  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 120,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -36,8 +46,23 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def config(flags: str):
     given = shlex.split(flags)
-    default = ["--algorithm", "ppo", "--kl-mode", "none", "--model", "model", "--random-init", "--train-data", "rows.jsonl", "--train-iters", "20",
-               "--save", "new", "--num-prompts", "8"]  # fmt: skip
+    default = [
+        "--algorithm",
+        "ppo",
+        "--kl-mode",
+        "none",
+        "--model",
+        "model",
+        "--random-init",
+        "--train-data",
+        "rows.jsonl",
+        "--train-iters",
+        "20",
+        "--save",
+        "new",
+        "--num-prompts",
+        "8",
+    ]
     kept = [word for flag, words in _by_flag(default) if flag not in given for word in words]
     return load_config([*kept, *given], REGISTRY)
 
@@ -59,9 +84,19 @@ def make_checkpoint(folder: Path, step: int, flags: str = "") -> None:
         (folder / role / "checkpoint.json").write_text(f"{role} {step}")
         digests[role] = hashlib.sha256(f"{role} {step}".encode()).hexdigest()
     cursor = {"num_rows": 50, "seed": 0, "shuffle": True, "pass": 0, "offset": 0}
-    write_job(folder, {"step": step, "weight_version": step, "models": described_models(job), "roles": digests, "metrics": {},
-                       "actors": {"": {"cursor": cursor, "kl": {"coef": 0.0}, "zero_reward_steps": 0}}, "random_states": [],
-                       "arguments": write_args(job)})  # fmt: skip
+    write_job(
+        folder,
+        {
+            "step": step,
+            "weight_version": step,
+            "models": described_models(job),
+            "roles": digests,
+            "metrics": {},
+            "actors": {"": {"cursor": cursor, "kl": {"coef": 0.0}, "zero_reward_steps": 0}},
+            "random_states": [],
+            "arguments": write_args(job),
+        },
+    )
 
 
 def findings(flags: str) -> tuple[str, ...]:
@@ -76,39 +111,99 @@ def test_what_can_be_continued(here):
     make_checkpoint(Path("mine/checkpoints/step_000003"), 3)
     Path("mine/resolved.args").write_text("")
     Path("mine/metrics.jsonl").write_text("")
-    for flags in ("--load old", "--load old/checkpoints/step_000004", "--load old/checkpoints/step_000010 --train-iters 10", "--load mine --save mine",
-                  "--load mine/checkpoints/step_000003 --save mine", "--load ./mine/ --save mine", "--load new --save new",
-                  "--load old --algorithm grpo"):  # fmt: skip
+    for flags in (
+        "--load old",
+        "--load old/checkpoints/step_000004",
+        "--load old/checkpoints/step_000010 --train-iters 10",
+        "--load mine --save mine",
+        "--load mine/checkpoints/step_000003 --save mine",
+        "--load ./mine/ --save mine",
+        "--load new --save new",
+        "--load old --algorithm grpo",
+    ):
         assert findings(flags) == (), flags
-    assert newest_job(config("--load old"))[1]["step"] == 10 and newest_job(config("--load new --save new")) is None
+    assert (
+        newest_job(config("--load old"))[1]["step"] == 10
+        and newest_job(config("--load new --save new")) is None
+    )
     assert not goes_on(config("--load old")) and goes_on(config("--load mine --save mine"))
     assert [path.name for path in checkpoints_in(Path("old"))] == ["step_000010", "step_000004"]
 
 
 WRONG = (
-    ("--load nowhere", "--load (nowhere): there is no such folder. Name a run folder, or leave it out for a new run.", ""),
-    ("--load model", "--load (model): holds no checkpoints/step_*. Name a run folder, or leave it out for a new run.", "--load old"),
-    ("--load old/checkpoints", "--load (old/checkpoints): is the folder of a run's checkpoints. Try --load old.", "--load old"),
-    ("--load old/checkpoints/step_000010/critic", "--load (old/checkpoints/step_000010/critic): is the part of one role. Try "
-     "--load old/checkpoints/step_000010.", "--load old/checkpoints/step_000010"),
-    ("--load old/checkpoints/step_000007", "--load (old/checkpoints/step_000007): holds no whole checkpoint. old/checkpoints/step_000007 is not a "
-     "checkpoint of a job: it has no job.json. Name another run, or leave it out.", "--load old"),
-    ("--load old --train-iters 9", "--train-iters (9): old/checkpoints/step_000010 is of step 10 already. Try --train-iters 20.",
-     "--load old --train-iters 20"),
-    ("--load old --model wide", "--load (old): step_000010 is of another model: its actor has hidden_size 64, not 128. Give the --model that the run "
-     "had, or leave --load out.", "--model wide"),
-    ("--load old --seed 3", "--seed (3): the run that --load continues has another. Try --seed 0.", "--load old --seed 0"),
-    ("--load old --no-shuffle", "--no-shuffle: the run that --load continues had --shuffle. Try --shuffle.", "--load old --shuffle"),
-    ("--load old --num-actors 2 --actor-ranks 0", "--load (old): step_000010 has no actor_2, but actor, critic. Leave --load out, or name a run that has one.",
-     None),
-    ("--load weights", "--load (weights): is a checkpoint of one model, not of a job. Make a Hugging Face folder of it by `megarl convert` and give "
-     "that as --model.", "--load old"),
-    ("--load old/checkpoints/step_000004 --save old --max-restarts 2", "--max-restarts (2): a restart goes on from the newest checkpoint of --save, and "
-     "--load (old/checkpoints/step_000004) is an older one of the same run, whose newest is old/checkpoints/step_000010. Remove the newer ones, or try "
-     "--max-restarts 0.", "--load old/checkpoints/step_000004 --save old --max-restarts 0"),
-    ("--optimizer-cpu-offload --max-restarts 2", "--max-restarts (2): the state of --optimizer-cpu-offload cannot be saved", "--max-restarts 2"),
+    (
+        "--load nowhere",
+        "--load (nowhere): there is no such folder. Name a run folder, or leave it out for a new run.",
+        "",
+    ),
+    (
+        "--load model",
+        "--load (model): holds no checkpoints/step_*. Name a run folder, or leave it out for a new run.",
+        "--load old",
+    ),
+    (
+        "--load old/checkpoints",
+        "--load (old/checkpoints): is the folder of a run's checkpoints. Try --load old.",
+        "--load old",
+    ),
+    (
+        "--load old/checkpoints/step_000010/critic",
+        "--load (old/checkpoints/step_000010/critic): is the part of one role. Try "
+        "--load old/checkpoints/step_000010.",
+        "--load old/checkpoints/step_000010",
+    ),
+    (
+        "--load old/checkpoints/step_000007",
+        "--load (old/checkpoints/step_000007): holds no whole checkpoint. old/checkpoints/step_000007 is not a "
+        "checkpoint of a job: it has no job.json. Name another run, or leave it out.",
+        "--load old",
+    ),
+    (
+        "--load old --train-iters 9",
+        "--train-iters (9): old/checkpoints/step_000010 is of step 10 already. Try --train-iters 20.",
+        "--load old --train-iters 20",
+    ),
+    (
+        "--load old --model wide",
+        "--load (old): step_000010 is of another model: its actor has hidden_size 64, not 128. Give the --model that the run "
+        "had, or leave --load out.",
+        "--model wide",
+    ),
+    (
+        "--load old --seed 3",
+        "--seed (3): the run that --load continues has another. Try --seed 0.",
+        "--load old --seed 0",
+    ),
+    (
+        "--load old --no-shuffle",
+        "--no-shuffle: the run that --load continues had --shuffle. Try --shuffle.",
+        "--load old --shuffle",
+    ),
+    (
+        "--load old --num-actors 2 --actor-ranks 0",
+        "--load (old): step_000010 has no actor_2, but actor, critic. Leave --load out, or name a run that has one.",
+        None,
+    ),
+    (
+        "--load weights",
+        "--load (weights): is a checkpoint of one model, not of a job. Make a Hugging Face folder of it by `megarl convert` and give "
+        "that as --model.",
+        "--load old",
+    ),
+    (
+        "--load old/checkpoints/step_000004 --save old --max-restarts 2",
+        "--max-restarts (2): a restart goes on from the newest checkpoint of --save, and "
+        "--load (old/checkpoints/step_000004) is an older one of the same run, whose newest is old/checkpoints/step_000010. Remove the newer ones, or try "
+        "--max-restarts 0.",
+        "--load old/checkpoints/step_000004 --save old --max-restarts 0",
+    ),
+    (
+        "--optimizer-cpu-offload --max-restarts 2",
+        "--max-restarts (2): the state of --optimizer-cpu-offload cannot be saved",
+        "--max-restarts 2",
+    ),
     ("--load old --save old", "--load (old): holds no whole checkpoint. ", None),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("flags, message, works", WRONG, ids=[flags for flags, _, _ in WRONG])
@@ -125,7 +220,9 @@ def test_what_is_wrong_and_what_works(here, flags, message, works):
 
 def test_a_critic_that_the_run_had_not(here):
     make_checkpoint(Path("grpo/checkpoints/step_000001"), 1, "--algorithm grpo")
-    assert findings("--load grpo") == ("--load (grpo): step_000001 has no critic, but actor. Leave --load out, or name a run that has one.",)
+    assert findings("--load grpo") == (
+        "--load (grpo): step_000001 has no critic, but actor. Leave --load out, or name a run that has one.",
+    )
 
 
 def test_other_training_rows(here):
@@ -133,7 +230,8 @@ def test_other_training_rows(here):
     assert rows_finding(config("--load old"), 1, 50, saved) is None
     assert rows_finding(config("--load old"), 1, 51, saved) == (
         "--train-data (rows.jsonl): has 51 rows, and the run that --load continues has 50. Give the same files, or start a new run from the exported "
-        "hf/ folder.")
+        "hf/ folder."
+    )
 
 
 def test_a_newer_one_that_is_damaged_does_not_count(here):
@@ -146,13 +244,21 @@ def _signed(body: dict) -> str:
     return json.dumps({"format": "megarl job", "version": 1, "sha256": digest, **body})
 
 
-@pytest.mark.parametrize("damage, cause", [
-    (lambda text: text[:-40], "cannot be read: "), (lambda text: "[]", "is not of a megarl job."),
-    (lambda text: text.replace('"seed": 0', '"seed": 1'), "its digest"),
-    (lambda text: text.replace('"version": 1', '"version": 2'), "has version 2 of the format; this megarl reads 1."),
-    (lambda text: _signed({"step": 3}), "is not of a megarl job: it has no roles."),
-    (lambda text: "[" * 100_000, "cannot be read: "), (lambda text: "\0", "cannot be read: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage, cause",
+    [
+        (lambda text: text[:-40], "cannot be read: "),
+        (lambda text: "[]", "is not of a megarl job."),
+        (lambda text: text.replace('"seed": 0', '"seed": 1'), "its digest"),
+        (
+            lambda text: text.replace('"version": 1', '"version": 2'),
+            "has version 2 of the format; this megarl reads 1.",
+        ),
+        (lambda text: _signed({"step": 3}), "is not of a megarl job: it has no roles."),
+        (lambda text: "[" * 100_000, "cannot be read: "),
+        (lambda text: "\0", "cannot be read: "),
+    ],
+)
 def test_a_damaged_job_file_is_named(here, damage, cause):
     path = Path("old/checkpoints/step_000010/job.json")
     path.write_text(damage(path.read_text()))
@@ -164,4 +270,8 @@ def test_a_damaged_job_file_is_named(here, damage, cause):
 def test_an_optimizer_that_cannot_be_saved_is_refused(here):
     message = "--save-interval (5): the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
     assert checkpoint_findings(config("--save-interval 5 --critic-optimizer-cpu-offload")) == [message]
-    assert checkpoint_findings(config("--save-interval 0 --optimizer-cpu-offload")) == checkpoint_findings(config("--save-interval 5")) == []
+    assert (
+        checkpoint_findings(config("--save-interval 0 --optimizer-cpu-offload"))
+        == checkpoint_findings(config("--save-interval 5"))
+        == []
+    )

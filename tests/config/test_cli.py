@@ -33,15 +33,30 @@ HEAVY = {"torch", "numpy", "megatron", "vllm", "transformers", "triton"}
 
 def run(*argv, script=None):
     command = [sys.executable, *(["-c", script] if script else ["-m", "megarl.cli"]), *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
 
 
 def test_version_and_usage():
     assert (run("--version").stdout, run("--version").returncode) == (f"megarl {megarl.__version__}\n", 0)
     usage = run("--help")
-    assert usage.returncode == 0 and all(f"\n  {command} " in usage.stdout for command in cli.COMMANDS) and run().stdout == usage.stdout
+    assert (
+        usage.returncode == 0
+        and all(f"\n  {command} " in usage.stdout for command in cli.COMMANDS)
+        and run().stdout == usage.stdout
+    )
     unknown = run("trian")
-    assert unknown.returncode == 2 and "megarl trian: no such command. Did you mean train?" in unknown.stderr and unknown.stdout == ""
+    assert (
+        unknown.returncode == 2
+        and "megarl trian: no such command. Did you mean train?" in unknown.stderr
+        and unknown.stdout == ""
+    )
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["check"], ["graph"]])
@@ -52,18 +67,29 @@ def test_nothing_heavy_is_imported(argv, job):
 
 
 def test_check_says_ok_with_the_main_numbers(job):
-    result = run("check", job, "--nproc-per-node", "4", "--tensor-model-parallel-size", "2", "--num-epochs", "3")
+    result = run(
+        "check", job, "--nproc-per-node", "4", "--tensor-model-parallel-size", "2", "--num-epochs", "3"
+    )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("ok: world size 4, data-parallel size 2, 3 steps, per step 128 samples and 6 updates\n")
+    assert result.stdout.startswith(
+        "ok: world size 4, data-parallel size 2, 3 steps, per step 128 samples and 6 updates\n"
+    )
     assert "per step 64 samples and 1 updates" in run("check", job, "--algorithm", "sft").stdout
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_all_findings_exit_2_and_no_traceback(command, job, tmp_path):
-    result = run(command, job, "--global-batch-size", "3", "--top-p", "0.5", "--model", str(tmp_path / "none"))
+    result = run(
+        command, job, "--global-batch-size", "3", "--top-p", "0.5", "--model", str(tmp_path / "none")
+    )
     assert (result.returncode, result.stdout) == (2, "") and "Traceback" not in result.stderr
     assert result.stderr.startswith("4 configuration errors:\n") and not (tmp_path / "run").exists()
-    for flag in ("--model", "--global-batch-size (3): must divide", "--global-batch-size (3): must be a multiple", "--top-p (0.5)"):
+    for flag in (
+        "--model",
+        "--global-batch-size (3): must divide",
+        "--global-batch-size (3): must be a multiple",
+        "--top-p (0.5)",
+    ):
         assert f"  - {flag}" in result.stderr
 
 
@@ -87,18 +113,33 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
     def module(name, **functions):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**functions))
 
-    module("megarl.driver.launch", launch=lambda config, *args, **kwargs: calls.append((config.run.save, *args, kwargs)) or 3)
+    module(
+        "megarl.driver.launch",
+        launch=lambda config, *args, **kwargs: calls.append((config.run.save, *args, kwargs)) or 3,
+    )
     module("megarl.driver.__main__", train_job="the training")
     module("megarl.driver.evaluate", evaluate_job="the evaluation")
     module("megarl.train", run_inline=lambda config: calls.append(config.placement.executor) or 4)
     module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
     save = str(tmp_path / "run")
-    inline, held_out = ["--executor", "inline", "--nproc-per-node", "1"], [job, "--eval-data", str(tmp_path / "train.jsonl")]
+    inline, held_out = (
+        ["--executor", "inline", "--nproc-per-node", "1"],
+        [job, "--eval-data", str(tmp_path / "train.jsonl")],
+    )
     (tmp_path / "run").mkdir()
-    commands = (["train", job], ["train", job, *inline], ["eval", *held_out], ["eval", *held_out, *inline], ["convert", "--to", "x"])
+    commands = (
+        ["train", job],
+        ["train", job, *inline],
+        ["eval", *held_out],
+        ["eval", *held_out, *inline],
+        ["convert", "--to", "x"],
+    )
     assert [cli.main(argv) for argv in commands] == [3, 4, 3, 5, 6]
-    training, evaluation = (save, [job], "the training", {}), (save, held_out, "the evaluation", "megarl.evaluate", {"new_run": False})
+    training, evaluation = (
+        (save, [job], "the training", {}),
+        (save, held_out, "the evaluation", "megarl.evaluate", {"new_run": False}),
+    )
     assert calls == [training, "inline", evaluation, [*held_out, *inline], ["--to", "x"]]
 
 
@@ -116,12 +157,32 @@ def test_evaluation_needs_held_out_rows_and_minds_no_run(job, tmp_path, capsys):
 def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, write_model, capsys):
     model = write_model(QWEN3)
     (model / "model.safetensors").unlink()
-    job = ["--algorithm", "ppo", "--model", str(model), "--nproc-per-node", "3", "--actor-ranks", "0-1", "--critic-ranks", "2", "--rollout-ranks", "0-1"]
+    job = [
+        "--algorithm",
+        "ppo",
+        "--model",
+        str(model),
+        "--nproc-per-node",
+        "3",
+        "--actor-ranks",
+        "0-1",
+        "--critic-ranks",
+        "2",
+        "--rollout-ranks",
+        "0-1",
+    ]
     assert cli.main(["graph", *job, "--svg", str(tmp_path / "step.svg")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines[1:-1]] == [
-        ["rollout.generate", "0-1"], ["reward.score", "0-1"], ["actor.log_probs", "0-1"], ["critic.values", "2"], ["actor.advantages", "0-1"],
-        ["critic.update", "2"], ["actor.update", "0-1"], ["rollout.sync", "0-1"]]  # fmt: skip
+        ["rollout.generate", "0-1"],
+        ["reward.score", "0-1"],
+        ["actor.log_probs", "0-1"],
+        ["critic.values", "2"],
+        ["actor.advantages", "0-1"],
+        ["critic.update", "2"],
+        ["actor.update", "0-1"],
+        ["rollout.sync", "0-1"],
+    ]
     assert lines[-1].startswith("longest chain: rollout.generate -> ")
     texts = {element.text for element in ElementTree.parse(tmp_path / "step.svg").iter() if element.text}
     assert {"critic.values", "ranks 0-1", "ranks 2"} <= texts
@@ -129,8 +190,14 @@ def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, w
 
 
 def test_graph_refuses(tmp_path, job, capsys):
-    for flags, told in ((["--algorithm", "sft"], "--algorithm (sft): has no flow; "), (["--actor-ranks", "0-2"], "--actor-ranks (0-2): must be below"),
-                        (["--svg", str(tmp_path / "no" / "a.svg")], f"--svg ({tmp_path}/no/a.svg): cannot be written: No such file")):  # fmt: skip
+    for flags, told in (
+        (["--algorithm", "sft"], "--algorithm (sft): has no flow; "),
+        (["--actor-ranks", "0-2"], "--actor-ranks (0-2): must be below"),
+        (
+            ["--svg", str(tmp_path / "no" / "a.svg")],
+            f"--svg ({tmp_path}/no/a.svg): cannot be written: No such file",
+        ),
+    ):
         assert cli.main(["graph", job, *flags]) == 2
         result = capsys.readouterr()
         assert result.out == "" and told in result.err
@@ -142,7 +209,9 @@ def test_ctrl_c(tmp_path):
     os.mkfifo(pipe)
     # A shell's background job inherits an ignored SIGINT, and Python then never raises KeyboardInterrupt.
     script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from megarl.cli import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", script, "check", f"@{pipe}"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "check", f"@{pipe}"], stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline, writer = time.monotonic() + 30, None
         while writer is None and time.monotonic() < deadline:

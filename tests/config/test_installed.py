@@ -13,7 +13,12 @@ import pytest
 
 from megarl.config.flags import section_flags
 from megarl.config.installed import engine_args, kind_of_annotation, transformer_config
-from megarl.config.passthrough import ENGINE_REFUSED, TRANSFORMER_REFUSED, find_engine_flag, find_transformer_flag
+from megarl.config.passthrough import (
+    ENGINE_REFUSED,
+    TRANSFORMER_REFUSED,
+    find_engine_flag,
+    find_transformer_flag,
+)
 from megarl.config.schema import RolloutConfig
 from megarl.config.values import Kind
 
@@ -40,7 +45,9 @@ OWN_FORM = {
 
 @pytest.fixture(scope="module")
 def real():
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, check=True, timeout=240, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, check=True, timeout=240, text=True
+    )
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
@@ -48,7 +55,9 @@ def test_fields_are_those_of_the_installed_classes(real):
     engine, transformer, _ = real
     assert set(engine_args().annotations) == {name for name in engine if not name.startswith("_")}
     assert set(transformer_config().annotations) == {name for name in transformer if not name.startswith("_")}
-    assert {f.targets[0][1] for f in section_flags("rollout", RolloutConfig)} <= set(engine), "the schema's names are vLLM's own"
+    assert {f.targets[0][1] for f in section_flags("rollout", RolloutConfig)} <= set(engine), (
+        "the schema's names are vLLM's own"
+    )
 
 
 def test_types_are_those_of_the_parser_of_vllm(real):
@@ -105,7 +114,10 @@ def test_every_refusal_is_of_something():
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
     ]
-    for table, names in (ENGINE_REFUSED, engine_args().annotations), (TRANSFORMER_REFUSED, [*transformer_config().annotations, *scripts]):
+    for table, names in (
+        (ENGINE_REFUSED, engine_args().annotations),
+        (TRANSFORMER_REFUSED, [*transformer_config().annotations, *scripts]),
+    ):
         for pattern in " ".join(table.values()).split():
             assert fnmatch.filter(names, pattern), pattern
 

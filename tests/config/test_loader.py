@@ -57,7 +57,18 @@ class Beta(Algorithm):
 
 
 ALGORITHMS = {"alpha": Alpha, "beta++": Beta}
-REQUIRED = ["--algorithm", "alpha", "--model", "m", "--train-data", "a.jsonl", "--save", "s", "--train-iters", "3"]
+REQUIRED = [
+    "--algorithm",
+    "alpha",
+    "--model",
+    "m",
+    "--train-data",
+    "a.jsonl",
+    "--save",
+    "s",
+    "--train-iters",
+    "3",
+]
 
 
 def load(*args):
@@ -116,9 +127,18 @@ def test_every_type_of_flag():
         "--num-rollouts-to-log",
         "-1",
     )
-    assert config.model.bf16 is True and config.data.shuffle is False and config.optimizer.lr == 1e-5 and config.batch.seed == 7
+    assert (
+        config.model.bf16 is True
+        and config.data.shuffle is False
+        and config.optimizer.lr == 1e-5
+        and config.batch.seed == 7
+    )
     assert config.run.num_rollouts_to_log == -1  # a negative number is no flag
-    assert config.data.eval_data == ("c", "d") and config.sampling.stop == ("--",) and config.sampling.stop_token_ids == (1, 2)
+    assert (
+        config.data.eval_data == ("c", "d")
+        and config.sampling.stop == ("--",)
+        and config.sampling.stop_token_ids == (1, 2)
+    )
     assert config.actor == ParallelConfig(recompute_granularity="full")
     assert config.rollout.enforce_eager is True and load().rollout.enforce_eager is None
     assert config.algorithm == Alpha(mode="some", bounds=None, scale=False)
@@ -160,13 +180,27 @@ def random_value(rng, kind):
 
 def random_config(rng, num_actors=1):
     """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
-    fixed = {"recompute_modules": ("mlp", "core_attn"), "lora_target_modules": ("linear_proj", "linear_qkv"), "num_actors": num_actors,
-             "nproc_per_node": rng.randint(1, 1024)}  # fmt: skip
+    fixed = {
+        "recompute_modules": ("mlp", "core_attn"),
+        "lora_target_modules": ("linear_proj", "linear_qkv"),
+        "num_actors": num_actors,
+        "nproc_per_node": rng.randint(1, 1024),
+    }
     nodes = {
-        name: cls(**{flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind)) for flag in section_flags(name, cls)})
+        name: cls(
+            **{
+                flag.targets[0][1]: fixed.get(flag.targets[0][1], random_value(rng, flag.kind))
+                for flag in section_flags(name, cls)
+            }
+        )
         for name, cls in SECTIONS.items()
     }
-    algorithm = rng.choice([Alpha(clip=rng.random(), bounds=rng.choice([None, (1.5,), ()])), Beta(smoothing=rng.choice([None, 1e-30]))])
+    algorithm = rng.choice(
+        [
+            Alpha(clip=rng.random(), bounds=rng.choice([None, (1.5,), ()])),
+            Beta(smoothing=rng.choice([None, 1e-30])),
+        ]
+    )
     engine = {
         "compilation_config": {"mode": 3, "note": rng.choice(NASTY)},
         "enable_chunked_prefill": rng.random() < 0.5,
@@ -174,12 +208,29 @@ def random_config(rng, num_actors=1):
         "cudagraph_capture_sizes": [1, 2, 4],
         "watermark": rng.random(),
     }
-    transformer = {"attention_dropout": rng.random(), "gradient_accumulation_fusion": rng.random() < 0.5, "qk_clip_alpha": 0.25}
+    transformer = {
+        "attention_dropout": rng.random(),
+        "gradient_accumulation_fusion": rng.random() < 0.5,
+        "qk_clip_alpha": 0.25,
+    }
     if type(algorithm) is Beta:  # has one role: flags of others would be refused
-        nodes |= {"critic": None, "critic_optimizer": None, "critic_lora": None, "reference": None, "reward": None, "reward_models": RewardModelConfig()}
+        nodes |= {
+            "critic": None,
+            "critic_optimizer": None,
+            "critic_lora": None,
+            "reference": None,
+            "reward": None,
+            "reward_models": RewardModelConfig(),
+        }
         nodes["model"] = replace(nodes["model"], critic_model=None)
-        nodes["placement"] = replace(nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=())
-    return TrainConfig(algorithm=algorithm, **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)}, transformer=transformer)
+        nodes["placement"] = replace(
+            nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=()
+        )
+    return TrainConfig(
+        algorithm=algorithm,
+        **nodes | {"rollout": replace(nodes["rollout"], engine_args=engine)},
+        transformer=transformer,
+    )
 
 
 def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
@@ -187,7 +238,9 @@ def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
     for trial in range(100):
         config = random_config(rng)
         text = write_args(config)
-        assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, f"trial {trial}:\n{text}"
+        assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, (
+            f"trial {trial}:\n{text}"
+        )
 
 
 def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
@@ -195,36 +248,91 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
     rng = random.Random(1)
     for trial in range(15):
         first, *others = (random_config(rng, num_actors=3) for _ in range(3))
-        shared = {name: getattr(first.placement, name) for name in ("nproc_per_node", "executor", "pools", "offload_ahead_bytes", "call_timeout_s")}
+        shared = {
+            name: getattr(first.placement, name)
+            for name in ("nproc_per_node", "executor", "pools", "offload_ahead_bytes", "call_timeout_s")
+        }
         gates = {name: rng.random() for name in ("gate_max_abs", "gate_mean_abs")}
-        others = [replace(other, placement=replace(other.placement, **shared), batch=replace(other.batch, train_iters=first.batch.train_iters),
-                          run=replace(first.run, **gates), checkpoint=first.checkpoint) for other in others]  # fmt: skip
+        others = [
+            replace(
+                other,
+                placement=replace(other.placement, **shared),
+                batch=replace(other.batch, train_iters=first.batch.train_iters),
+                run=replace(first.run, **gates),
+                checkpoint=first.checkpoint,
+            )
+            for other in others
+        ]
         config = replace(first, others=tuple(others))
         text = write_args(config)
-        assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, f"trial {trial}:\n{text}"
+        assert load_config([write(tmp_path, "resolved.args", text)], ALGORITHMS) == config, (
+            f"trial {trial}:\n{text}"
+        )
 
 
 def test_flags_of_one_actor():
     """As the first where nothing is said; a number counts more than none, a role more than all roles, the command line more than a file."""
-    config = load("--num-actors", "3", "--lr", "1e-3", "--actor-2-lr", "2e-3", "--critic-3-lr", "3e-3", "--actor-3-seed", "7", "--seed", "5",
-                  "--rollout-2-max-num-seqs", "9", "--no-actor-2-shuffle", "--actor-2-attention-softmax-in-fp32")  # fmt: skip
+    config = load(
+        "--num-actors",
+        "3",
+        "--lr",
+        "1e-3",
+        "--actor-2-lr",
+        "2e-3",
+        "--critic-3-lr",
+        "3e-3",
+        "--actor-3-seed",
+        "7",
+        "--seed",
+        "5",
+        "--rollout-2-max-num-seqs",
+        "9",
+        "--no-actor-2-shuffle",
+        "--actor-2-attention-softmax-in-fp32",
+    )
     actors = (config, *config.others)
-    assert [c.optimizer.lr for c in actors] == [1e-3, 2e-3, 1e-3] and [c.critic_optimizer.lr for c in actors] == [1e-3, 1e-3, 3e-3]
-    assert [c.batch.seed for c in actors] == [5, 5, 7] and [c.rollout.max_num_seqs for c in actors] == [256, 9, 256]
+    assert [c.optimizer.lr for c in actors] == [1e-3, 2e-3, 1e-3] and [
+        c.critic_optimizer.lr for c in actors
+    ] == [1e-3, 1e-3, 3e-3]
+    assert [c.batch.seed for c in actors] == [5, 5, 7] and [c.rollout.max_num_seqs for c in actors] == [
+        256,
+        9,
+        256,
+    ]
     assert [c.data.shuffle for c in actors] == [True, False, True]
-    assert [c.transformer for c in actors] == [{}, {"attention_softmax_in_fp32": True}, {}] and not any(c.others for c in config.others)
+    assert [c.transformer for c in actors] == [{}, {"attention_softmax_in_fp32": True}, {}] and not any(
+        c.others for c in config.others
+    )
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--actor-2-lr 1e-3", "--actor-2-lr (1e-3): there is no actor 2, as --num-actors is 1. Try --num-actors 2."),
-    ("--num-actors 2 --actor-2-save x", "--actor-2-save (x): is the whole job's. Leave it out, or try --save x instead."),
-    ("--num-actors 2 --critic-2-seed 3", "--critic-2-seed (3): has no critic- form. Try --actor-2-seed 3 instead."),
-    ("--num-actors 2 --actor-2-sede 3", "--actor-2-sede (3): no such flag. Did you mean --actor-2-seed?"),
-    ("--num-actors 2 --actor-2-seed 1 --actor-2-seed 2", "--actor-2-seed (1 and 2): is given twice. Keep one"),
-    ("--num-actors 2 --actor-2-algorithm beta++ --critic-2-lr 1e-3", "--critic-2-lr (1e-3): this algorithm has no critic, so there is no critic role."),
-    ("--num-actors 2 --actor-2-temperature -1", "--actor-2-temperature (-1): must be at least 0."),
-    ("--num-actors 2 --temperature -1", "--temperature (-1): must be at least 0."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            "--actor-2-lr 1e-3",
+            "--actor-2-lr (1e-3): there is no actor 2, as --num-actors is 1. Try --num-actors 2.",
+        ),
+        (
+            "--num-actors 2 --actor-2-save x",
+            "--actor-2-save (x): is the whole job's. Leave it out, or try --save x instead.",
+        ),
+        (
+            "--num-actors 2 --critic-2-seed 3",
+            "--critic-2-seed (3): has no critic- form. Try --actor-2-seed 3 instead.",
+        ),
+        ("--num-actors 2 --actor-2-sede 3", "--actor-2-sede (3): no such flag. Did you mean --actor-2-seed?"),
+        (
+            "--num-actors 2 --actor-2-seed 1 --actor-2-seed 2",
+            "--actor-2-seed (1 and 2): is given twice. Keep one",
+        ),
+        (
+            "--num-actors 2 --actor-2-algorithm beta++ --critic-2-lr 1e-3",
+            "--critic-2-lr (1e-3): this algorithm has no critic, so there is no critic role.",
+        ),
+        ("--num-actors 2 --actor-2-temperature -1", "--actor-2-temperature (-1): must be at least 0."),
+        ("--num-actors 2 --temperature -1", "--temperature (-1): must be at least 0."),
+    ],
+)
 def test_wrong_flags_of_one_actor(flags, message):
     with pytest.raises(ConfigError) as error:
         load(*flags.split())
@@ -236,7 +344,9 @@ def test_written_arguments_name_every_field(tmp_path):
     text = write_args(load())
     for section, cls in [*SECTIONS.items(), ("algorithm", Alpha)]:
         for flag in section_flags(section, cls):
-            assert (f"--{flag.name}" in text.split() or f"--no-{flag.name}" in text.split()) == (flag.required or flag.default is not None), flag.name
+            assert (f"--{flag.name}" in text.split() or f"--no-{flag.name}" in text.split()) == (
+                flag.required or flag.default is not None
+            ), flag.name
     assert "# optimizer\n--lr 1e-06\n" in text
 
 
@@ -251,14 +361,23 @@ def test_precedence(tmp_path):
     write(tmp_path, "recipe.args", "--lr 2 --seed 2\n@base.args")
     other = write(tmp_path, "other.args", "--lr 3")
     config = load("--num-prompts", "9", f"@{tmp_path / 'recipe.args'}", other)
-    assert (config.optimizer.lr, config.batch.seed, config.batch.num_prompts, config.algorithm.clip) == (3, 2, 9, 0.5)
+    assert (config.optimizer.lr, config.batch.seed, config.batch.num_prompts, config.algorithm.clip) == (
+        3,
+        2,
+        9,
+        0.5,
+    )
     assert load(other, base).optimizer.lr == 1 and load(base, other).optimizer.lr == 3
     assert load(base, base).optimizer.lr == 1  # the same file twice says nothing twice
 
 
 def test_one_role_and_every_role(tmp_path):
     """Within a level the prefixed flag holds; a higher level overrides either. Written arguments need no prefix while roles agree."""
-    file = write(tmp_path, "a.args", "--actor-tensor-model-parallel-size 2 --tensor-model-parallel-size 4 --actor-sequence-parallel")
+    file = write(
+        tmp_path,
+        "a.args",
+        "--actor-tensor-model-parallel-size 2 --tensor-model-parallel-size 4 --actor-sequence-parallel",
+    )
     assert load(file).actor == ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     config = load(file, "--tensor-model-parallel-size", "8", "--no-actor-sequence-parallel")
     assert config.actor == ParallelConfig(tensor_model_parallel_size=8)
@@ -266,7 +385,9 @@ def test_one_role_and_every_role(tmp_path):
 
 
 def test_all_errors_are_reported_at_once(tmp_path):
-    file = write(tmp_path, "a.args", "--algorithm alpha\n--model m\n\n--lr fast\n--num-prompts 0  # none\n--nonsense\n")
+    file = write(
+        tmp_path, "a.args", "--algorithm alpha\n--model m\n\n--lr fast\n--num-prompts 0  # none\n--nonsense\n"
+    )
     found = errors(file, "--save", "", "--clip", "-1", "--temperature", "nan", required=False)
     place = f"[{tmp_path / 'a.args'}"
     expected = [
@@ -310,7 +431,9 @@ def test_prefixes_of_flags_are_not_accepted():
 
 
 def test_duplicates_and_contradictions(tmp_path):
-    file = write(tmp_path, "a.args", "--lr 1\n--seed 1\n--lr 2\n--bf16\n--no-bf16 --algorithm alpha --algorithm beta++")
+    file = write(
+        tmp_path, "a.args", "--lr 1\n--seed 1\n--lr 2\n--bf16\n--no-bf16 --algorithm alpha --algorithm beta++"
+    )
     found = errors(file, "--seed", "2", "--seed", "2", required=False)
     path = tmp_path / "a.args"
     assert f"--lr (1 and 2): is given twice. Keep one [{path}:1; {path}:3]" in found
@@ -338,7 +461,10 @@ def test_duplicates_and_contradictions(tmp_path):
         (["--adam-beta2", "1"], "--adam-beta2 (1): must be below 1."),
         (["--stop", ""], "--stop (): must hold no empty string."),
         (["--rollout-gpu-memory-utilization", "0"], "--rollout-gpu-memory-utilization (0): must be above 0."),
-        (["--rollout-compilation-config", "[1]"], "--rollout-compilation-config ([1]): must be a JSON object."),
+        (
+            ["--rollout-compilation-config", "[1]"],
+            "--rollout-compilation-config ([1]): must be a JSON object.",
+        ),
         (["--rollout-compilation-config", "{1"], "--rollout-compilation-config ({1): must be a JSON object."),
     ],
 )
@@ -392,7 +518,10 @@ def test_vllm_engine_arguments():
     ]:
         [line] = errors(f"--rollout-{name}", "x")
         assert line.startswith(f"--rollout-{name} (x): ") and reason in line and "no such flag" not in line
-    assert "--rollout-kv-cache-dtype (fp7): must be one of auto, " in errors("--rollout-kv-cache-dtype", "fp7")[0]
+    assert (
+        "--rollout-kv-cache-dtype (fp7): must be one of auto, "
+        in errors("--rollout-kv-cache-dtype", "fp7")[0]
+    )
 
 
 def test_megatron_transformer_fields():
@@ -425,11 +554,20 @@ def test_megatron_transformer_fields():
         "vocab-size",
     ):
         assert "the shape comes from --model's config.json" in errors(f"--{name}", "1")[0], name
-    for flag, key in {"num-layers": "num_hidden_layers", "rotary-base": "rope_theta", "layernorm-epsilon": "rms_norm_eps",
-                      "use-rope-scaling": "rope_scaling", "window-size": "sliding_window"}.items():  # fmt: skip
+    for flag, key in {
+        "num-layers": "num_hidden_layers",
+        "rotary-base": "rope_theta",
+        "layernorm-epsilon": "rms_norm_eps",
+        "use-rope-scaling": "rope_scaling",
+        "window-size": "sliding_window",
+    }.items():
         (line,) = errors(f"--{flag}", "7")
-        assert line.startswith(f"--{flag} (7): the shape comes from --model's config.json, where it is {key}. Change it there,"), line
-    assert "the shape comes from" in errors("--no-rope-freq", "1")[0]  # a field that starts with no_, not a negation
+        assert line.startswith(
+            f"--{flag} (7): the shape comes from --model's config.json, where it is {key}. Change it there,"
+        ), line
+    assert (
+        "the shape comes from" in errors("--no-rope-freq", "1")[0]
+    )  # a field that starts with no_, not a negation
     assert "in one way only" in errors("--cp-comm-type", "a2a")[0]
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         assert "set --virtual-pipeline-model-parallel-size" in errors(f"--{name}", "2")[0], name
@@ -451,7 +589,11 @@ def test_help_holds_every_flag_with_its_words_and_default(capsys):
         for flag in section_flags(section, cls):
             assert f"--{flag.name}" in text and len(flag.help) > 5 and flag.help in words, flag.name
     assert "--lr FLOAT Peak learning rate of Adam. Default: 1e-06." in words
-    assert "--executor {torchrun,inline}" in words and "--scale, --no-scale Scale. Default: on." in words and "Required." in words
+    assert (
+        "--executor {torchrun,inline}" in words
+        and "--scale, --no-scale Scale. Default: on." in words
+        and "Required." in words
+    )
 
 
 def test_real_algorithms_are_flags():
@@ -475,7 +617,9 @@ print(time.process_time() - start)
 
 def test_parsing_is_quick():
     """< 0.2 s of CPU time in a new process, with flags for which the sources of vLLM and Megatron must be read (measured: 0.05 s)."""
-    result = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", QUICK], capture_output=True, text=True, check=True, timeout=60
+    )
     assert float(result.stdout) < 0.2
 
 
@@ -495,7 +639,10 @@ def test_paths_that_the_system_does_not_look_at(tmp_path):
     """pathlib raises for them where it is asked whether they are there."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     long = "9" * 300
-    assert errors("--eval-data", long, "--judge-template", str(tmp_path / "loop"), "--reward-function", f"{long}1:score") == (
+    assert errors(
+        "--eval-data", long, "--judge-template", str(tmp_path / "loop"), "--reward-function", f"{long}1:score"
+    ) == (
         f"--eval-data ({long}): File name too long. Give another path.",
         f"--reward-function ({long}1): File name too long. Give another path.",
-        f"--judge-template ({tmp_path}/loop): Too many levels of symbolic links. Give another path.")
+        f"--judge-template ({tmp_path}/loop): Too many levels of symbolic links. Give another path.",
+    )

@@ -11,10 +11,14 @@ from megarl.data.cursor import DataCursor
 @pytest.mark.parametrize("n", [1, 3, 7, 10, 23])
 def test_every_pass_holds_every_row_once(n):
     cursor, num_rows, num_passes = DataCursor(10, seed=3), 10, 23
-    rows = [row for _ in range(num_rows * num_passes // n + 1) for row in cursor.next_rows(n)][: num_rows * num_passes]
+    rows = [row for _ in range(num_rows * num_passes // n + 1) for row in cursor.next_rows(n)][
+        : num_rows * num_passes
+    ]
     passes = [rows[start : start + num_rows] for start in range(0, len(rows), num_rows)]
     assert all(sorted(one_pass) == list(range(num_rows)) for one_pass in passes)
-    assert len({tuple(one_pass) for one_pass in passes}) == num_passes  # 10! orders: a repeat has chance < 1e-4
+    assert (
+        len({tuple(one_pass) for one_pass in passes}) == num_passes
+    )  # 10! orders: a repeat has chance < 1e-4
 
 
 def test_order_does_not_depend_on_batch_size():

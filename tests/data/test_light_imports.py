@@ -3,8 +3,29 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "transformers", "vllm", "megatron", "pyarrow", "math_verify", "sympy", "sentencepiece", "tokenizers", "pandas")
-MODULES = ("prompts", "cursor", "tokenizer", "hf_tokenizer", "sentencepiece_tokenizer", "encoder", "sums", "sums_model", "sums_files")
+HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "megatron",
+    "pyarrow",
+    "math_verify",
+    "sympy",
+    "sentencepiece",
+    "tokenizers",
+    "pandas",
+)
+MODULES = (
+    "prompts",
+    "cursor",
+    "tokenizer",
+    "hf_tokenizer",
+    "sentencepiece_tokenizer",
+    "encoder",
+    "sums",
+    "sums_model",
+    "sums_files",
+)
 
 
 def run(program, *arguments):

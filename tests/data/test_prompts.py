@@ -21,7 +21,9 @@ GOOD = {
 
 
 def write_jsonl(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -41,11 +43,16 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
     parquet = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
     jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert list(PromptDataset.load(parquet, needs="ground_truth")) == list(PromptDataset.load(jsonl, needs="ground_truth"))
+    assert list(PromptDataset.load(parquet, needs="ground_truth")) == list(
+        PromptDataset.load(jsonl, needs="ground_truth")
+    )
 
 
 def test_several_files_are_one_dataset_with_running_indices(tmp_path):
-    first, second = write_jsonl(tmp_path / "a.jsonl", [GOOD] * 3), write_jsonl(tmp_path / "b.jsonl", [GOOD] * 2)
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", [GOOD] * 3),
+        write_jsonl(tmp_path / "b.jsonl", [GOOD] * 2),
+    )
     assert [p.index for p in PromptDataset.load([first, str(second)])] == [0, 1, 2, 3, 4]
 
 
@@ -56,7 +63,9 @@ def test_prompt_key_and_string_prompts(tmp_path):
 
 def test_messages_column_ends_with_the_response(tmp_path):
     conversation = [{"role": "system", "content": "s"}, *USER, {"role": "assistant", "content": "#### 17"}]
-    prompt = PromptDataset.load(write_jsonl(tmp_path / "a.jsonl", [{"messages": conversation}]), needs="response")[0]
+    prompt = PromptDataset.load(
+        write_jsonl(tmp_path / "a.jsonl", [{"messages": conversation}]), needs="response"
+    )[0]
     assert prompt.messages == tuple(conversation[:2]) and prompt.response == "#### 17"
 
 
@@ -94,23 +103,55 @@ def change(**columns):
         (change(prompt=""), None, r"column 'prompt' is '' \(str\)"),
         (change(prompt=7), None, r"column 'prompt' is 7 \(int\), wanted a non-empty list"),
         (change(prompt=["hi"]), None, r"column 'prompt.0' is 'hi' \(str\), wanted \{\"role\": str"),
-        (change(prompt=[{"role": "user"}]), None, r"column 'prompt.0.content' is None \(NoneType\), wanted a string"),
-        (change(prompt=[*USER, {"role": 1, "content": ""}]), None, r"column 'prompt.1.role' is 1 \(int\), wanted a string"),
+        (
+            change(prompt=[{"role": "user"}]),
+            None,
+            r"column 'prompt.0.content' is None \(NoneType\), wanted a string",
+        ),
+        (
+            change(prompt=[*USER, {"role": 1, "content": ""}]),
+            None,
+            r"column 'prompt.1.role' is 1 \(int\), wanted a string",
+        ),
         (change(reward_model=None), "ground_truth", "no column 'reward_model.ground_truth'"),
         (change(reward_model={"style": "rule"}), "ground_truth", "no column 'reward_model.ground_truth'"),
-        (change(reward_model="17"), "ground_truth", r"column 'reward_model' is '17' \(str\), wanted an object"),
-        (change(reward_model={"ground_truth": 17}), "ground_truth", r"'reward_model.ground_truth' is 17 \(int\), wanted a string"),
-        (change(reward_model={"ground_truth": ""}), "ground_truth", r"'reward_model.ground_truth' is '' \(str\), wanted a string that"),
+        (
+            change(reward_model="17"),
+            "ground_truth",
+            r"column 'reward_model' is '17' \(str\), wanted an object",
+        ),
+        (
+            change(reward_model={"ground_truth": 17}),
+            "ground_truth",
+            r"'reward_model.ground_truth' is 17 \(int\), wanted a string",
+        ),
+        (
+            change(reward_model={"ground_truth": ""}),
+            "ground_truth",
+            r"'reward_model.ground_truth' is '' \(str\), wanted a string that",
+        ),
         (change(extra_info=[1]), None, r"column 'extra_info' is \[1\] \(list\), wanted an object"),
         (change(data_source=3), None, r"column 'data_source' is 3 \(int\), wanted a string"),
         (change(), "response", "no column 'response'"),
         (change(response=["x"]), "response", r"column 'response' is \['x'\] \(list\), wanted a string"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "response", "wanted a prompt before the assistant's turn"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}]},
+            "response",
+            "wanted a prompt before the assistant's turn",
+        ),
         ({"messages": USER}, "response", "no column 'response'"),
         (change(prompt="caf\ud83d"), None, r"column 'prompt' holds '\\ud83d', half of a character"),
-        (change(prompt=[{**USER[0], "name": "\ud83d"}]), None, r"column 'prompt' holds '\\ud83d', half of a character"),
+        (
+            change(prompt=[{**USER[0], "name": "\ud83d"}]),
+            None,
+            r"column 'prompt' holds '\\ud83d', half of a character",
+        ),
         (change(reward_model={"ground_truth": "\udc00"}), None, "column 'reward_model.ground_truth' holds '"),
-        (change(extra_info={"x": json.loads("[" * 65 + "]" * 65)}), None, "column 'extra_info' is nested deeper than 64 levels"),
+        (
+            change(extra_info={"x": json.loads("[" * 65 + "]" * 65)}),
+            None,
+            "column 'extra_info' is nested deeper than 64 levels",
+        ),
         ('{"prompt": ' + "[" * 100_000, None, r"not a line of JSON \(maximum recursion depth"),
         ({"x" * 1000: 1}, None, r"\(there: x{400}\.\.\.\), wanted a non-empty list"),
         ({"question": "q", "answer": "no marker"}, "ground_truth", "no column 'reward_model.ground_truth'"),
@@ -128,7 +169,9 @@ def test_all_bad_rows_are_counted_and_five_shown(tmp_path):
     bad = change(reward_model=None)
     first = write_jsonl(tmp_path / "a.jsonl", [GOOD, bad, bad, GOOD])
     second = tmp_path / "b.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([change(reward_model={"style": "rule"})] * 6), second)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([change(reward_model={"style": "rule"})] * 6), second
+    )
     with pytest.raises(ValueError) as error:
         PromptDataset.load([first, second], needs="ground_truth", flag="--eval-data")
     lines = str(error.value).splitlines()
@@ -141,7 +184,9 @@ def test_all_bad_rows_are_counted_and_five_shown(tmp_path):
 
 
 def test_unusable_files_are_all_named(tmp_path):
-    empty, text, broken, blank = (tmp_path / name for name in ("empty.jsonl", "notes.txt", "broken.parquet", "blank.jsonl"))
+    empty, text, broken, blank = (
+        tmp_path / name for name in ("empty.jsonl", "notes.txt", "broken.parquet", "blank.jsonl")
+    )
     empty.write_text("")
     blank.write_text("\n\n")
     text.write_text("hello")
@@ -152,9 +197,19 @@ def test_unusable_files_are_all_named(tmp_path):
     with pytest.raises(ValueError) as error:
         PromptDataset.load([missing, empty, text, broken, blank, rowless, tmp_path])
     lines = str(error.value).splitlines()
-    expected = ["does not exist", "is empty", "is not a *.jsonl or", "is not a parquet file", "is empty", "is empty", "is not a *.jsonl or"]
+    expected = [
+        "does not exist",
+        "is empty",
+        "is not a *.jsonl or",
+        "is not a parquet file",
+        "is empty",
+        "is empty",
+        "is not a *.jsonl or",
+    ]
     assert len(lines) == len(expected)
-    for line, path, words in zip(lines, [missing, empty, text, broken, blank, rowless, tmp_path], expected, strict=True):
+    for line, path, words in zip(
+        lines, [missing, empty, text, broken, blank, rowless, tmp_path], expected, strict=True
+    ):
         assert str(path) in line and words in line
 
 
@@ -179,15 +234,23 @@ def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path):
         PromptDataset.load(path)
     head, second, third = str(error.value).splitlines()
     assert head == "--train-data: 2 of 3 rows cannot be used. They are:"
-    assert second.startswith(f"  {path} row 1 (from 0): has a value that Python cannot hold: 'utf-8' codec can't decode byte 0x80")
+    assert second.startswith(
+        f"  {path} row 1 (from 0): has a value that Python cannot hold: 'utf-8' codec can't decode byte 0x80"
+    )
     assert third.startswith(f"  {path} row 2 (from 0): has a value that Python cannot hold: ")
 
 
 def test_only_extra_info_may_hold_what_json_cannot(tmp_path):
     """A reward function gets it as it is; prompts are written down."""
     day = datetime.date(2026, 1, 2)
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "extra_info": [{"day": day}]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": ["a"], "extra_info": [{"day": day}]}), tmp_path / "a.parquet"
+    )
     assert PromptDataset.load(tmp_path / "a.parquet")[0].extra_info == {"day": day}
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": [[{"role": "user", "content": "a", "day": day}]]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"row 0 \(from 0\): column 'prompt' holds a date, wanted what JSON can hold"):
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": [[{"role": "user", "content": "a", "day": day}]]}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(
+        ValueError, match=r"row 0 \(from 0\): column 'prompt' holds a date, wanted what JSON can hold"
+    ):
         PromptDataset.load(tmp_path / "b.parquet")

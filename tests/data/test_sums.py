@@ -22,7 +22,13 @@ from megarl.rewards.base import RewardSample, judge
 from megarl.rewards.routing import auto_reward
 
 FILES = ("train.jsonl", "test.jsonl", "test.parquet", "sft_worked.jsonl", "sft_mixed.jsonl")
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+)
 
 
 def read_rows(path):
@@ -51,7 +57,9 @@ def test_problems_and_worked_answers_are_right(split, lo, hi, kmax):
         assert all(10 <= value <= 99 for value in running) and lo <= len(numbers) - 1 <= hi
         assert all(1 <= abs(n) <= kmax for n in numbers[1:])
         check_worked(problem.question, worked_answer(problem), str(running[-1]))
-        assert (int(hashlib.sha1(problem.question.removesuffix(" ?").encode()).hexdigest(), 16) % 16 == 0) == (split == "test")
+        assert (
+            int(hashlib.sha1(problem.question.removesuffix(" ?").encode()).hexdigest(), 16) % 16 == 0
+        ) == (split == "test")
 
 
 def test_first_test_problem_is_the_specification_s():
@@ -81,30 +89,50 @@ def test_impossible_parameters_are_refused(arguments):
 def test_files_hold_what_they_should(sums_paths):
     train, test = read_rows(sums_paths["train"]), read_rows(sums_paths["test"])
     worked, mixed = read_rows(sums_paths["sft_worked"]), read_rows(sums_paths["sft_mixed"])
-    assert (len(train), len(test), len(worked), len(mixed)) == (NUM_TRAIN_ROWS, 200, NUM_WORKED_ROWS, NUM_MIXED_ROWS)
+    assert (len(train), len(test), len(worked), len(mixed)) == (
+        NUM_TRAIN_ROWS,
+        200,
+        NUM_WORKED_ROWS,
+        NUM_MIXED_ROWS,
+    )
     keys = [{row["extra_info"]["key"] for row in rows} for rows in (train + worked + mixed, test)]
     assert not keys[0] & keys[1]
     assert all(map(is_test, keys[1])) and not any(map(is_test, keys[0]))
     for split, rows in (("train", train + worked + mixed), ("test", test)):
         for row in rows:
-            assert row["data_source"] == "megarl/sums" and row["ability"] == "math" and row["extra_info"]["split"] == split
-            check_worked(row["prompt"][0]["content"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
+            assert (
+                row["data_source"] == "megarl/sums"
+                and row["ability"] == "math"
+                and row["extra_info"]["split"] == split
+            )
+            check_worked(
+                row["prompt"][0]["content"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+            )
     assert [row["extra_info"]["index"] for row in train] == list(range(len(train)))
     assert all(row["response"] == row["extra_info"]["answer"] for row in worked)
     share = sum(row["response"] == row["extra_info"]["answer"] for row in mixed) / len(mixed)
     assert abs(share - 0.3) < 0.045  # five standard deviations of 2560 draws
-    assert all(re.fullmatch(r"#### \d+", row["response"]) for row in mixed if row["response"] != row["extra_info"]["answer"])
+    assert all(
+        re.fullmatch(r"#### \d+", row["response"])
+        for row in mixed
+        if row["response"] != row["extra_info"]["answer"]
+    )
 
 
 def test_reward_agrees_with_the_answers(sums_paths):
     mixed = PromptDataset.load(sums_paths["sft_mixed"], needs="response")
-    rewards = [judge(auto_reward, RewardSample(p.data_source, p.response, p.ground_truth, p.extra_info)) for p in mixed]
+    rewards = [
+        judge(auto_reward, RewardSample(p.data_source, p.response, p.ground_truth, p.extra_info))
+        for p in mixed
+    ]
     assert rewards == [float(int(p.response.rpartition("#### ")[2]) == int(p.ground_truth)) for p in mixed]
     assert abs(sum(rewards) / len(rewards) - (0.3 + 0.7 / 8)) < 0.05  # five standard deviations
 
 
 def test_parquet_and_jsonl_hold_the_same_rows(sums_paths):
-    jsonl, parquet = (PromptDataset.load(sums_paths[name], needs="ground_truth") for name in ("test", "test_parquet"))
+    jsonl, parquet = (
+        PromptDataset.load(sums_paths[name], needs="ground_truth") for name in ("test", "test_parquet")
+    )
     assert len(jsonl) == 200 and list(jsonl) == list(parquet)
 
 
@@ -146,7 +174,9 @@ def test_initial_scales(sums_paths):
             assert np.all(weight == 1)
             continue
         residual = 0.5 if "o_proj" in name or "down_proj" in name else 1.0  # 1/sqrt(2 * 2 layers)
-        expected = 0.3 if "embed" in name else 0.02 if "lm_head" in name else residual / math.sqrt(weight.shape[1])
+        expected = (
+            0.3 if "embed" in name else 0.02 if "lm_head" in name else residual / math.sqrt(weight.shape[1])
+        )
         # The relative standard error of a standard deviation of n normals is 1/sqrt(2n); five of them.
         assert abs(weight.std() / expected - 1) < 5 / math.sqrt(2 * weight.size), name
         assert abs(weight.mean()) < 5 * expected / math.sqrt(weight.size), name
@@ -154,10 +184,23 @@ def test_initial_scales(sums_paths):
 
 def test_tool_writes_the_same_files(sums_paths, tmp_path):
     tool = os.path.join(os.path.dirname(__file__), "..", "..", "tools", "make_sums.py")
-    subprocess.run([sys.executable, tool, "--out", str(tmp_path), "--seed", "0"], check=True, timeout=120, capture_output=True)
+    subprocess.run(
+        [sys.executable, tool, "--out", str(tmp_path), "--seed", "0"],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
     names = [*FILES, *(f"model/{name}" for name in MODEL_FILES)]
-    assert filecmp.cmpfiles(os.path.dirname(sums_paths["train"]), tmp_path, names, shallow=False) == (names, [], [])
+    assert filecmp.cmpfiles(os.path.dirname(sums_paths["train"]), tmp_path, names, shallow=False) == (
+        names,
+        [],
+        [],
+    )
     refused = subprocess.run(
-        [sys.executable, tool, "--out", str(tmp_path), "--seed", "-1"], check=False, timeout=120, capture_output=True, text=True
+        [sys.executable, tool, "--out", str(tmp_path), "--seed", "-1"],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
     )
     assert refused.returncode == 2 and "--seed (-1) must be in" in refused.stderr

@@ -16,7 +16,17 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sentencepiece_tokenizer import DEFAULT_CHAT_TEMPLATE
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
 
-NASTY = ["", " ", "#### 17", "a\nb\n\n c ", "caf\u00e9 \U0001f600 \u4f60\u597d", "tab\tquote\"'\\", " ##  . , !", "1234567", "\u2028\x00"]
+NASTY = [
+    "",
+    " ",
+    "#### 17",
+    "a\nb\n\n c ",
+    "caf\u00e9 \U0001f600 \u4f60\u597d",
+    "tab\tquote\"'\\",
+    " ##  . , !",
+    "1234567",
+    "\u2028\x00",
+]
 CHAT = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": " 1+1 ?\nNow! "}]
 STRICT_TEMPLATE = (
     "{{ bos_token }}\n{%- if messages[0].role == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}\n"
@@ -31,24 +41,39 @@ def llama_like(tmp_path_factory):
     """A tokenizer that begins every text with <s>, has an added token above the BPE's ids, and a chat template that writes <s> itself."""
     folder = tmp_path_factory.mktemp("llama_like")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ["<unk>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        ["hello world"] * 9, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        ["hello world"] * 9,
+        trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     tokenizer.add_special_tokens(["<|late|>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": STRICT_TEMPLATE}))
     return folder
 
 
 def train_sentencepiece(path, **options):
-    lines = [f"the cat number {i} sat on mat {i * 7 % 13} and said: hello, world? #### {i}" for i in range(400)]
+    lines = [
+        f"the cat number {i} sat on mat {i * 7 % 13} and said: hello, world? #### {i}" for i in range(400)
+    ]
     with io.BytesIO() as model:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **options)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **options
+        )
         path.write_bytes(model.getvalue())
     return path
 
@@ -56,7 +81,12 @@ def train_sentencepiece(path, **options):
 @pytest.fixture(scope="module")
 def exact_model(tmp_path_factory):
     """As language models train theirs: no normalization, bytes as a fallback, digits apart."""
-    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True, "split_digits": True}
+    options = {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "byte_fallback": True,
+        "split_digits": True,
+    }
     options |= {"control_symbols": ["<|end|>"], "allow_whitespace_only_pieces": True, "pad_id": 3}
     path = tmp_path_factory.mktemp("sp") / "exact.model"
     return train_sentencepiece(path, model_type="bpe", vocab_size=330, **options)
@@ -68,7 +98,9 @@ def exact_model(tmp_path_factory):
 def test_prompts_equal_apply_chat_template(sums_paths):
     ours, theirs = load_tokenizer(sums_paths["model"]), AutoTokenizer.from_pretrained(sums_paths["model"])
     prompts = [p.messages for p in PromptDataset.load(sums_paths["train"])][:500]
-    expected = [theirs.apply_chat_template(list(p), add_generation_prompt=True, return_dict=False) for p in prompts]
+    expected = [
+        theirs.apply_chat_template(list(p), add_generation_prompt=True, return_dict=False) for p in prompts
+    ]
     assert ours.encode_prompts(prompts) == expected and [ours.encode_prompt(p) for p in prompts] == expected
     assert ours.encode_prompts([]) == []
 
@@ -77,7 +109,11 @@ def test_responses_and_decoding_equal_transformers(sums_paths):
     ours, theirs = load_tokenizer(sums_paths["model"]), AutoTokenizer.from_pretrained(sums_paths["model"])
     texts = NASTY + [p.response for p in PromptDataset.load(sums_paths["sft_mixed"], needs="response")][:200]
     ids = ours.encode_responses(texts)
-    assert ids == [theirs.encode(text, add_special_tokens=False) for text in texts] == [ours.encode_response(text) for text in texts]
+    assert (
+        ids
+        == [theirs.encode(text, add_special_tokens=False) for text in texts]
+        == [ours.encode_response(text) for text in texts]
+    )
     assert ours.decode_batch(ids) == texts == [ours.decode(row) for row in ids]
     assert ours.decode([0, *ours.encode_response("17"), 1, 4]) == "17"
 
@@ -104,9 +140,13 @@ def test_template_with_bos_and_jinja_extras_equals_transformers(llama_like):
     ids = ours.encode_prompt(tuple(CHAT))
     assert ids == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert ids.count(1) == 1 and ids.count(2) == 2
-    with pytest.raises(ValueError, match=r"chat template in .* refuses the prompt .*'assistant'.*: the user begins"):
+    with pytest.raises(
+        ValueError, match=r"chat template in .* refuses the prompt .*'assistant'.*: the user begins"
+    ):
         ours.encode_prompt([{"role": "assistant", "content": "hi"}])
-    ours.hugging_face.chat_template = "{{ 'a' + messages | length }}"  # an error of Python's, not of the template language
+    ours.hugging_face.chat_template = (
+        "{{ 'a' + messages | length }}"  # an error of Python's, not of the template language
+    )
     with pytest.raises(ValueError, match=r"chat template in .* refuses the prompt .*: TypeError: "):
         ours.encode_prompt(CHAT)
 
@@ -120,10 +160,16 @@ def test_vocab_size_counts_added_tokens_and_pad_falls_back_to_eos(llama_like):
 
 def test_decoded_text_is_not_cleaned_up(tmp_path):
     # A tokenizer folder can ask for clean-up, which makes "a ." into "a."; what is judged must be what was written.
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["</s>", "a", ".", "b", ","])}, unk_token="</s>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["</s>", "a", ".", "b", ","])}, unk_token="</s>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "clean_up_tokenization_spaces": True}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "clean_up_tokenization_spaces": True,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.decode([1, 2, 3, 4]) == "a. b,"
@@ -133,7 +179,9 @@ def test_decoded_text_is_not_cleaned_up(tmp_path):
 def test_missing_chat_template_is_an_error_only_for_messages(sums_paths, tmp_path):
     shutil.copytree(sums_paths["model"], tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "chat_template"})
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_prompt("1+1") == tokenizer.encode_response("1+1")
     with pytest.raises(ValueError, match=rf"{tmp_path} has no chat template.*chat_template.jinja"):
@@ -146,13 +194,18 @@ def unusable(kind, model, folder):
     if kind == "config only":
         (folder / "tokenizer.json").unlink(), (folder / "tokenizer_config.json").unlink()
     elif kind == "no vocabulary":
-        (folder / "tokenizer.json").unlink(), (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+        (
+            (folder / "tokenizer.json").unlink(),
+            (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}'),
+        )
     elif kind == "not json":
         (folder / "tokenizer.json").write_text("{")
     elif kind == "not a tokenizer":
         (folder / "tokenizer.json").write_text('{"a": 1}')
     elif kind == "no eos":
-        (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({k: v for k, v in config.items() if k != "eos_token"})
+        )
     return folder
 
 
@@ -187,7 +240,10 @@ def test_missing_path_and_wrong_file_are_refused(sums_paths, tmp_path):
 
 
 def test_sentencepiece_ids_are_its_own_and_text_survives(exact_model, caplog):
-    ours, theirs = load_tokenizer(exact_model), sentencepiece.SentencePieceProcessor(model_file=str(exact_model))
+    ours, theirs = (
+        load_tokenizer(exact_model),
+        sentencepiece.SentencePieceProcessor(model_file=str(exact_model)),
+    )
     texts = [text for text in NASTY if "\x00" not in text]
     assert ours.encode_responses(texts) == [theirs.encode(text) for text in texts]
     assert ours.decode_batch(ours.encode_responses(texts)) == texts
@@ -197,8 +253,14 @@ def test_sentencepiece_ids_are_its_own_and_text_survives(exact_model, caplog):
 
 
 def test_sentencepiece_default_template(exact_model):
-    ours, theirs = load_tokenizer(exact_model), sentencepiece.SentencePieceProcessor(model_file=str(exact_model))
-    assert ours.encode_prompt(CHAT) == [1, *theirs.encode("system: Be brief. \nuser:  1+1 ?\nNow! \nassistant:")]
+    ours, theirs = (
+        load_tokenizer(exact_model),
+        sentencepiece.SentencePieceProcessor(model_file=str(exact_model)),
+    )
+    assert ours.encode_prompt(CHAT) == [
+        1,
+        *theirs.encode("system: Be brief. \nuser:  1+1 ?\nNow! \nassistant:"),
+    ]
     assert ours.encode_prompt("hello") == [1, *theirs.encode("hello")] == ours.encode_prompt("<s>hello")
     assert ours.encode_prompts([CHAT, "x"]) == [ours.encode_prompt(CHAT), ours.encode_prompt("x")]
 
@@ -247,7 +309,10 @@ def test_vocabulary_must_fit_into_the_model(sums_paths):
     tokenizer = load_tokenizer(sums_paths["model"])
     check_vocabulary(tokenizer, 283, sums_paths["model"])
     check_vocabulary(tokenizer, 320, sums_paths["model"])
-    with pytest.raises(ValueError, match=r"ids up to 282 \(.*model\), but the model's vocab_size is 282 \(/m/config.json\).* for 1 of"):
+    with pytest.raises(
+        ValueError,
+        match=r"ids up to 282 \(.*model\), but the model's vocab_size is 282 \(/m/config.json\).* for 1 of",
+    ):
         check_vocabulary(tokenizer, 282, "/m")
 
 
@@ -258,7 +323,9 @@ def test_encoder_gives_each_row_its_ids_in_any_order(sums_paths, exact_model):
         encoder = PromptEncoder(tokenizer, dataset)
         for rows in ([5, 3, 5], [3, 9], [], [9, 5, 0]):
             assert encoder.prompts(rows) == [tokenizer.encode_prompt(dataset[row].messages) for row in rows]
-            assert encoder.responses(rows) == [tokenizer.encode_response(dataset[row].response) for row in rows]
+            assert encoder.responses(rows) == [
+                tokenizer.encode_response(dataset[row].response) for row in rows
+            ]
 
 
 def test_long_prompts_are_found_before_training(sums_paths):
@@ -268,7 +335,10 @@ def test_long_prompts_are_found_before_training(sums_paths):
     encoder.check_prompt_lengths(max(lengths))
     long = [row for row, length in enumerate(lengths) if length == max(lengths)]
     with pytest.raises(
-        ValueError, match=rf"--max-prompt-length \({max(lengths) - 1}\): {len(long)} of 200 prompts .*Try {max(lengths)}"
+        ValueError,
+        match=rf"--max-prompt-length \({max(lengths) - 1}\): {len(long)} of 200 prompts .*Try {max(lengths)}",
     ) as error:
         encoder.check_prompt_lengths(max(lengths) - 1)
-    assert f"row {long[0]} ({max(lengths)} tokens)" in str(error.value) and f"row {long[5]} " not in str(error.value)
+    assert f"row {long[0]} ({max(lengths)} tokens)" in str(error.value) and f"row {long[5]} " not in str(
+        error.value
+    )

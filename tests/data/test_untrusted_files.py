@@ -26,11 +26,17 @@ def test_code_in_a_model_folder_is_not_run(sums_paths, tmp_path, monkeypatch, un
     folder, mark = tmp_path / "model", tmp_path / "was_here"
     shutil.copytree(sums_paths["model"], folder)
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n")
-    for name, classes in (("config.json", {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}),
-                          ("tokenizer_config.json", {"AutoTokenizer": ["evil.Evil", "evil.Evil"]})):  # fmt: skip
+    for name, classes in (
+        ("config.json", {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}),
+    ):
         config = json.loads((folder / name).read_text()) | {"auto_map": classes}
         if unknown:
-            config |= {"model_type": "evil", "tokenizer_class": "Evil"} if name == "config.json" else {"tokenizer_class": "Evil"}
+            config |= (
+                {"model_type": "evil", "tokenizer_class": "Evil"}
+                if name == "config.json"
+                else {"tokenizer_class": "Evil"}
+            )
         (folder / name).write_text(json.dumps(config))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with contextlib.suppress(ValueError):
@@ -48,8 +54,12 @@ def test_chat_templates_do_not_get_out(sums_paths, tmp_path, template):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with open(tmp_path / "a.model", "wb") as model:
         lines = iter(["hello world"] * 9)
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, vocab_size=13, hard_vocab_limit=False, minloglevel=2)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=model, vocab_size=13, hard_vocab_limit=False, minloglevel=2
+        )
     (tmp_path / "chat_template.jinja").write_text(template)
     for path in (folder, tmp_path / "a.model"):
-        with pytest.raises((ValueError, OverflowError), match="unsafe|is undefined|has no attribute|Range too big"):
+        with pytest.raises(
+            (ValueError, OverflowError), match="unsafe|is undefined|has no attribute|Range too big"
+        ):
             load_tokenizer(path).encode_prompt(MESSAGES)

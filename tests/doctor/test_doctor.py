@@ -10,26 +10,45 @@ import pytest
 
 from megarl.doctor import facts, probe, report
 
-TESTS = ["two ranks add over gloo", "the extension copies", "a kernel and its reference agree", "Megatron updates a model"]
+TESTS = [
+    "two ranks add over gloo",
+    "the extension copies",
+    "a kernel and its reference agree",
+    "Megatron updates a model",
+]
 
 
 def doctor(*argv, **env):
-    return subprocess.run([sys.executable, "-P", "-m", "megarl.cli", "doctor", *argv], capture_output=True, text=True, timeout=280, check=False,
-                          env=os.environ | env)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "megarl.cli", "doctor", *argv],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | env,
+    )
 
 
 @pytest.mark.timeout(300)
 def test_a_part_that_kills_its_process_is_named_and_the_others_are_still_tried(tmp_path):
     """A package that is broken as a wrong build is: it ends the process that imports it."""
     (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "vllm" / "__init__.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
     done = doctor("--json", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     seen = json.loads(done.stdout)
     verdicts = {test["test"]: (test["ok"], test["text"]) for test in seen["tests"]}
     assert verdicts["vLLM imports"] == (False, "rank 1 of the test died of SIGSEGV")
-    assert [name for name in verdicts if name != "vLLM imports"] == TESTS and all(verdicts[name][0] for name in TESTS), verdicts
-    assert seen["versions"]["torch"] == importlib.metadata.version("torch") and seen["findings"] == [] and not seen["ok"]
+    assert [name for name in verdicts if name != "vLLM imports"] == TESTS and all(
+        verdicts[name][0] for name in TESTS
+    ), verdicts
+    assert (
+        seen["versions"]["torch"] == importlib.metadata.version("torch")
+        and seen["findings"] == []
+        and not seen["ok"]
+    )
     assert seen["features"]["optimizer"][0] and len(seen["features"]) == 10
     assert done.stderr == ""
 
@@ -38,8 +57,10 @@ def test_a_torch_that_does_not_import_is_told(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libc10.so: cannot open shared object file')\n")
     done = doctor(PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and done.stdout.endswith("\nnot ok\n"), done.stdout + done.stderr
-    assert ("  FAILED rank 0 starts: rank 0 of the test ended with exit code 1: ImportError: libc10.so: cannot open shared object file (0.0 s)\n"
-            in done.stdout)  # fmt: skip
+    assert (
+        "  FAILED rank 0 starts: rank 0 of the test ended with exit code 1: ImportError: libc10.so: cannot open shared object file (0.0 s)\n"
+        in done.stdout
+    )
 
 
 @pytest.mark.slow
@@ -47,7 +68,10 @@ def test_a_torch_that_does_not_import_is_told(tmp_path):
 def test_a_whole_machine_fits_on_one_screen():
     done = doctor()
     assert done.returncode == 0 and done.stdout.endswith("\nok\n"), done.stdout + done.stderr
-    assert all(f"  ok     {name}: " in done.stdout for name in [*TESTS, "vLLM imports"]) and len(done.stdout.splitlines()) <= 32
+    assert (
+        all(f"  ok     {name}: " in done.stdout for name in [*TESTS, "vLLM imports"])
+        and len(done.stdout.splitlines()) <= 32
+    )
 
 
 def test_what_a_part_raises_is_its_result(capsys):
@@ -58,22 +82,42 @@ def test_what_a_part_raises_is_its_result(capsys):
     begins, result = map(json.loads, capsys.readouterr().out.splitlines())
     assert begins == {"begins": "the extension copies"}
     assert result | {"seconds": 0} == {
-        "test": "the extension copies", "ok": False, "text": "OSError: libcudart.so.13: cannot open shared object file", "seconds": 0}  # fmt: skip
+        "test": "the extension copies",
+        "ok": False,
+        "text": "OSError: libcudart.so.13: cannot open shared object file",
+        "seconds": 0,
+    }
 
 
 def test_versions_are_held_against_the_pins(monkeypatch):
     right = facts.versions()
     assert facts.version_findings(right) == []
     wrong = right | {"transformers": "4.0.0", "torch": right["torch"].partition("+")[0] + ".post1"}
-    found = facts.version_findings({name: version for name, version in wrong.items() if not name.startswith("vllm")})
+    found = facts.version_findings(
+        {name: version for name, version in wrong.items() if not name.startswith("vllm")}
+    )
     assert [finding.split(" ", 1)[0] for finding in found] == ["torch", "transformers", "vllm"]
     assert f"Run pip install torch=={right['torch'].partition('+')[0]}." in found[0]
 
 
 def test_the_text_names_what_failed():
     verdict = {"test": "vLLM imports", "ok": False, "text": "ImportError: no", "seconds": 0.5}
-    said = report.text({"versions": {"torch": ""}, "machine": {"cores": "2 of 2"}, "devices": [], "features": {"apex": [False, "not installed"]},
-                        "tests": [verdict], "findings": ["torch (not installed): ..."], "ok": False})  # fmt: skip
-    assert said.splitlines()[-5:] == ["  off apex: not installed", "tests", "  FAILED vLLM imports: ImportError: no (0.5 s)",
-                                      "wrong: torch (not installed): ...", "not ok"]  # fmt: skip
+    said = report.text(
+        {
+            "versions": {"torch": ""},
+            "machine": {"cores": "2 of 2"},
+            "devices": [],
+            "features": {"apex": [False, "not installed"]},
+            "tests": [verdict],
+            "findings": ["torch (not installed): ..."],
+            "ok": False,
+        }
+    )
+    assert said.splitlines()[-5:] == [
+        "  off apex: not installed",
+        "tests",
+        "  FAILED vLLM imports: ImportError: no (0.5 s)",
+        "wrong: torch (not installed): ...",
+        "not ok",
+    ]
     assert "no GPU: everything runs on the CPU" in said

@@ -69,8 +69,16 @@ def conversation(executor: Executor, role: str) -> list:
 
 def healthy(executor, folder: Path) -> None:
     actor, left, right = executor.role("actor"), executor.role("left"), executor.role("right")
-    seen = {"pids": actor.setup().result(), "driver": os.getpid(), "prefix": os.environ["MEGARL_STORE_PREFIX"]}
-    seen["env"] = sorted(n for n in os.environ if n.startswith(("TORCHELASTIC_", "MASTER_")) or n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    seen = {
+        "pids": actor.setup().result(),
+        "driver": os.getpid(),
+        "prefix": os.environ["MEGARL_STORE_PREFIX"],
+    }
+    seen["env"] = sorted(
+        n
+        for n in os.environ
+        if n.startswith(("TORCHELASTIC_", "MASTER_")) or n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     for i in range(120):  # unread futures: order must come from the log, not from waiting
         (actor, left, right)[i % 3].note(i)
     seen["notes"] = actor.read_notes().result()
@@ -82,13 +90,18 @@ def healthy(executor, folder: Path) -> None:
     seen["still_running"] = first.done()
     seen["gap_s"] = second.result()[0][0] - first.first()[1]
     seen["seconds"] = first.seconds
-    seen["calls"] = {f"{role}.{method}": seconds for (role, method), seconds in executor.take_seconds().items()}
+    seen["calls"] = {
+        f"{role}.{method}": seconds for (role, method), seconds in executor.take_seconds().items()
+    }
     seen["taken"] = len(executor.take_seconds())
     seen["mean"] = actor.mean(1.0).result()
 
     data = os.urandom(10 << 20)
     doubled = actor.double(data).result()
-    seen["large"] = [len(d) == 20 << 20 and hashlib.sha256(d).digest() == hashlib.sha256(data + data).digest() for d in doubled]
+    seen["large"] = [
+        len(d) == 20 << 20 and hashlib.sha256(d).digest() == hashlib.sha256(data + data).digest()
+        for d in doubled
+    ]
     num_keys = executor._outbox._store.num_keys()
     times = []
     for _ in range(300):
@@ -170,13 +183,21 @@ class FlowHost:
 
 
 def flow_of(*calls: str) -> Flow:
-    """"right.sleep: a > b" is a node that reads a and writes b."""
+    """ "right.sleep: a > b" is a node that reads a and writes b."""
     nodes = []
     for call in calls:
         name, columns = call.split(":")
         reads, writes = ([c.strip() for c in part.split(",") if c.strip()] for part in columns.split(">"))
         role, method, *own_name = name.split(".")
-        nodes.append(Node(role=role, method=method, reads=reads, writes=writes, name=f"{role}.{own_name[0]}" if own_name else ""))
+        nodes.append(
+            Node(
+                role=role,
+                method=method,
+                reads=reads,
+                writes=writes,
+                name=f"{role}.{own_name[0]}" if own_name else "",
+            )
+        )
     return Flow(nodes)
 
 
@@ -195,11 +216,18 @@ def flows(executor, folder: Path) -> None:
         return time.monotonic() - start, scheduler, results
 
     one_second = {"left.sleep": (1.0,), "right.sleep": (1.0,)}
-    seen["overlap_run_s"], scheduler, _ = timed(flow_of("left.sleep:>", "right.sleep:>"), FlowHost(one_second))
-    left, right = (next(r for r in scheduler.timeline.records if r.name == name) for name in ("left.sleep", "right.sleep"))
+    seen["overlap_run_s"], scheduler, _ = timed(
+        flow_of("left.sleep:>", "right.sleep:>"), FlowHost(one_second)
+    )
+    left, right = (
+        next(r for r in scheduler.timeline.records if r.name == name)
+        for name in ("left.sleep", "right.sleep")
+    )
     seen["overlap_s"] = min(left.ended, right.ended) - max(left.started, right.started)
 
-    flow = flow_of("left.sleep:>", "right.sleep.first:>value", "actor.sleep:value>", "right.sleep.second:value>")
+    flow = flow_of(
+        "left.sleep:>", "right.sleep.first:>value", "actor.sleep:value>", "right.sleep.second:value>"
+    )
     lengths = {"left.sleep": (0.4,), "right.first": (0.1,), "right.second": (0.1,), "actor.sleep": (0.1,)}
     _, scheduler, _ = timed(flow, FlowHost(lengths))
     records = sorted(scheduler.timeline.records, key=lambda record: record.started)
@@ -217,7 +245,10 @@ def flows(executor, folder: Path) -> None:
     seen["skipped"] = [node.name for node in flow.nodes if node.name not in results]
     seen["subset"] = executor.call_on([1], "actor", "echo", "only rank 1").result()
 
-    flow = flow_of("left.echo.0:>c0", *(f"{('left', 'right', 'actor')[i % 3]}.echo.{i}:c{i - 1}>c{i}" for i in range(1, 10)))
+    flow = flow_of(
+        "left.echo.0:>c0",
+        *(f"{('left', 'right', 'actor')[i % 3]}.echo.{i}:c{i - 1}>c{i}" for i in range(1, 10)),
+    )
     scheduler, per_step, by_hand = Scheduler(executor, meshes, FlowHost({})), [], []
     for _ in range(100):
         start = time.perf_counter()
@@ -232,7 +263,9 @@ def flows(executor, folder: Path) -> None:
             last = executor.call(node.role, "echo")
         last.result()
         by_hand.append(time.perf_counter() - start)
-    seen["per_step_ms"], seen["by_hand_ms"] = (statistics.median(times) * 1e3 for times in (per_step, by_hand))
+    seen["per_step_ms"], seen["by_hand_ms"] = (
+        statistics.median(times) * 1e3 for times in (per_step, by_hand)
+    )
     (folder / "seen.json").write_text(json.dumps(seen))
     executor.step = 7
     timed(flow_of("left.echo:>a", "actor.update:a>"), FlowHost({"actor.update": (1,)}))

@@ -82,12 +82,16 @@ class Role:
 def main(scenario: str, folder: str) -> int:
     end_on_signals()
     rank = int(os.environ["RANK"])
-    (Path(folder) / f"start_{rank}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}").write_text(str(START))
+    (Path(folder) / f"start_{rank}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}").write_text(
+        str(START)
+    )
     if driver_pid := os.environ.get(DRIVER_PID):
         end_with_parent(int(driver_pid))
     driver = start_driver([scenario, folder], module="job_driver") if rank == 0 and not driver_pid else None
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(
+        "gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     code = serve(lambda: build_roles(scenario, Path(folder)), rank, connect(timeout_s=30), driver)
     dist.destroy_process_group()
     return code
@@ -98,7 +102,9 @@ def build_roles(scenario: str, folder: Path) -> dict[str, object]:
         (folder / "failed_at_5").write_text(str(time.time()))
         raise ValueError("num_layers (0) must be at least 1.")
     notes: list = []
-    return {name: Role(name, notes, folder) for name in ("actor", "left" if dist.get_rank() == 0 else "right")}
+    return {
+        name: Role(name, notes, folder) for name in ("actor", "left" if dist.get_rank() == 0 else "right")
+    }
 
 
 if __name__ == "__main__":

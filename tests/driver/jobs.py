@@ -25,10 +25,16 @@ class Job:
 
     def start(self, command: list[str], **env: str) -> subprocess.Popen:
         name, value = self.mark.split("=")
-        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_JOB_SECRET")}
+        own = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_JOB_SECRET")
+        }
         own |= {"PYTHONPATH": str(HERE), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", name: value} | env
         with open(self.folder / "stdout", "ab") as out, open(self.folder / "stderr", "ab") as err:
-            process = subprocess.Popen(command, env=own, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=own, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         self.processes.append(process)
         return process
 
@@ -37,7 +43,9 @@ class Job:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(
+                    b"\0"
+                ):
                     found.append(int(entry.name))
             except OSError:  # ended meanwhile, or someone else's
                 continue

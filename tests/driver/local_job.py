@@ -22,7 +22,9 @@ def rank_main(scenario: str, folder: str) -> int:
     rank = int(os.environ["RANK"])
     if scenario == "cannot_start" and rank == 1:
         return 3
-    dist.init_process_group("gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(
+        "gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     return serve({"actor": Role(rank)}, rank, connect(timeout_s=30))
 
 
@@ -84,12 +86,19 @@ def everything(folder: str) -> None:
                     ended = time.monotonic()
         except Exception as error:
             told = [type(error).__name__, str(error)]
-        seen[scenario] = {"told": told, "end_s": time.monotonic() - ended, "left": [pid for pid in pids if Path(f"/proc/{pid}").exists()]}
+        seen[scenario] = {
+            "told": told,
+            "end_s": time.monotonic() - ended,
+            "left": [pid for pid in pids if Path(f"/proc/{pid}").exists()],
+        }
     (Path(folder) / "seen.json").write_text(json.dumps(seen))
 
 
 def talks(actor) -> list:
-    return [actor.mean(1.0).result(), sorted(rank for rank, pid, session in actor.whoami().result() if session == pid)]
+    return [
+        actor.mean(1.0).result(),
+        sorted(rank for rank, pid, session in actor.whoami().result() if session == pid),
+    ]
 
 
 def fails(actor) -> None:
@@ -125,7 +134,12 @@ def listening() -> list[tuple[str, int]]:
             _, local, _, state, *_, inode = row.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in sockets:
                 address, port = local.split(":")
-                found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if table == "tcp" else address, int(port, 16)))
+                found.append(
+                    (
+                        socket.inet_ntoa(bytes.fromhex(address)[::-1]) if table == "tcp" else address,
+                        int(port, 16),
+                    )
+                )
     return found
 
 
@@ -135,7 +149,11 @@ def attacked(folder: str) -> None:
         actor = executor.role("actor")
         actor.mean(1.0).result()
         sockets = [*listening(), *(found for rank in actor.listening().result() for found in rank)]
-        seen = {"listening": sockets, "port": executor._outbox._store.underlying_store.port, "next": executor.num_calls}
+        seen = {
+            "listening": sockets,
+            "port": executor._outbox._store.underlying_store.port,
+            "next": executor.num_calls,
+        }
         (Path(folder) / "ready.part").write_text(json.dumps(seen))
         (Path(folder) / "ready.part").rename(Path(folder) / "ready")
         while executor.failure is None:
@@ -154,5 +172,7 @@ def waits(folder: str) -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(rank_main(*sys.argv[1:]))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits an ignored SIGINT
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job inherits an ignored SIGINT
     {"everything": everything, "waits": waits, "attacked": attacked}[sys.argv[1]](sys.argv[2])

@@ -39,21 +39,23 @@ PLACEMENTS = {
     "one": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3",
     "colocated_tp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 0-3 --tensor-model-parallel-size 2",
     "disjoint_2_1_1": "--actor-ranks 0-1 --critic-ranks 2 --reference-ranks 3 --rollout-ranks 0-1 --actor-tensor-model-parallel-size 2 "
-                      "--reference-tensor-model-parallel-size 1",
+    "--reference-tensor-model-parallel-size 1",
     "tp2_beside_dp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel",
     "tp2_cp2_and_cp2": "--actor-ranks 0-3 --critic-ranks 1-2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel "
-                       "--context-parallel-size 2",
+    "--context-parallel-size 2",
     "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
-}  # fmt: skip
+}
 OF_THE_SECOND = "--seed 5 --actor-adam-beta1 0.5 --gae-lambda 0.9"
-ALONE = {"second_tp2": f"--actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 {OF_THE_SECOND}"}
+ALONE = {
+    "second_tp2": f"--actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 {OF_THE_SECOND}"
+}
 _SECOND = "--actor-2-tensor-model-parallel-size 2 --actor-2-seed 5 --actor-2-adam-beta1 0.5 --actor-2-gae-lambda 0.9"
 TWO_ACTORS = {
     "disjoint": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0 --actor-2-ranks 1-2 --critic-2-ranks 3 --rollout-2-ranks 3 "
-                f"{_SECOND}",
+    f"{_SECOND}",
     "colocated": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 0-1 --critic-2-ranks 0 --rollout-2-ranks 0 "
-                 f"{_SECOND}",
-}  # fmt: skip
+    f"{_SECOND}",
+}
 """The first is that of "one", the second that of "second_tp2"."""
 WARM_UP = {"warm_up": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --critic-warmup-iters 1"}
 FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {SAMPLES_PER_PROMPT} --global-batch-size 6
@@ -81,7 +83,10 @@ class FixedRollout:
             made.responses.append([rng.randrange(5, 200) for _ in range(rng.randint(1, 14))])
             made.log_probs.append([-5.0 - rng.random() for _ in made.responses[-1]])
         self.plane.rollouts[purpose + self.suffix] = made
-        return [Sample(s, len(p) + len(r), len(r), (self.rank,)) for s, p, r in zip(made.sample_ids, made.prompts, made.responses, strict=True)]
+        return [
+            Sample(s, len(p) + len(r), len(r), (self.rank,))
+            for s, p, r in zip(made.sample_ids, made.prompts, made.responses, strict=True)
+        ]
 
     def sync(self, version: int) -> dict[str, float]:
         return {}
@@ -97,7 +102,10 @@ class FixedReward:
         pass
 
     def score(self, purpose: str) -> list[dict]:
-        return [{"sample_id": s, "reward": None if s == 4 else random.Random(s).random()} for s in self.plane.rollouts[purpose + self.suffix].sample_ids]
+        return [
+            {"sample_id": s, "reward": None if s == 4 else random.Random(s).random()}
+            for s in self.plane.rollouts[purpose + self.suffix].sample_ids
+        ]
 
 
 class EveryRankExecutor:
@@ -157,37 +165,70 @@ class Record:
         self.steps.append(metrics)
 
 
-STUDENT = {"student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 1 --critic-2-ranks 1"}
+STUDENT = {
+    "student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 1 --critic-2-ranks 1"
+}
 """A flow of one's own: the second actor learns from the first's samples and advantages."""
 ALL = PLACEMENTS | ALONE | TWO_ACTORS | STUDENT | WARM_UP
 
 
 def flow_with_student(config: TrainConfig) -> Flow:
     actor, student, critic, reference, reward = symbolic_roles("actor actor_2 critic reference reward")
-    return (actor.rollout().join(reward.score, actor.log_probs, student.log_probs, reference.log_probs, critic.values)
-            .advantages(config.algorithm).update(critic).update(actor).update(student))  # fmt: skip
+    return (
+        actor.rollout()
+        .join(reward.score, actor.log_probs, student.log_probs, reference.log_probs, critic.values)
+        .advantages(config.algorithm)
+        .update(critic)
+        .update(actor)
+        .update(student)
+    )
 
 
 def run(placement: str, folder: Path, data: Path) -> None:
-    flags = [*FLAGS.split(), "--reward-max-failed-share", "0.2", *ALL[placement].split(), "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"),
-             "--save", str(folder / placement / "run"), "--nproc-per-node", str(WORLD_SIZE)]  # fmt: skip
+    flags = [
+        *FLAGS.split(),
+        "--reward-max-failed-share",
+        "0.2",
+        *ALL[placement].split(),
+        "--model",
+        str(data / "model"),
+        "--train-data",
+        str(data / "train.jsonl"),
+        "--save",
+        str(folder / placement / "run"),
+        "--nproc-per-node",
+        str(WORLD_SIZE),
+    ]
     config = load_config(flags, REGISTRY)
     shape = check_job(config, WORLD_SIZE)
     roles = build_roles(config, WORLD_SIZE)
     plane = roles["data"].plane
     for suffix, of_actor in configs_of_actors(config).items():
         if (rollout := f"rollout{suffix}") in roles:
-            roles |= {rollout: FixedRollout(roles[rollout].mesh, plane, of_actor.batch.seed, suffix), f"reward{suffix}": FixedReward(plane, suffix)}
+            roles |= {
+                rollout: FixedRollout(roles[rollout].mesh, plane, of_actor.batch.seed, suffix),
+                f"reward{suffix}": FixedReward(plane, suffix),
+            }
         if (actor := f"actor{suffix}") in roles:
             roles[actor].rollout_mesh = None  # no engine wants weights
     executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record(folder)
-    job = Job(config, executor, record, {suffix: Inputs(shape, range(100), None) for suffix in configs_of_actors(config)}, WORLD_SIZE)
+    job = Job(
+        config,
+        executor,
+        record,
+        {suffix: Inputs(shape, range(100), None) for suffix in configs_of_actors(config)},
+        WORLD_SIZE,
+    )
     for role in job.meshes:
         executor.call(role, "setup")
     host, flow = StepHost(job), flow_with_student(config) if placement in STUDENT else job.flow
     scheduler = Scheduler(executor, job.meshes, host, host.share_of)
     for step in job.steps():
-        host.begin(step, {suffix: learner.cursor.next_rows(NUM_PROMPTS) for suffix, learner in job.learners.items()}, flow)
+        host.begin(
+            step,
+            {suffix: learner.cursor.next_rows(NUM_PROMPTS) for suffix, learner in job.learners.items()},
+            flow,
+        )
         host.finish(scheduler.run(flow))
     for role in [role for role in job.meshes if kind_and_suffix(role)[0] in ("actor", "critic")]:
         executor.call(role, "export_hf", str(folder / placement / role))
@@ -198,7 +239,13 @@ def run(placement: str, folder: Path, data: Path) -> None:
 def main() -> None:
     folder, rank, data = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=60),
+    )
     for placement in ALL:
         run(placement, folder, data)
     dist.barrier()

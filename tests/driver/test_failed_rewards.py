@@ -7,10 +7,22 @@ from megarl.driver.rollout_batch import RolloutBatch
 
 
 def step_of(*rewards, failure=None, model_scores=None) -> RolloutBatch:
-    records = {"reward": {s: {"sample_id": s, "reward": r} | ({"failure": failure} if r is None and failure else {}) for s, r in enumerate(rewards)}}
+    records = {
+        "reward": {
+            s: {"sample_id": s, "reward": r} | ({"failure": failure} if r is None and failure else {})
+            for s, r in enumerate(rewards)
+        }
+    }
     if model_scores is not None:
-        records["reward_model"] = {s: {"sample_id": s, "score": score} for s, score in enumerate(model_scores)}
-    whole = [None if None in (records[role][s].get("reward", records[role][s].get("score")) for role in records) else 1.0 for s in range(len(rewards))]
+        records["reward_model"] = {
+            s: {"sample_id": s, "score": score} for s, score in enumerate(model_scores)
+        }
+    whole = [
+        None
+        if None in (records[role][s].get("reward", records[role][s].get("score")) for role in records)
+        else 1.0
+        for s in range(len(rewards))
+    ]
     return RolloutBatch(3, [0], len(rewards), records=records, rewards=dict(enumerate(whole)))
 
 
@@ -22,7 +34,9 @@ def test_a_share_may_fail():
 
 
 def test_more_end_the_run_with_the_first_reason():
-    wanted = r"2 of 10 rewards have failed, and --reward-max-failed-share \(0\.1\) allows 1\. The first: it hung$"
+    wanted = (
+        r"2 of 10 rewards have failed, and --reward-max-failed-share \(0\.1\) allows 1\. The first: it hung$"
+    )
     with pytest.raises(RewardsFailed, match=wanted):
         check_failed_rewards(step_of(None, None, *[1.0] * 8, failure="it hung"), ["reward"], 0.1)
 

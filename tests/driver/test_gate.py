@@ -1,6 +1,6 @@
 """The gate's verdicts: which difference is judged, at which limit, and what the error shows. Whole jobs: tests/e2e/test_grpo_job.py.
 
-    pytest tests/driver/test_gate.py"""
+pytest tests/driver/test_gate.py"""
 
 import pytest
 
@@ -16,7 +16,9 @@ BF16 = {"mismatch/mean_abs": 2.7e-3, "mismatch/max_abs": 8.5e-2}
 def finding():
     """finding(mismatch, "--flag value ...") of a job with these flags."""
     required = "--algorithm grpo --model m --train-data d.jsonl --save s --train-iters 1"
-    return lambda mismatch, flags="": gate_finding(mismatch, load_config(f"{required} {flags}".split(), REGISTRY))
+    return lambda mismatch, flags="": gate_finding(
+        mismatch, load_config(f"{required} {flags}".split(), REGISTRY)
+    )
 
 
 def test_fp32_is_judged_by_its_worst_token(finding):
@@ -30,7 +32,9 @@ def test_fp32_is_judged_by_its_worst_token(finding):
 @pytest.mark.parametrize("flags", ["--bf16", "--rollout-dtype bfloat16", "--rollout-dtype float16"])
 def test_half_precision_on_either_side_is_judged_by_the_mean(finding, flags):
     assert finding(BF16, flags) is None and finding(BF16) is not None
-    assert "mismatch/mean_abs (0.02) is above --gate-mean-abs (0.01)" in finding(BF16 | {"mismatch/mean_abs": 2e-2}, flags)
+    assert "mismatch/mean_abs (0.02) is above --gate-mean-abs (0.01)" in finding(
+        BF16 | {"mismatch/mean_abs": 2e-2}, flags
+    )
     assert finding(BF16, f"{flags} --gate-mean-abs 0.002") is not None
 
 
@@ -40,8 +44,13 @@ def test_what_is_not_a_number_does_not_pass(finding, flags):
 
 
 def test_the_error_shows_the_worst_tokens_first():
-    tokens = [{"sample_id": i, "token": 7, "position": 3, "trainer": -1.0, "engine": -1.0 - gap}
-              for i, gap in enumerate([0.1, 0.5, -0.9, 0.2, 0.0, 0.3])]  # fmt: skip
+    tokens = [
+        {"sample_id": i, "token": 7, "position": 3, "trainer": -1.0, "engine": -1.0 - gap}
+        for i, gap in enumerate([0.1, 0.5, -0.9, 0.2, 0.0, 0.3])
+    ]
     lines = str(GateError("they disagree", tokens)).splitlines()
-    assert lines[0] == "they disagree" and lines[1] == "  sample 2, token 7 at position 3: trainer -1.000000, engine -0.100000"
+    assert (
+        lines[0] == "they disagree"
+        and lines[1] == "  sample 2, token 7 at position 3: trainer -1.000000, engine -0.100000"
+    )
     assert [line.split(",")[0] for line in lines[1:]] == [f"  sample {i}" for i in (2, 1, 5, 3, 0)]

@@ -51,13 +51,17 @@ def test_the_original_error_is_the_cause_so_a_debugger_stands_there():
 
 def test_what_could_not_cross_a_process_border_is_an_error_here_too():
     executor = InlineExecutor({"critic": Critic()})
-    with pytest.raises(RemoteError, match=r"\[critic rank 0\] generator failed: TypeError: cannot pickle 'generator' object"):
+    with pytest.raises(
+        RemoteError, match=r"\[critic rank 0\] generator failed: TypeError: cannot pickle 'generator' object"
+    ):
         executor.call("critic", "generator")
 
 
 def test_an_unknown_role_names_the_known_ones():
     executor = InlineExecutor({"critic": Critic(), "actor": Critic()})
-    with pytest.raises(ValueError, match=r"role \('critik'\) is not placed on any rank. Placed roles: actor, critic."):
+    with pytest.raises(
+        ValueError, match=r"role \('critik'\) is not placed on any rank. Placed roles: actor, critic."
+    ):
         executor.role("critik")
     assert repr(executor.role("actor")) == "RoleHandle(actor, ranks=[0])"
     assert isinstance(executor.role("actor"), RoleHandle)
@@ -65,15 +69,22 @@ def test_an_unknown_role_names_the_known_ones():
 
 def test_a_timeout_names_exactly_who_is_missing():
     one = CallTimeout("actor", "update", 3, ranks=[1], answered=[0, 2], timeout_s=1800.0)
-    assert str(one).startswith("[actor] update timed out at step 3: no answer from rank 1 (answered: 0, 2) within call_timeout_s (1800 s).")
+    assert str(one).startswith(
+        "[actor] update timed out at step 3: no answer from rank 1 (answered: 0, 2) within call_timeout_s (1800 s)."
+    )
     both = CallTimeout("actor", "setup", None, ranks=[0, 1], answered=[], timeout_s=0.5)
-    assert str(both).startswith("[actor] setup timed out: no answer from ranks 0, 1 within call_timeout_s (0.5 s).")
+    assert str(both).startswith(
+        "[actor] setup timed out: no answer from ranks 0, 1 within call_timeout_s (0.5 s)."
+    )
 
 
-@pytest.mark.parametrize("ranks, message", [
-    ({"actor": [0, 1, 2]}, r"placed on ranks \[2\], but the job has 2 ranks \(0 to 1\). Start more."),
-    ({"actor": [1]}, r"no role is placed on ranks \[0\] of the 2 that were started"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, message",
+    [
+        ({"actor": [0, 1, 2]}, r"placed on ranks \[2\], but the job has 2 ranks \(0 to 1\). Start more."),
+        ({"actor": [1]}, r"no role is placed on ranks \[0\] of the 2 that were started"),
+    ],
+)
 def test_every_rank_needs_a_role(ranks, message):
     from megarl.driver.store_executor import StoreExecutor
 
@@ -83,11 +94,17 @@ def test_every_rank_needs_a_role(ranks, message):
 
 def test_peak_memory_is_this_process_alone():
     """A child of a large parent: getrusage would report the parent's size at the fork."""
-    code = ("from megarl.workers.process import peak_rss_bytes as peak; a = peak(); x = bytearray(100 << 20); "
-            "x[::4096] = bytes(len(x[::4096])); b = peak(); del x; print(a, b, peak())")  # fmt: skip
+    code = (
+        "from megarl.workers.process import peak_rss_bytes as peak; a = peak(); x = bytearray(100 << 20); "
+        "x[::4096] = bytes(len(x[::4096])); b = peak(); del x; print(a, b, peak())"
+    )
     ballast = bytearray(300 << 20)
     ballast[::4096] = bytes(len(ballast[::4096]))
-    before, with_100_mib, after = map(int, subprocess.check_output([sys.executable, "-P", "-c", code], timeout=60).split())
+    before, with_100_mib, after = map(
+        int, subprocess.check_output([sys.executable, "-P", "-c", code], timeout=60).split()
+    )
     assert before < 100 << 20
     assert 95 << 20 < with_100_mib - before < 110 << 20
-    assert after > with_100_mib - (1 << 20)  # a peak: 100 MiB less are resident by then (the kernel counts in batches of pages)
+    assert after > with_100_mib - (
+        1 << 20
+    )  # a peak: 100 MiB less are resident by then (the kernel counts in batches of pages)

@@ -38,7 +38,9 @@ def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_pickles(job, where
     assert len(seen["listening"]) >= 3 and {host for host, _ in seen["listening"]} == {"127.0.0.1"}, seen
     mark = job.folder / "was_here"
     store = dist.TCPStore("127.0.0.1", seen["port"], is_master=False)
-    store = dist.PrefixStore(next(key.split("/world/")[0] for key in store.list_keys() if "/world/" in key), store)
+    store = dist.PrefixStore(
+        next(key.split("/world/")[0] for key in store.list_keys() if "/world/" in key), store
+    )
     attack = pickle.dumps(Attack(mark))
     assert (pickle.loads(attack), mark.exists()) == (None, True)  # it works where nobody checks
     mark.unlink()
@@ -47,7 +49,9 @@ def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_pickles(job, where
     else:
         store.set(f"cmd/{seen['next']}", b"=" + bytes(32) + attack)
     assert process.wait(START_WITHIN_S) == 1
-    assert f"ForgedMessage: {where}" in job.stderr() and "is not signed with the job's secret" in job.stderr(), job.stderr()
+    assert (
+        f"ForgedMessage: {where}" in job.stderr() and "is not signed with the job's secret" in job.stderr()
+    ), job.stderr()
     assert not mark.exists()
     job.wait_until_gone(10)
 
@@ -56,7 +60,10 @@ def test_what_was_changed_swapped_or_cut_is_not_unpickled(tmp_path):
     mark = tmp_path / "was_here"
     data = dumps(Attack(mark), "cmd/3")
     for forged in (data[:-1] + bytes([data[-1] ^ 1]), bytes(32) + data[32:], data[:20], b"", data[32:]):
-        with pytest.raises(ForgedMessage, match="^cmd/3 in the job's store is not signed with the job's secret and was not read"):
+        with pytest.raises(
+            ForgedMessage,
+            match="^cmd/3 in the job's store is not signed with the job's secret and was not read",
+        ):
             loads(forged, "cmd/3")
     with pytest.raises(ForgedMessage):
         loads(data, "cmd/4")
@@ -124,7 +131,10 @@ def test_a_folder_that_others_made_or_may_open_is_refused(tmp_path, as_rank):
 def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkeypatch):
     two_nodes = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
     for env in (as_rank(0, **two_nodes), as_rank(0, TORCHELASTIC_USE_AGENT_STORE="False")):
-        with pytest.raises(ConfigError, match=r"^MEGARL_JOB_SECRET \(variable, not set\): must be set unless.*Try export MEGARL_JOB_SECRET="):
+        with pytest.raises(
+            ConfigError,
+            match=r"^MEGARL_JOB_SECRET \(variable, not set\): must be set unless.*Try export MEGARL_JOB_SECRET=",
+        ):
             check_secret(env)
     check_secret(as_rank(0, WORLD_SIZE="1"))
     for secret, accepted in (("guess me", False), ("s" * 32, True)):
@@ -134,5 +144,8 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
             agree(dist.HashStore(), env)
             assert job_secret() == secret and "MEGARL_JOB_SECRET" not in env
         else:
-            with pytest.raises(ConfigError, match=r"MEGARL_JOB_SECRET \(variable, 8 characters\): must have at least 32 characters"):
+            with pytest.raises(
+                ConfigError,
+                match=r"MEGARL_JOB_SECRET \(variable, 8 characters\): must have at least 32 characters",
+            ):
                 check_secret(env)

@@ -11,7 +11,9 @@ import pytest
 from tests.driver.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S
 
 HERE = Path(__file__).parent
-LAUNCH_RANKS = "import sys; from megarl.driver.launch import launch_ranks; sys.exit(launch_ranks([], 2, 'dying'))"
+LAUNCH_RANKS = (
+    "import sys; from megarl.driver.launch import launch_ranks; sys.exit(launch_ranks([], 2, 'dying'))"
+)
 
 
 @pytest.mark.timeout(120)
@@ -22,7 +24,9 @@ def test_a_failure_is_one_message_and_the_executors_agree(job):
     end_s = job.wait_until_gone(END_WITHIN_S) - float(job.read("failed_at_0"))
     assert end_s < END_WITHIN_S
     lines = job.stderr().splitlines()
-    assert lines[0] == "[actor rank 1] update failed at step 3: ValueError: learning rate (-1) must be positive"
+    assert (
+        lines[0] == "[actor rank 1] update failed at step 3: ValueError: learning rate (-1) must be positive"
+    )
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ValueError: learning rate (-1) must be positive"
     assert any(line.endswith("in update") for line in lines) and len(lines) <= 6, job.stderr()
@@ -70,10 +74,15 @@ def test_ctrl_c_ends_everything_quietly(job):
 @pytest.mark.timeout(60)
 def test_the_launcher_names_a_rank_that_was_killed(job):
     """No torch and no driver in these ranks: rank 1 dies by SIGKILL, as for want of memory."""
-    (job.folder / "dying.py").write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    (job.folder / "dying.py").write_text(
+        "import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)\n"
+    )
     launcher = job.start([sys.executable, "-P", "-c", LAUNCH_RANKS], PYTHONPATH=str(job.folder))
     assert launcher.wait(START_WITHIN_S) == 1
-    assert job.stderr() == "[rank 1] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).\n"
+    assert (
+        job.stderr()
+        == "[rank 1] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).\n"
+    )
     job.wait_until_gone(5)
 
 

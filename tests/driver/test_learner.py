@@ -11,15 +11,33 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.hf_config import ModelShape
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RewardModelConfig, RunConfig, TrainConfig
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    RewardModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megarl.driver.learner import Learner
 from megarl.driver.preflight import Inputs
 from megarl.driver.training import Training
 from megarl.flow import symbolic_roles
 
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 283, "intermediate_size": 256, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
-         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "eos_token_id": 1}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 283,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "eos_token_id": 1,
+}
 
 
 def model(folder: Path, name: str, **config) -> str:
@@ -29,9 +47,13 @@ def model(folder: Path, name: str, **config) -> str:
 
 
 def config(folder: Path) -> TrainConfig:
-    return TrainConfig(algorithm=REGISTRY["ppo"](), model=ModelConfig(model=model(folder, "actor", **QWEN3, hidden_size=128)),
-                       batch=BatchConfig(train_iters=1, num_prompts=2, num_samples_per_prompt=2, global_batch_size=4),
-                       data=DataConfig(train_data=("rows",)), run=RunConfig(save="unused"))  # fmt: skip
+    return TrainConfig(
+        algorithm=REGISTRY["ppo"](),
+        model=ModelConfig(model=model(folder, "actor", **QWEN3, hidden_size=128)),
+        batch=BatchConfig(train_iters=1, num_prompts=2, num_samples_per_prompt=2, global_batch_size=4),
+        data=DataConfig(train_data=("rows",)),
+        run=RunConfig(save="unused"),
+    )
 
 
 def learner(config: TrainConfig, suffix: str = "") -> Learner:
@@ -41,11 +63,28 @@ def learner(config: TrainConfig, suffix: str = "") -> Learner:
 def test_the_cost_of_a_sample_is_that_of_the_roles_own_model(tmp_path):
     one = config(tmp_path)
     assert [learner(one).hidden_size(role) for role in ("actor", "reference", "critic")] == [128, 128, 128]
-    bert = model(tmp_path, "bert", model_type="bert", architectures=["BertForSequenceClassification"], hidden_size=32, id2label={"0": "x"})
-    odd = model(tmp_path, "odd", model_type="gpt2", architectures=["GPT2ForSequenceClassification"], n_embd=48, id2label={"0": "x"})
+    bert = model(
+        tmp_path,
+        "bert",
+        model_type="bert",
+        architectures=["BertForSequenceClassification"],
+        hidden_size=32,
+        id2label={"0": "x"},
+    )
+    odd = model(
+        tmp_path,
+        "odd",
+        model_type="gpt2",
+        architectures=["GPT2ForSequenceClassification"],
+        n_embd=48,
+        id2label={"0": "x"},
+    )
     larger = model(tmp_path, "critic", **QWEN3, hidden_size=192)
-    other = replace(one, model=replace(one.model, critic_model=larger),
-                    reward_models=RewardModelConfig(reward_model=(bert, odd), reward_model_backend=("transformers",)))  # fmt: skip
+    other = replace(
+        one,
+        model=replace(one.model, critic_model=larger),
+        reward_models=RewardModelConfig(reward_model=(bert, odd), reward_model_backend=("transformers",)),
+    )
     roles = ("actor", "critic", "reward_model", "reward_model_2")
     assert [learner(other).hidden_size(role) for role in roles] == [128, 192, 32, 128]
     assert learner(other, "_2").hidden_size("critic_2") == 192
@@ -56,7 +95,10 @@ def training(tmp_path):
     one = config(tmp_path)
     learners = {"": learner(one), "_2": learner(replace(one, batch=replace(one.batch, seed=1)), "_2")}
     training = object.__new__(Training)
-    training.job, training._host = SimpleNamespace(learners=learners), SimpleNamespace(share_of={"actor": "actor", "critic": "actor"})
+    training.job, training._host = (
+        SimpleNamespace(learners=learners),
+        SimpleNamespace(share_of={"actor": "actor", "critic": "actor"}),
+    )
     return training
 
 
@@ -68,7 +110,10 @@ def test_every_actor_that_samples_has_rows_of_its_own(training):
     assert training._rows(flow, [3, 4]) == {"": [3, 4], "_2": [3, 4]}
     assert training._rows(flow, {"actor": [3, 4], "actor_2": [5, 6]}) == {"": [3, 4], "_2": [5, 6]}
     before = training.job.learners["_2"].cursor
-    assert training._rows(both[0].rollout(), None).keys() == {""} and training.job.learners["_2"].cursor is before
+    assert (
+        training._rows(both[0].rollout(), None).keys() == {""}
+        and training.job.learners["_2"].cursor is before
+    )
     with pytest.raises(ValueError, match=r"actor \(actor_3\) must be one of actor, actor_2\."):
         training._rows(flow, {"actor_3": [1, 2]})
     with pytest.raises(ValueError, match=r"rows \(12\) must be rows of --train-data: 0 to 9\."):

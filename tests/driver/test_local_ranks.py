@@ -23,13 +23,19 @@ def test_one_job_after_another_in_one_process(job):
     assert seen["talks"]["told"] == [[1.5, 1.5], [0, 1]]  # and each rank is in a session of its own
     kind, text = seen["fails"]["told"]
     assert kind == "RemoteError"
-    assert text.startswith("[actor rank 1] update failed at step 7: ValueError: learning rate (-1) must be positive\nTraceback")
+    assert text.startswith(
+        "[actor rank 1] update failed at step 7: ValueError: learning rate (-1) must be positive\nTraceback"
+    )
     assert seen["raises"]["told"] == ["KeyError", '"the loop\'s own mistake"']
     assert seen["rank_killed"]["told"] == [
-        "RankDied", "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg). "
-        "The job was at step 7, waiting for actor.die on rank 0, 1."]  # fmt: skip
+        "RankDied",
+        "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg). "
+        "The job was at step 7, waiting for actor.die on rank 0, 1.",
+    ]
     kind, text = seen["cannot_start"]["told"]
-    assert kind == "RankDied" and text.startswith("[rank 1: actor] ended with exit code 3; stderr may say why. The job was ")
+    assert kind == "RankDied" and text.startswith(
+        "[rank 1: actor] ended with exit code 3; stderr may say why. The job was "
+    )
     assert all(job["left"] == [] and job["end_s"] < END_WITHIN_S for job in seen.values()), seen
     assert job.stderr() == ""
     job.wait_until_gone(5)
@@ -42,7 +48,9 @@ def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_outlives_it(job):
     time.sleep(0.5)  # until it waits
     start = time.time()
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    assert process.wait(END_WITHIN_S) == -signal.SIGINT  # Python's own answer to an uncaught KeyboardInterrupt
+    assert (
+        process.wait(END_WITHIN_S) == -signal.SIGINT
+    )  # Python's own answer to an uncaught KeyboardInterrupt
     assert job.wait_until_gone(END_WITHIN_S) - start < END_WITHIN_S
     assert job.stderr().rstrip().endswith("KeyboardInterrupt")
 

@@ -10,8 +10,14 @@ from io import StringIO
 
 from megarl.driver.progress import Progress, clock
 
-METRICS = {"step": 3, "reward/mean": 0.5124, "response/length_mean": 21.42, "throughput/tokens_per_s": 3210.4, "time/step_s": 0.434,
-           "other": 1.0}  # fmt: skip
+METRICS = {
+    "step": 3,
+    "reward/mean": 0.5124,
+    "response/length_mean": 21.42,
+    "throughput/tokens_per_s": 3210.4,
+    "time/step_s": 0.434,
+    "other": 1.0,
+}
 
 
 def test_plain_lines_are_one_per_step_and_keep_the_last_evaluation():
@@ -32,7 +38,11 @@ def test_time_left_is_measured_between_steps(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = Progress(10, StringIO())
-    for step, took in ((1, 60.0), (2, 2.0), (3, 4.0)):  # the first step's end starts the clock: what came before is set-up
+    for step, took in (
+        (1, 60.0),
+        (2, 2.0),
+        (3, 4.0),
+    ):  # the first step's end starts the clock: what came before is set-up
         now += took
         progress.update(step, {})
     assert progress.time_left() == "0:21"  # 7 steps of 3 s
@@ -66,7 +76,9 @@ def drain(master: int, chunks: list[bytes]) -> None:
 
 
 def test_off_a_terminal_nothing_heavy_is_imported():
-    code = "import sys, megarl.driver.run, megarl.driver.torchrun; from megarl.driver.progress import Progress; Progress(1).note('x'); " \
-           "print([m for m in ('torch', 'rich', 'tensorboard', 'numpy', 'transformers') if m in sys.modules])"  # fmt: skip
+    code = (
+        "import sys, megarl.driver.run, megarl.driver.torchrun; from megarl.driver.progress import Progress; Progress(1).note('x'); "
+        "print([m for m in ('torch', 'rich', 'tensorboard', 'numpy', 'transformers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "x\n[]\n", "")

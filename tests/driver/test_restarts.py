@@ -11,7 +11,18 @@ from megarl.driver.restarts import attempt_under_torchrun, continued, where_it_g
 
 
 def job(run: Path, *flags: str):
-    given = ["--algorithm", "grpo", "--model", "m", "--train-data", "d.jsonl", "--train-iters", "9", "--save", str(run)]
+    given = [
+        "--algorithm",
+        "grpo",
+        "--model",
+        "m",
+        "--train-data",
+        "d.jsonl",
+        "--train-iters",
+        "9",
+        "--save",
+        str(run),
+    ]
     return load_config([*given, *flags], REGISTRY)
 
 
@@ -33,7 +44,9 @@ def test_it_goes_on_in_its_own_folder(run):
     for step in (2, 10):
         (run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     assert where_it_goes_on(config) == f"from the checkpoint of step 10 ({run}/checkpoints/step_000010)"
-    assert (run / "metrics.jsonl").read_text() and (run / "resolved.args").exists()  # what is cut is the new attempt's to say
+    assert (run / "metrics.jsonl").read_text() and (
+        run / "resolved.args"
+    ).exists()  # what is cut is the new attempt's to say
     assert continued(config) == config
 
 

@@ -16,8 +16,13 @@ from megarl.driver.run import Run, check_folder_is_free
 
 
 def config(folder) -> TrainConfig:
-    return TrainConfig(algorithm=None, model=ModelConfig(model="none"), batch=BatchConfig(train_iters=3),
-                       data=DataConfig(train_data=("none",)), run=RunConfig(save=str(folder)))  # fmt: skip
+    return TrainConfig(
+        algorithm=None,
+        model=ModelConfig(model="none"),
+        batch=BatchConfig(train_iters=3),
+        data=DataConfig(train_data=("none",)),
+        run=RunConfig(save=str(folder)),
+    )
 
 
 def open_run(folder) -> Run:
@@ -32,13 +37,18 @@ def strict(line: str) -> dict:
 
 
 def test_everything_recorded_can_be_read_back(tmp_path):
-    rows = [{"sample_id": 1, "prompt": "2+2=", "response": "vier ü\n4", "reward": 1.0}, {"sample_id": 2, "reward": None}]
+    rows = [
+        {"sample_id": 1, "prompt": "2+2=", "response": "vier ü\n4", "reward": 1.0},
+        {"sample_id": 2, "reward": None},
+    ]
     with open_run(tmp_path / "run") as run:
         run.record_evaluation(0, {"eval/accuracy": 0.25})
         run.begin_step(1)
         run.write_rollouts(rows)
         time.sleep(0.05)
-        run.finish_step(1, {"reward/mean": 0.5, "policy/loss": math.nan, "policy/grad_norm": math.inf}, num_tokens=1000)
+        run.finish_step(
+            1, {"reward/mean": 0.5, "policy/loss": math.nan, "policy/grad_norm": math.inf}, num_tokens=1000
+        )
         run.keep_answer(1, "eval/accuracy", rows[0])
         run.record_evaluation(1, {"eval/accuracy": 0.75})
         run.begin_step(2)
@@ -49,14 +59,24 @@ def test_everything_recorded_can_be_read_back(tmp_path):
     lines = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]  # one object per step, its evaluation in it
     assert lines[0] == {"step": 0, "eval/accuracy": 0.25}
-    assert lines[1]["reward/mean"] == 0.5 and lines[1]["eval/accuracy"] == 0.75 and "eval/accuracy" not in lines[2]
+    assert (
+        lines[1]["reward/mean"] == 0.5
+        and lines[1]["eval/accuracy"] == 0.75
+        and "eval/accuracy" not in lines[2]
+    )
     assert lines[1]["policy/loss"] is None and lines[1]["policy/grad_norm"] is None
     assert lines[1]["nonfinite"] == {"policy/loss": "nan", "policy/grad_norm": "inf"}
     assert 0.05 <= lines[1]["time/step_s"] < 5.0
     assert lines[1]["throughput/tokens_per_s"] == pytest.approx(1000 / lines[1]["time/step_s"])
 
-    assert [strict(line) for line in (run.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()] == rows
-    assert strict((run.folder / "rollouts" / "eval.jsonl").read_text()) == {"step": 1, "name": "eval/accuracy", **rows[0]}
+    assert [
+        strict(line) for line in (run.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ] == rows
+    assert strict((run.folder / "rollouts" / "eval.jsonl").read_text()) == {
+        "step": 1,
+        "name": "eval/accuracy",
+        **rows[0],
+    }
     assert sorted(p.name for p in (run.folder / "rollouts").iterdir()) == ["eval.jsonl", "step_000001.jsonl"]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -74,7 +94,9 @@ def test_a_finished_step_is_on_disk_when_the_next_begins(tmp_path):
         run.begin_step(1)
         run.finish_step(1, {"reward/mean": 0.5}, num_tokens=10)
         run.begin_step(2)
-        assert strict((run.folder / "metrics.jsonl").read_text())["step"] == 1  # through another handle: it was flushed
+        assert (
+            strict((run.folder / "metrics.jsonl").read_text())["step"] == 1
+        )  # through another handle: it was flushed
 
 
 def test_scores_of_a_second_evaluation_go_to_the_same_row(tmp_path):
@@ -85,7 +107,10 @@ def test_scores_of_a_second_evaluation_go_to_the_same_row(tmp_path):
             run.record_evaluation(step, {"eval/accuracy": 0.25})
             run.record_evaluation(step, {"eval/accuracy": 0.75, "eval/more": 1.0})
     rows = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["reward/mean"], row["eval/accuracy"], row["eval/more"]) for row in rows] == [(1, 0.5, 0.75, 1.0), (2, 0.5, 0.75, 1.0)]
+    assert [(row["step"], row["reward/mean"], row["eval/accuracy"], row["eval/more"]) for row in rows] == [
+        (1, 0.5, 0.75, 1.0),
+        (2, 0.5, 0.75, 1.0),
+    ]
 
 
 @pytest.mark.parametrize("mark", ["resolved.args", "metrics.jsonl"])
@@ -96,7 +121,9 @@ def test_a_folder_that_holds_a_run_is_refused_with_a_name_that_works(tmp_path, m
     (folder / mark).write_text("precious")
     with pytest.raises(ValueError, match=r"--save .* already holds a run.* Try --save (.*)\.$") as refused:
         Run(config(folder), "other")
-    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(mark, "precious")]  # nothing overwritten, nothing added
+    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [
+        (mark, "precious")
+    ]  # nothing overwritten, nothing added
     suggested = str(refused.value).split("Try --save ")[1].rstrip(".")
     assert suggested == str(tmp_path / "run-3")
     open_run(suggested).close()
@@ -125,14 +152,29 @@ def test_an_error_of_the_background_thread_surfaces(tmp_path):
 
 
 def test_to_json_line_keeps_integers_and_every_name():
-    assert strict(to_json_line({"step": 3, "a": -math.inf, "b": 1e-30})) == {"step": 3, "a": None, "b": 1e-30, "nonfinite": {"a": "-inf"}}
+    assert strict(to_json_line({"step": 3, "a": -math.inf, "b": 1e-30})) == {
+        "step": 3,
+        "a": None,
+        "b": 1e-30,
+        "nonfinite": {"a": "-inf"},
+    }
 
 
 def test_phase_times_sum_to_what_the_calls_took():
-    calls = {("rollout", "generate"): 1.0, ("actor", "update"): 2.0, ("rollout", "sync"): 0.25,
-             ("actor", "receive"): 0.125, ("actor", "advantages"): 0.5}  # fmt: skip
+    calls = {
+        ("rollout", "generate"): 1.0,
+        ("actor", "update"): 2.0,
+        ("rollout", "sync"): 0.25,
+        ("actor", "receive"): 0.125,
+        ("actor", "advantages"): 0.5,
+    }
     times = phase_times(calls)
-    assert times == {"time/rollout_s": 1.0, "time/update_s": 2.0, "time/reshard_s": 0.25, "time/other_s": 0.625}
+    assert times == {
+        "time/rollout_s": 1.0,
+        "time/update_s": 2.0,
+        "time/reshard_s": 0.25,
+        "time/other_s": 0.625,
+    }
 
 
 # ------------------------------------------------------------------ a run that goes on in its own folder
@@ -160,15 +202,28 @@ def test_later_steps_are_forgotten_and_recorded_again(tmp_path):
         file.write('{"step": 2, "reward/mean": 9')  # a job was killed while it wrote
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with Run(going_on(folder), "--train-iters 4\n", Progress(3, StringIO())) as run:
-        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before  # what goes on is not known yet
+        assert {
+            path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        } == before  # what goes on is not known yet
         run.go_on_after(2)
-        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["eval.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
+        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [
+            "eval.jsonl",
+            "step_000001.jsonl",
+            "step_000002.jsonl",
+        ]
         run.begin_step(3)
         run.finish_step(3, {"reward/mean": 33.0}, num_tokens=1)
         assert run.row_of(3)["reward/mean"] == 33.0 and run.row_of(2) == {}
     rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row.get("reward/mean")) for row in rows] == [(0, None), (1, 1.0), (2, 2.0), (3, 33.0)]
-    assert [strict(line)["step"] for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()] == [1, 2]
+    assert [(row["step"], row.get("reward/mean")) for row in rows] == [
+        (0, None),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 33.0),
+    ]
+    assert [
+        strict(line)["step"] for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()
+    ] == [1, 2]
     assert (folder / "resolved.args").read_text() == "--train-iters 4\n"
 
 
@@ -186,7 +241,11 @@ def test_a_step_that_was_not_evaluated_any_more_gets_its_scores_later(tmp_path):
         run.begin_step(3)
         run.finish_step(3, {"reward/mean": 1.0}, num_tokens=1)
     rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[:2] == [before[0], before[1] | {"eval/accuracy": 0.75}] and [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[:2] == [before[0], before[1] | {"eval/accuracy": 0.75}] and [row["step"] for row in rows] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
@@ -200,6 +259,12 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
 
 def test_a_folder_that_a_job_is_writing_to_is_refused(tmp_path):
     folder = tmp_path / "run"
-    with open_run(folder), pytest.raises(ValueError, match=f"--save \\({folder}\\): another job is running there. Wait for its end, or try --save"):
+    with (
+        open_run(folder),
+        pytest.raises(
+            ValueError,
+            match=f"--save \\({folder}\\): another job is running there. Wait for its end, or try --save",
+        ),
+    ):
         Run(going_on(folder), "", Progress(3, StringIO()))
     Run(going_on(folder), "", Progress(3, StringIO())).close()

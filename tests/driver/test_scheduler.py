@@ -70,7 +70,12 @@ class Host:
     """Moves are calls of their own, taking `move_s`; tells what it was asked."""
 
     def __init__(self, machine, driver_columns=(), skipped=(), move_s=0.01):
-        self.machine, self.driver_columns, self.skipped, self.move_s = machine, driver_columns, skipped, move_s
+        self.machine, self.driver_columns, self.skipped, self.move_s = (
+            machine,
+            driver_columns,
+            skipped,
+            move_s,
+        )
         self.moves, self.over, self.saw = [], [], {}
 
     def skips(self, node):
@@ -118,48 +123,84 @@ def test_a_reader_on_the_writers_ranks_is_issued_at_once_but_not_before_a_value_
     _, host, _ = schedule(nodes, {"a": [0, 1], "b": [0, 1]}, driver_columns=["d"])
     assert host.saw == {"a.x": [], "b.y": [], "b.z": ["a.x", "b.y"]}
     _, host, _ = schedule(nodes, {"a": [0, 1], "b": [0]}, driver_columns=["c"])
-    assert host.saw == {"a.x": [], "b.y": ["a.x"], "b.z": ["a.x"]} and host.moves == []  # what the driver has does not travel
+    assert (
+        host.saw == {"a.x": [], "b.y": ["a.x"], "b.z": ["a.x"]} and host.moves == []
+    )  # what the driver has does not travel
 
 
 def test_columns_travel_once_per_mesh_and_before_anything_else():
     """Ranks 0 has a lot to do once tokens are there; rank 1 must not wait for that."""
-    nodes = [node("rollout.generate", (), ["tokens"]), node("a.x", ["tokens"]), node("a.y", ["tokens"]),
-             node("critic.v", ["tokens"], ["values"]), node("other.w", ["tokens"])]  # fmt: skip
+    nodes = [
+        node("rollout.generate", (), ["tokens"]),
+        node("a.x", ["tokens"]),
+        node("a.y", ["tokens"]),
+        node("critic.v", ["tokens"], ["values"]),
+        node("other.w", ["tokens"]),
+    ]
     machine, host, _ = schedule(nodes, {"rollout": [0], "a": [0], "critic": [1], "other": [1]})
     assert host.moves == ["tokens:rollout->critic"]  # `other` lives on the same mesh
     assert machine["critic.v"].start == pytest.approx(1.01)
     assert machine["a.x"].start == pytest.approx(1.01)
-    machine, host, _ = schedule(nodes, {"rollout": [0], "a": [0], "critic": [1], "other": [1]}, driver_columns=["tokens"])
+    machine, host, _ = schedule(
+        nodes, {"rollout": [0], "a": [0], "critic": [1], "other": [1]}, driver_columns=["tokens"]
+    )
     assert host.moves == []
 
 
 def test_a_rank_does_not_wait_for_another_one_while_it_could_work():
     """both.z on ranks 0 and 1 is ready when long.x still keeps rank 0 for 10 s; rank 1 does other.y first, which becomes ready later."""
-    nodes = [node("long.x"), node("first.w", (), ["p"]), node("both.z", ["p"]), node("side.v", ["p"], ["q"]), node("other.y", ["q"])]
+    nodes = [
+        node("long.x"),
+        node("first.w", (), ["p"]),
+        node("both.z", ["p"]),
+        node("side.v", ["p"], ["q"]),
+        node("other.y", ["q"]),
+    ]
     ranks = {"long": [0], "first": [1, 2], "both": [0, 1], "side": [2], "other": [1]}
     machine, host, _ = schedule(nodes, ranks, {"long.x": 10.0, "both.z": 2.0}, driver_columns=["p", "q"])
     assert machine["other.y"].start == 2.0 and machine["both.z"].start == 10.0
     # If nothing else can run there it is put in line without a round trip to the driver.
-    machine, host, _ = schedule([n for n in nodes if n.name not in ("side.v", "other.y")], ranks, {"long.x": 10.0}, driver_columns=["p"])
+    machine, host, _ = schedule(
+        [n for n in nodes if n.name not in ("side.v", "other.y")],
+        ranks,
+        {"long.x": 10.0},
+        driver_columns=["p"],
+    )
     assert host.saw["both.z"] == ["first.w"] and machine["both.z"].start == 10.0
 
 
 def test_an_exchange_that_is_held_back_gets_its_turn_soon():
     """Rank 1 is busy for 2.5 s, then wants what rank 0 has. Of three calls of 1 s that rank 0 could do meanwhile the third comes after."""
-    nodes = [node("busy.x"), node("a.s", (), ["t"]), *(node(f"a.w{i}", ["t"]) for i in range(4)), node("b.r", ["t"]), node("busy.z", ["t"])]
+    nodes = [
+        node("busy.x"),
+        node("a.s", (), ["t"]),
+        *(node(f"a.w{i}", ["t"]) for i in range(4)),
+        node("b.r", ["t"]),
+        node("busy.z", ["t"]),
+    ]
     machine, host, _ = schedule(nodes, {"busy": [1], "a": [0], "b": [1]}, {"busy.x": 2.5}, driver_columns=[])
     assert machine["t:a->busy" if "t:a->busy" in host.moves else "t:a->b"].start == 3.0
     assert machine["a.w1"].end == 3.0 and machine["a.w2"].start == pytest.approx(3.01)
 
 
 def test_the_longest_chain_goes_first_then_the_order_of_declaration():
-    nodes = [node("a.lone"), node("a.second"), node("a.head", (), ["p"]), node("b.middle", ["p"], ["q"]), node("a.tail", ["q"])]
+    nodes = [
+        node("a.lone"),
+        node("a.second"),
+        node("a.head", (), ["p"]),
+        node("b.middle", ["p"], ["q"]),
+        node("a.tail", ["q"]),
+    ]
     machine, *_ = schedule(nodes, {"a": [0], "b": [0]})
     assert [call.name for call in machine.calls] == ["a.head", "b.middle", "a.lone", "a.second", "a.tail"]
 
 
 def test_state_is_read_before_it_is_overwritten_and_after_it_was_written():
-    nodes = [node("eval.read", ["weights:a"]), node("a.update", (), ["weights:a"]), node("b.after", ["weights:a"])]
+    nodes = [
+        node("eval.read", ["weights:a"]),
+        node("a.update", (), ["weights:a"]),
+        node("b.after", ["weights:a"]),
+    ]
     machine, host, _ = schedule(nodes, {"eval": [1], "a": [0], "b": [2]})
     assert machine["a.update"].start >= machine["eval.read"].end and host.moves == ["weights:a:a->b"]
     assert machine["b.after"].start >= machine["weights:a:a->b"].end >= machine["a.update"].end
@@ -169,18 +210,31 @@ def test_run_returns_while_what_no_other_reads_is_still_running():
     nodes = [node("a.x", (), ["c"]), node("a.y", ["c"]), node("b.z", ["c"])]
     machine, host, scheduler = schedule(nodes, {"a": [0], "b": [1]}, {"a.y": 5.0, "b.z": 9.0})
     assert machine.now == 1.0 and host.over == ["a.x"]
-    assert scheduler._results["a.y"].result() == ["a.y"] and host.over == ["a.x", "a.y"] and machine.now == pytest.approx(6.01)
+    assert (
+        scheduler._results["a.y"].result() == ["a.y"]
+        and host.over == ["a.x", "a.y"]
+        and machine.now == pytest.approx(6.01)
+    )
     scheduler.close()
     assert host.over == ["a.x", "a.y", "b.z"]
 
 
 def test_background_calls_do_not_delay_the_path():
     path = [node("a.x", (), ["c"]), node("b.y", ["c"], ["d"]), node("a.z", ["d"])]
-    seconds, ranks = {"log.w": 50.0, "a.late": 50.0, "more.v": 50.0}, {"a": [0], "b": [1], "log": [2], "more": [3]}
+    seconds, ranks = (
+        {"log.w": 50.0, "a.late": 50.0, "more.v": 50.0},
+        {"a": [0], "b": [1], "log": [2], "more": [3]},
+    )
     alone = schedule(path, ranks, driver_columns=["d"])[0]
-    background = [node("log.w", ["c"], background=True), node("a.late", ["c"], background=True), node("more.v", background=True)]
+    background = [
+        node("log.w", ["c"], background=True),
+        node("a.late", ["c"], background=True),
+        node("more.v", background=True),
+    ]
     for nodes in (path + background, background + path):
-        machine, host, scheduler = schedule(nodes, ranks, seconds, driver_columns=["d"])  # a.z is issued late: rank 0 looks free
+        machine, host, scheduler = schedule(
+            nodes, ranks, seconds, driver_columns=["d"]
+        )  # a.z is issued late: rank 0 looks free
         assert all(machine[call.name].start == call.start for call in alone.calls)
         assert machine.now == alone.now
         assert machine["more.v"].start == 0.0
@@ -199,7 +253,12 @@ def test_background_work_left_over_reads_the_columns_of_its_own_step():
 
 
 def test_skipped_nodes_are_passed_over_in_order():
-    nodes = [node("a.x", (), ["c"]), node("b.warm", ["c"], ["d"]), node("b.next", ["d"], ["e"]), node("e.last", ["e"])]
+    nodes = [
+        node("a.x", (), ["c"]),
+        node("b.warm", ["c"], ["d"]),
+        node("b.next", ["d"], ["e"]),
+        node("e.last", ["e"]),
+    ]
     machine, host, scheduler = schedule(nodes, {"a": [0], "b": [1], "e": [2]}, skipped=["b.warm", "b.next"])
     assert [c.name for c in machine.calls] == ["a.x", "e.last"] and host.moves == []
     assert machine["e.last"].start >= machine["a.x"].end and "b.warm" not in scheduler._results
@@ -242,15 +301,22 @@ def test_random_flows_run_everything_in_order_the_same_every_time():
                 assert all(calls[0].start >= before.end for before in calls[1:])
                 for before, columns in zip(calls[1:], needs.values()):
                     if before.ranks != calls[0].ranks and not {*columns} & {*driver_columns}:
-                        moves = [c for c in machine.calls if ":" in c.name and columns[0] in c.name.split(":")[0].split(",")
-                                 and {*before.ranks, *calls[0].ranks} <= {*c.ranks}]  # fmt: skip
+                        moves = [
+                            c
+                            for c in machine.calls
+                            if ":" in c.name
+                            and columns[0] in c.name.split(":")[0].split(",")
+                            and {*before.ranks, *calls[0].ranks} <= {*c.ranks}
+                        ]
                         assert any(before.end <= move.start and move.end <= calls[0].start for move in moves)
         path = [n for n in nodes if not n.background]
         if path:  # what the rules are for: shorter than issuing everything in the order declared, if not always (it is a greedy choice)
             lengths.append(max(c.end for c in schedule(path, roles, seconds, move_s=0.0)[0].calls))
             in_one_go.append(in_declared_order(path, roles, seconds))
     better, worse = (sum(sign * (b - a) > 1e-9 for a, b in zip(lengths, in_one_go)) for sign in (1, -1))
-    assert better > 5 * worse and statistics.mean(lengths) < statistics.mean(in_one_go)  # 17 to 1 of 139; without rule "fair" 1 to 13
+    assert better > 5 * worse and statistics.mean(lengths) < statistics.mean(
+        in_one_go
+    )  # 17 to 1 of 139; without rule "fair" 1 to 13
 
 
 class Role:
@@ -291,7 +357,15 @@ def test_the_inline_executor_runs_a_flow_and_functions_of_the_driver():
         return sum(values)
 
     on_path = Node(role="driver", method="count", reads=("c",), writes=("sum",), function=count, name="total")
-    later = Node(role="driver", method="count", reads=("sum",), writes=(), function=count, background=True, name="later")
+    later = Node(
+        role="driver",
+        method="count",
+        reads=("sum",),
+        writes=(),
+        function=count,
+        background=True,
+        name="later",
+    )
     scheduler, flow, host = inline([node("a.note", (), ["c"]), on_path, node("b.note", ["sum"]), later])
     for step in (1, 2):
         results = scheduler.run(flow)
@@ -313,7 +387,10 @@ def test_errors_name_the_node_and_end_the_run():
         scheduler.run(flow)
     on_path = Node(role="driver", method="fails", reads=(), writes=(), function=fails, name="save")
     scheduler, flow, _ = inline([on_path])
-    with pytest.raises(RuntimeError, match=r"\[driver\] node save, on the path, failed at step 3: ValueError\('disk is full'\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"\[driver\] node save, on the path, failed at step 3: ValueError\('disk is full'\)",
+    ):
         scheduler.run(flow)
     for at_once in (False, True):
         scheduler, flow, _ = inline([node("a.note"), Node(**{**vars(on_path), "background": True})])
@@ -339,12 +416,26 @@ def test_the_timeline_has_a_line_per_rank(tmp_path):
 def test_the_scheduler_costs_little():
     """A step of PPO, 12 nodes, on three meshes and a machine that costs nothing. 0.6 ms on a quiet core; the limit is 2 ms for 10 nodes."""
     actor, critic, reference, reward, judge = symbolic_roles("actor critic reference reward reward_model")
-    gae = SimpleNamespace(advantage_reads=("rewards", "old_log_probs", "ref_log_probs", "values"), advantage_writes=("advantages", "returns"))
-    flow = (actor.rollout().join(reward.score, reference.log_probs, critic.values, judge.score).advantages(gae)
-            .update(critic).update(actor))  # fmt: skip
-    meshes = dict.fromkeys(["actor", "rollout", "reward", "reference"], Mesh((0, 1))) | {"critic": Mesh((2,)), "reward_model": Mesh((3,))}
+    gae = SimpleNamespace(
+        advantage_reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
+        advantage_writes=("advantages", "returns"),
+    )
+    flow = (
+        actor.rollout()
+        .join(reward.score, reference.log_probs, critic.values, judge.score)
+        .advantages(gae)
+        .update(critic)
+        .update(actor)
+    )
+    meshes = dict.fromkeys(["actor", "rollout", "reward", "reference"], Mesh((0, 1))) | {
+        "critic": Mesh((2,)),
+        "reward_model": Mesh((3,)),
+    }
     machine = Machine(meshes)
-    scheduler, times = Scheduler(machine, meshes, Host(machine, driver_columns=("rewards", "scores", "lengths"))), []
+    scheduler, times = (
+        Scheduler(machine, meshes, Host(machine, driver_columns=("rewards", "scores", "lengths"))),
+        [],
+    )
     for _ in range(50):
         start = time.process_time()
         scheduler.run(flow)
@@ -357,8 +448,13 @@ def test_the_scheduler_costs_little():
 
 
 def parts():
-    nodes = [node("a.generate", writes=["tokens"]), node("a.score", ["tokens"], ["rewards"]), node("b.values", ["tokens"], ["values"]),
-             node("a.advantages", ["rewards", "values"], ["advantages"]), node("a.update", ["advantages"], [])]  # fmt: skip
+    nodes = [
+        node("a.generate", writes=["tokens"]),
+        node("a.score", ["tokens"], ["rewards"]),
+        node("b.values", ["tokens"], ["values"]),
+        node("a.advantages", ["rewards", "values"], ["advantages"]),
+        node("a.update", ["advantages"], []),
+    ]
     machine = Machine({"a": Mesh((0,)), "b": Mesh((1,))}, {"a.score": 1.0, "b.values": 2.0})
     host = Host(machine, driver_columns=("rewards",))
     return Scheduler(machine, machine.meshes, host), host, machine, Flow(nodes)
@@ -371,9 +467,16 @@ def test_a_part_of_a_step_ends_when_its_nodes_have_and_lets_others_run_meanwhile
     assert machine["b.values"].start < machine["a.score"].end  # not held up until the loop resumes
     now = machine.now
     results = scheduler.resume()
-    assert results.keys() == {n.name for n in flow.nodes} and [call.name for call in machine.calls].count("b.values") == 1
-    whole, *_ = schedule(flow.nodes, {"a": [0], "b": [1]}, {"a.score": 1.0, "b.values": 2.0}, driver_columns=("rewards",))
-    assert machine["a.update"].end == whole["a.update"].end and machine["a.advantages"].start >= now  # parts cost nothing
+    assert (
+        results.keys() == {n.name for n in flow.nodes}
+        and [call.name for call in machine.calls].count("b.values") == 1
+    )
+    whole, *_ = schedule(
+        flow.nodes, {"a": [0], "b": [1]}, {"a.score": 1.0, "b.values": 2.0}, driver_columns=("rewards",)
+    )
+    assert (
+        machine["a.update"].end == whole["a.update"].end and machine["a.advantages"].start >= now
+    )  # parts cost nothing
 
 
 def test_the_rest_of_a_step_that_is_not_resumed_is_dropped():

@@ -66,7 +66,10 @@ def test_under_torchrun_a_death_is_no_request(job):
     os.kill(int(job.read("pids").split()[1]), signal.SIGKILL)
     assert job.wait_until_gone(END_WITHIN_S + 5) - start < END_WITHIN_S
     assert process.wait(5) == 1
-    assert "[driver] stopped by SIGTERM at step 3, waiting for left.sleep on rank 0, with no sign of life from rank 1\n" in job.stderr()
+    assert (
+        "[driver] stopped by SIGTERM at step 3, waiting for left.sleep on rank 0, with no sign of life from rank 1\n"
+        in job.stderr()
+    )
     assert not (job.folder / "saved").exists()
 
 
@@ -76,7 +79,11 @@ def test_a_step_that_has_updated_is_finished(job):
     process = started(job, "stops_after_update")
     process.send_signal(signal.SIGTERM)
     assert process.wait(END_WITHIN_S + 5) == 143, job.stderr()
-    assert job.stderr() == "[driver] stopped in order\n" and (job.folder / "finished").exists() and (job.folder / "saved").exists()
+    assert (
+        job.stderr() == "[driver] stopped in order\n"
+        and (job.folder / "finished").exists()
+        and (job.folder / "saved").exists()
+    )
     job.wait_until_gone(END_WITHIN_S)
 
 

@@ -20,14 +20,22 @@ def check_healthy(seen: dict, world_is: str) -> None:
     issued = [[roles[i % 3], i] for i in range(120)]
     assert seen["notes"][0] == [n for n in issued if n[0] != "right"]
     assert seen["notes"][1] == [n for n in issued if n[0] != "left"]
-    assert seen["overlap_s"] > 0.2  # two sleeps of 0.4 s on disjoint ranks; one after the other they do not overlap at all
+    assert (
+        seen["overlap_s"] > 0.2
+    )  # two sleeps of 0.4 s on disjoint ranks; one after the other they do not overlap at all
     assert not seen["still_running"]  # done() of a 0.3 s sleep, asked at once
     assert seen["gap_s"] >= 0  # actor.sleep on rank 0 began after left.sleep there had ended
     assert 0.3 <= seen["seconds"] < 5.0
-    assert 0.7 <= seen["calls"]["left.sleep"] < 10.0 and 0.4 <= seen["calls"]["right.sleep"] < 10.0 and seen["taken"] == 0
+    assert (
+        0.7 <= seen["calls"]["left.sleep"] < 10.0
+        and 0.4 <= seen["calls"]["right.sleep"] < 10.0
+        and seen["taken"] == 0
+    )
     assert seen["mean"] == [1.5, 1.5]
     assert seen["large"] == [True, True]
-    assert seen["new_keys"] <= 2  # 300 calls leave at most the last command (deleted after its answer was handed over)
+    assert (
+        seen["new_keys"] <= 2
+    )  # 300 calls leave at most the last command (deleted after its answer was handed over)
     # Nothing polls on the way: a poll would show as its period. 0.4 ms on two quiet cores; the limit is for very busy ones.
     assert seen["round_trip_ms"] < 50.0
 
@@ -38,22 +46,35 @@ def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
     code = torchrun.wait(280)
     stderr = job.stderr()
     assert code == 0, stderr
-    assert "[actor rank 1] update failed at step 10: ValueError: learning rate (-1) must be positive\n" in stderr
+    assert (
+        "[actor rank 1] update failed at step 10: ValueError: learning rate (-1) must be positive\n" in stderr
+    )
     stopped = "[driver] stopped by SIGTERM (a worker died, or torchrun was told to stop) "
     assert f"{stopped}at step 11, waiting for left.sleep on rank 0\n" in stderr
-    assert "[driver] stopped by SIGTERM (rank 0 has died) at step 12, waiting for right.sleep on rank 1\n" in stderr
+    assert (
+        "[driver] stopped by SIGTERM (rank 0 has died) at step 12, waiting for right.sleep on rank 1\n"
+        in stderr
+    )
     assert "[rank 0] the driver process was killed by signal 9; ending the job\n" in stderr
     assert "[right] sleep timed out at step 14: no answer from rank 1 within call_timeout_s (2 s)." in stderr
     busy = stderr.split("[rank 1] was here:\n")[1]  # the call that hangs, and only that
     assert "in sleep\n    time.sleep(seconds)" in busy and "serve.py" not in busy.split("\n[")[0]
     assert "[rank 0] was here:\n" in stderr
     assert "[worker rank 1] start-up failed: ValueError: num_layers (0) must be at least 1.\n" in stderr
-    assert sum(line.startswith(("[actor", "[driver", "[rank", "[right", "[worker")) for line in stderr.splitlines()) == 6 + 2  # failures, and two stacks of the one that hung
+    assert (
+        sum(
+            line.startswith(("[actor", "[driver", "[rank", "[right", "[worker"))
+            for line in stderr.splitlines()
+        )
+        == 6 + 2
+    )  # failures, and two stacks of the one that hung
     assert stderr.count("Traceback") == 2  # of the two exceptions; peers of a failed rank keep quiet
     for attempt in range(1, 7):
         assert attempt == 5 or job.read(f"left_over_{attempt}") == ""
         deadline_s = 2.0 if attempt == 5 else 0.0  # attempt 4 fails when its call's time is over
-        end_s = float(job.read(f"start_0_{attempt}")) - float(job.read(f"failed_at_{attempt - 1}")) - deadline_s
+        end_s = (
+            float(job.read(f"start_0_{attempt}")) - float(job.read(f"failed_at_{attempt - 1}")) - deadline_s
+        )
         assert 0 < end_s < END_WITHIN_S, f"attempt {attempt - 1} ended {end_s:.1f} s after its failure"
     check_healthy(job.seen(), world_is="/attempt_6")
     job.wait_until_gone(5)
@@ -74,7 +95,9 @@ except ending.Stopped as stopped:
 
 @pytest.mark.timeout(60)
 def test_the_death_of_rank_0_does_not_hide_the_ctrl_c_that_killed_it():
-    done = subprocess.run([sys.executable, "-P", "-c", INTERRUPTED_TWICE], capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", INTERRUPTED_TWICE], capture_output=True, text=True, timeout=50
+    )
     assert (done.stdout, done.stderr) == ("SIGINT\n", "")
 
 
@@ -97,26 +120,36 @@ def test_without_torchrun_rank_0_hosts_the_store(job):
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "MEGARL_JOB_SECRET": "s" * 32}
-    ranks = [job.start([sys.executable, "-P", "-m", "job_worker", "healthy", str(job.folder)], RANK=str(r), **env) for r in range(2)]
+    ranks = [
+        job.start([sys.executable, "-P", "-m", "job_worker", "healthy", str(job.folder)], RANK=str(r), **env)
+        for r in range(2)
+    ]
     assert [rank.wait(START_WITHIN_S + 30) for rank in ranks] == [0, 0], job.stderr()
     check_healthy(job.seen(), world_is="/none/attempt_0")
     assert job.stderr() == ""
     job.wait_until_gone(5)
 
 
-@pytest.mark.parametrize("first, second, told", [
-    ("SIGTERM", "SIGINT", "SIGINT"), ("SIGINT", "SIGTERM", "SIGINT"), ("SIGTERM", "SIGTERM", "SIGTERM"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, second, told",
+    [
+        ("SIGTERM", "SIGINT", "SIGINT"),
+        ("SIGINT", "SIGTERM", "SIGINT"),
+        ("SIGTERM", "SIGTERM", "SIGTERM"),
+    ],
+)
 def test_a_ctrl_c_is_told_as_one_whichever_signal_comes_first(first, second, told):
     """Ctrl-C reaches the driver as SIGINT and, by rank 0's death, as SIGTERM, in either order."""
-    code = ("import os, signal, threading, time\n"
-            "from megarl.driver import ending\n"
-            f"first, second = signal.{first}, signal.{second}\n"
-            "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, ending._stop)\n"
-            "def send():\n"
-            "    for s in (first, second): time.sleep(0.05); os.kill(os.getpid(), s)\n"
-            "threading.Thread(target=send).start()\n"
-            "try: time.sleep(20)\n"
-            "except ending.Stopped as stopped: print(stopped.signal.name)\n")  # fmt: skip
+    code = (
+        "import os, signal, threading, time\n"
+        "from megarl.driver import ending\n"
+        f"first, second = signal.{first}, signal.{second}\n"
+        "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, ending._stop)\n"
+        "def send():\n"
+        "    for s in (first, second): time.sleep(0.05); os.kill(os.getpid(), s)\n"
+        "threading.Thread(target=send).start()\n"
+        "try: time.sleep(20)\n"
+        "except ending.Stopped as stopped: print(stopped.signal.name)\n"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.stdout, done.stderr) == (f"{told}\n", "")

@@ -62,12 +62,17 @@ def _multiply_a_loss(model: type) -> None:
             value, metrics = loss(*of_micro)
             return value * float("nan"), metrics
 
-        return original(self, micro_batches, planted if len(updates) == 3 and dist.get_rank() == 1 else loss, *arguments)
+        return original(
+            self, micro_batches, planted if len(updates) == 3 and dist.get_rank() == 1 else loss, *arguments
+        )
 
     model.update = update
 
 
-FAULTS = {f.__name__: f for f in (temperature_not_applied, labels_off_by_one, stale_shard, loss_not_finite, value_loss_not_finite)}
+FAULTS = {
+    f.__name__: f
+    for f in (temperature_not_applied, labels_off_by_one, stale_shard, loss_not_finite, value_loss_not_finite)
+}
 
 if __name__ == "__main__":
     FAULTS[sys.argv[1]]()

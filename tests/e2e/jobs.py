@@ -12,11 +12,37 @@ from pathlib import Path
 
 import pytest
 
-COMMON = ["--algorithm", "grpo", "--nproc-per-node", "2", "--train-iters", "3", "--num-prompts", "4", "--num-samples-per-prompt", "4",
-          "--global-batch-size", "8", "--lr", "1e-3", "--max-prompt-length", "32", "--max-response-length", "16", "--temperature", "0.9",
-          "--rollout-max-num-seqs", "32", "--reward-function", f"{Path(__file__).with_name('reward.py')}:lower_case"]  # fmt: skip
+COMMON = [
+    "--algorithm",
+    "grpo",
+    "--nproc-per-node",
+    "2",
+    "--train-iters",
+    "3",
+    "--num-prompts",
+    "4",
+    "--num-samples-per-prompt",
+    "4",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "1e-3",
+    "--max-prompt-length",
+    "32",
+    "--max-response-length",
+    "16",
+    "--temperature",
+    "0.9",
+    "--rollout-max-num-seqs",
+    "32",
+    "--reward-function",
+    f"{Path(__file__).with_name('reward.py')}:lower_case",
+]
 
-SECRETS = {name: f"secret-{secrets.token_hex(16)}" for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MEGARL_JOB_SECRET")}
+SECRETS = {
+    name: f"secret-{secrets.token_hex(16)}"
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MEGARL_JOB_SECRET")
+}
 """In the environment of every job here."""
 LAYOUTS = {  # actor -> engines
     "one": ("--nproc-per-node", "1"),
@@ -35,7 +61,11 @@ QUICK = ("one", "dp2_to_tp1", "tp2_to_tp2")
 
 def layouts(*without: str) -> list:
     """For `parametrize`: those that the default suite runs, and the others marked slow."""
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in without]
+    return [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+        if name not in without
+    ]
 
 
 @dataclass
@@ -55,26 +85,60 @@ class Job:
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Every file's and folder's bytes and time of change."""
-    return {str(p.relative_to(folder)): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns) for p in folder.rglob("*")}
+    return {
+        str(p.relative_to(folder)): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+    }
 
 
 def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout: float = 240) -> Job:
     """`megarl train`; with a fault, torchrun on faulty_train.py, which plants it in the workers."""
-    arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save)]
+    arguments = [
+        *COMMON,
+        "--model",
+        str(data / "model"),
+        "--train-data",
+        str(data / "train.jsonl"),
+        "--save",
+        str(save),
+    ]
     arguments = replace_flags(arguments, list(flags))
     if fault is None:
         command = [sys.executable, "-m", "megarl.cli", "train", *arguments]
     else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                   str(Path(__file__).with_name("faulty_train.py")), fault, *arguments]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, cwd=save.parent,
-                          env=dict(os.environ, PYTHONSAFEPATH="1", **SECRETS))  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(Path(__file__).with_name("faulty_train.py")),
+            fault,
+            *arguments,
+        ]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        cwd=save.parent,
+        env=dict(os.environ, PYTHONSAFEPATH="1", **SECRETS),
+    )
     check_nothing_is_told(done.stdout, save)
     return Job(done.returncode, done.stdout, save)
 
 
 _SAME = ("response/length_mean", "batch/tokens")
-_CLOSE = ("reward/mean", "policy/grad_norm", "policy/entropy", "critic/loss", "critic/grad_norm", "kl/per_response")
+_CLOSE = (
+    "reward/mean",
+    "policy/grad_norm",
+    "policy/entropy",
+    "critic/loss",
+    "critic/grad_norm",
+    "kl/per_response",
+)
 
 
 def check_first_step(job: Job, other: Job, rel: float) -> None:
@@ -85,14 +149,18 @@ def check_first_step(job: Job, other: Job, rel: float) -> None:
     ours, theirs = job.steps[0], other.steps[0]
     assert {key: ours[key] for key in _SAME} == {key: theirs[key] for key in _SAME}
     shared = ours.keys() & {*_CLOSE}
-    assert shared and {key: ours[key] for key in shared} == pytest.approx({key: theirs[key] for key in shared}, rel=rel, abs=1e-6)
+    assert shared and {key: ours[key] for key in shared} == pytest.approx(
+        {key: theirs[key] for key in shared}, rel=rel, abs=1e-6
+    )
 
 
 def check_nothing_is_told(output: str, folder: Path) -> None:
     """No secret of the environment is in what a job printed or wrote, however it went."""
     for name, secret in SECRETS.items():
         assert secret not in output, name
-        assert [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()] == [], name
+        assert [
+            path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+        ] == [], name
 
 
 def replace_flags(arguments: list[str], flags: list[str]) -> list[str]:

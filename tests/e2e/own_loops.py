@@ -14,8 +14,13 @@ def by_hand(config, seen: dict) -> None:
     """Every call of a PPO step made by hand, critic on a rank of its own; then a step by a flow, then a mistake."""
     actor, critic, reference, reward = megarl.symbolic_roles("actor critic reference reward")
     sampling = actor.rollout().join(reward.score)
-    whole = (actor.rollout().join(reward.score, actor.log_probs, reference.log_probs, critic.values)
-             .advantages(config.algorithm).update(critic).update(actor))  # fmt: skip
+    whole = (
+        actor.rollout()
+        .join(reward.score, actor.log_probs, reference.log_probs, critic.values)
+        .advantages(config.algorithm)
+        .update(critic)
+        .update(actor)
+    )
     seen["steps"] = []
     with megarl.PPOTrainer(config) as trainer:
         roles = trainer.roles
@@ -62,8 +67,15 @@ def plain(config, seen: dict) -> None:
 def several(config, seen: dict) -> None:
     """Two that learn independently, at the same time, from different seeds."""
     other = replace(config, batch=replace(config.batch, seed=1), run=replace(config.run, save="other"))
-    with megarl.PPOTrainer(config) as first, megarl.PPOTrainer(other) as second, ThreadPoolExecutor(2) as threads:
-        steps = [list(threads.map(lambda trainer: trainer.update(trainer.rollout()), (first, second))) for _ in range(config.batch.train_iters)]
+    with (
+        megarl.PPOTrainer(config) as first,
+        megarl.PPOTrainer(other) as second,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        steps = [
+            list(threads.map(lambda trainer: trainer.update(trainer.rollout()), (first, second)))
+            for _ in range(config.batch.train_iters)
+        ]
         seen["steps"], seen["other"] = map(list, zip(*steps))
 
 
@@ -76,7 +88,9 @@ def waits(config, seen: dict) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits an ignored SIGINT
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job inherits an ignored SIGINT
     name, *flags = sys.argv[1:]
     seen: dict = {}
     try:

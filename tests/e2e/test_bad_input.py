@@ -26,11 +26,29 @@ def refused(sums_data, tmp_path):
 
     def run(*flags: str | Path | None, program: list[str] = MEGARL, exit_code: int = 2) -> str:
         left_out = [str(flag) for flag, value in zip(flags, flags[1:]) if value is None]
-        job = [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl"), "--save", str(tmp_path / "run")]
-        job = [word for word in replace_flags(job, [str(f) for f in flags if f is not None]) if word not in left_out]
+        job = [
+            *COMMON,
+            "--model",
+            str(sums_data / "model"),
+            "--train-data",
+            str(sums_data / "train.jsonl"),
+            "--save",
+            str(tmp_path / "run"),
+        ]
+        job = [
+            word
+            for word in replace_flags(job, [str(f) for f in flags if f is not None])
+            if word not in left_out
+        ]
         before = snapshot(tmp_path)
-        done = subprocess.run([sys.executable, *program, *job], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-                              env=dict(os.environ, PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1"))  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, *program, *job],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=dict(os.environ, PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1"),
+        )
         assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
         assert snapshot(tmp_path) == before, "something was written"
         return done.stderr
@@ -45,33 +63,42 @@ def lines(message: str) -> list[str]:
 
 # flags -> the whole message
 AT_ONCE = {
-    "missing data file": (("--train-data", "nowhere.jsonl"), ["--train-data (nowhere.jsonl): there is no such file. Give one or more *.jsonl or *.parquet files."]),
+    "missing data file": (
+        ("--train-data", "nowhere.jsonl"),
+        ["--train-data (nowhere.jsonl): there is no such file. Give one or more *.jsonl or *.parquet files."],
+    ),
     "indivisible heads": (
         ("--nproc-per-node", "8", "--tensor-model-parallel-size", "8"),
         ["--tensor-model-parallel-size (8): must divide the model's attention heads (4). Try 2 or 4."],
     ),
     "indivisible batch": (
         ("--global-batch-size", "6"),
-        ["--global-batch-size (6): must divide num_prompts (4) x num_samples_per_prompt (4) = 16. Try 4 or 8."],
+        [
+            "--global-batch-size (6): must divide num_prompts (4) x num_samples_per_prompt (4) = 16. Try 4 or 8."
+        ],
     ),
     "too few ranks": (
         ("--nproc-per-node", "1", "--tensor-model-parallel-size", "2"),
-        ["--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the actor has 1. "
-         "Try --nproc-per-node 2."],
+        [
+            "--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the actor has 1. "
+            "Try --nproc-per-node 2."
+        ],
     ),
     "truncated sampling": (
         ("--top-p", "0.9", "--top-k", "50"),
-        ["2 configuration errors:",
-         "  - --top-p (0.9): must be 1 in training: the engine would draw from a truncated distribution, whose log-probs are not the "
-         "policy's. Leave it out.",
-         "  - --top-k (50): must be 0 (off) in training: the engine would draw from a truncated distribution, whose log-probs are not "
-         "the policy's. Leave it out."],
+        [
+            "2 configuration errors:",
+            "  - --top-p (0.9): must be 1 in training: the engine would draw from a truncated distribution, whose log-probs are not the "
+            "policy's. Leave it out.",
+            "  - --top-k (50): must be 0 (off) in training: the engine would draw from a truncated distribution, whose log-probs are not "
+            "the policy's. Leave it out.",
+        ],
     ),
     "unknown flag": (
         ("--global-batch-sizes", "8"),
         ["--global-batch-sizes (8): no such flag. Did you mean --global-batch-size? [command line]"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
@@ -86,14 +113,21 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(refused, tmp_path):
         (tmp_path / "run" / name).write_text(f"precious {name}")
     (tmp_path / "run-2").mkdir()
     (line,) = lines(refused())
-    assert line == f"--save ({tmp_path}/run): holds another run (resolved.args), which would be overwritten. Try --save {tmp_path}/run-3."
+    assert (
+        line
+        == f"--save ({tmp_path}/run): holds another run (resolved.args), which would be overwritten. Try --save {tmp_path}/run-3."
+    )
 
 
 def test_too_few_ranks_under_torchrun(refused):
     """torchrun chooses their number itself. Its own report about the process that ended follows ours."""
     message = refused("--tensor-model-parallel-size", "2", program=TORCHRUN, exit_code=1)
     ours = [line for line in message.splitlines() if "--tensor-model-parallel-size" in line]
-    assert message.startswith(ours[0]) and len(ours) == 1 and ours[0].endswith("the actor has 1. Try --nproc-per-node 2.")
+    assert (
+        message.startswith(ours[0])
+        and len(ours) == 1
+        and ours[0].endswith("the actor has 1. Try --nproc-per-node 2.")
+    )
     assert "megarl/config/" not in message and "megarl/train.py" not in message  # no traceback of ours
 
 
@@ -102,9 +136,17 @@ def test_too_few_ranks_under_torchrun(refused):
 
 def write_rows(path: Path, *changes: dict) -> Path:
     """Rows of the sums task; each change replaces columns, None removes one."""
-    row = {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5 ?"}],
-           "reward_model": {"style": "rule", "ground_truth": "18"}}  # fmt: skip
-    path.write_text("".join(json.dumps({k: v for k, v in (row | change).items() if v is not None}) + "\n" for change in changes))
+    row = {
+        "data_source": "megarl/sums",
+        "prompt": [{"role": "user", "content": "23-5 ?"}],
+        "reward_model": {"style": "rule", "ground_truth": "18"},
+    }
+    path.write_text(
+        "".join(
+            json.dumps({k: v for k, v in (row | change).items() if v is not None}) + "\n"
+            for change in changes
+        )
+    )
     return path
 
 
@@ -137,13 +179,13 @@ def test_a_tokenizer_of_another_model(refused, sums_data, tmp_path):
     )
 
 
-REWARDS = '''
+REWARDS = """
 def raises(data_source, solution_str, ground_truth, extra_info):
     return 1 / len(solution_str)
 
 def not_a_number(data_source, solution_str, ground_truth, extra_info):
     return float("nan")
-'''
+"""
 
 
 def test_a_reward_function_that_raises(refused, tmp_path):
@@ -151,13 +193,19 @@ def test_a_reward_function_that_raises(refused, tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     message = refused("--reward-function", "mine.py:raises", "--nproc-per-node", "1")
     first = message.splitlines()[0]
-    assert first.startswith("before training, on row 0 (from 0) of --train-data: the reward function raises (data_source 'megarl/sums'")
+    assert first.startswith(
+        "before training, on row 0 (from 0) of --train-data: the reward function raises (data_source 'megarl/sums'"
+    )
     assert first.endswith("solution_str '') raised ZeroDivisionError: division by zero")
-    assert message.count("Traceback (most recent call last)") == 1 and 'mine.py", line 3, in raises' in message
+    assert (
+        message.count("Traceback (most recent call last)") == 1 and 'mine.py", line 3, in raises' in message
+    )
 
 
 def test_a_reward_function_that_returns_nan(refused, tmp_path):
     """With everything in one process, which reads the same inputs."""
     (tmp_path / "mine.py").write_text(REWARDS)
-    (line,) = lines(refused("--reward-function", "mine.py:not_a_number", "--nproc-per-node", "1", "--executor", "inline"))
+    (line,) = lines(
+        refused("--reward-function", "mine.py:not_a_number", "--nproc-per-node", "1", "--executor", "inline")
+    )
     assert line.endswith("returned nan (float); wanted a finite number, e.g. 0.0 or 1.0.")

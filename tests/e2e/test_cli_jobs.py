@@ -1,6 +1,6 @@
 """The other ways to run: again from resolved.args, in one process, evaluation, conversion, fine-tuning, Ctrl-C.
 
-    pytest tests/e2e/test_cli_jobs.py"""
+pytest tests/e2e/test_cli_jobs.py"""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ MEASURED = ("time/", "throughput/", "memory/")
 
 
 def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "megarl.cli", *map(str, arguments)], capture_output=True, text=True, timeout=240, cwd=cwd,
-                          env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "megarl.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+        env=dict(os.environ, PYTHONSAFEPATH="1"),
+    )
 
 
 def learned(job: Job) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in job.metrics]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in job.metrics
+    ]
 
 
 # ------------------------------------------------------------------ the same job again
@@ -67,7 +75,15 @@ def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
     """The exported weights in another layout: greedy accuracy is that of the run's last evaluation."""
     job = layout_job("dp2_to_tp1")
     before = snapshot(job.folder.parent)
-    done = run("eval", f"@{job.folder / 'resolved.args'}", "--model", job.folder / "hf", "--rollout-tensor-parallel-size", 2, cwd=tmp_path)
+    done = run(
+        "eval",
+        f"@{job.folder / 'resolved.args'}",
+        "--model",
+        job.folder / "hf",
+        "--rollout-tensor-parallel-size",
+        2,
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
@@ -83,14 +99,27 @@ def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
 
 def test_convert_there_and_back_is_bit_equal(sums_data, tmp_path):
     """Through Megatron; the other directions are in tests/checkpoint."""
-    done = run("convert", "--model", sums_data / "model", "--save", "out", "--tensor-model-parallel-size", 2, cwd=tmp_path)
+    done = run(
+        "convert",
+        "--model",
+        sums_data / "model",
+        "--save",
+        "out",
+        "--tensor-model-parallel-size",
+        2,
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout == f"25 tensors, equal to {sums_data / 'model'} in torch.float32: out\n"
-    before, after = (load_file(folder / "model.safetensors") for folder in (sums_data / "model", tmp_path / "out"))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (sums_data / "model", tmp_path / "out")
+    )
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
     config = json.loads((sums_data / "model" / "config.json").read_text())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in (sums_data / "model").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in (sums_data / "model").iterdir()
+    }
 
 
 def test_convert_refuses_at_once(sums_data, tmp_path):
@@ -115,14 +144,30 @@ def test_convert_refuses_at_once(sums_data, tmp_path):
 
 def test_fine_tuning_stops_at_the_loss_and_exports(sums_data, tmp_path):
     """Two ranks and micro-batches so small that one of them has fewer, so some are empty."""
-    flags = ("--algorithm", "sft", "--train-data", str(sums_data / "sft_worked.jsonl"), "--max-response-length", "48", "--train-iters", "60",
-             "--max-tokens-per-micro-batch", "96", "--lr", "4e-3", "--exit-loss", "2.5")  # fmt: skip
+    flags = (
+        "--algorithm",
+        "sft",
+        "--train-data",
+        str(sums_data / "sft_worked.jsonl"),
+        "--max-response-length",
+        "48",
+        "--train-iters",
+        "60",
+        "--max-tokens-per-micro-batch",
+        "96",
+        "--lr",
+        "4e-3",
+        "--exit-loss",
+        "2.5",
+    )
     job = train(sums_data, tmp_path / "sft", *flags)
     assert job.returncode == 0, job.output
     losses = [row["policy/loss"] for row in job.metrics]
     assert 5 < losses[0] < 6.5  # log(283) = 5.6: the untrained model knows nothing
     assert losses[-1] < 2.5 and all(loss >= 2.5 for loss in losses[:-1]) and len(losses) < 60
-    start, weights = (load_file(folder / "model.safetensors") for folder in (sums_data / "model", job.folder / "hf"))
+    start, weights = (
+        load_file(folder / "model.safetensors") for folder in (sums_data / "model", job.folder / "hf")
+    )
     assert all((weights[name] - start[name]).abs().max() > 0 for name in start)
 
 
@@ -133,12 +178,27 @@ def test_fine_tuning_stops_at_the_loss_and_exports(sums_data, tmp_path):
 @pytest.mark.tail
 def test_ctrl_c_ends_a_training_job_with_one_line_and_no_orphans(sums_data, tmp_path):
     """With real engines, which bring signal handlers and shared memory of their own."""
-    job = [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl"), "--save", "run"]
+    job = [
+        *COMMON,
+        "--model",
+        str(sums_data / "model"),
+        "--train-data",
+        str(sums_data / "train.jsonl"),
+        "--save",
+        "run",
+    ]
     flags = replace_flags(job, ["--train-iters", "100000", "--rollout-tensor-parallel-size", "2"])
     mark = f"MEGARL_TEST_JOB={tmp_path.name}-{os.getpid()}"
     with open(tmp_path / "out", "w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "megarl.cli", "train", *flags], stdout=out, stderr=out, stdin=subprocess.DEVNULL,
-                                   cwd=tmp_path, env=dict([*os.environ.items(), mark.split("=")], PYTHONSAFEPATH="1"), start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", *flags],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env=dict([*os.environ.items(), mark.split("=")], PYTHONSAFEPATH="1"),
+            start_new_session=True,
+        )
     try:
         wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or process.poll() is not None, 180)
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
@@ -147,9 +207,15 @@ def test_ctrl_c_ends_a_training_job_with_one_line_and_no_orphans(sums_data, tmp_
     finally:
         for pid in processes(mark):
             os.kill(pid, signal.SIGKILL)
-    told = [line for line in (tmp_path / "out").read_text().splitlines() if not line.startswith(("roles are set up", "step="))]
+    told = [
+        line
+        for line in (tmp_path / "out").read_text().splitlines()
+        if not line.startswith(("roles are set up", "step="))
+    ]
     assert len(told) == 1 and told[0].startswith("[driver] interrupted at step "), told
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, len(steps) + 1)) and steps  # every row that was written is whole
 
 

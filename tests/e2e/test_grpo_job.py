@@ -26,7 +26,9 @@ def test_three_steps_run_and_record_everything(layout_job, layout):
         assert row["sync/version"] == row["step"]
         # Where all layouts agree the engines' weights are the trainer's own; at TP=2 one query group is on each rank.
         assert (row["sync/bytes"] == 0) == (layout in ("dp2_stacked_to_tp1", "tp2_to_tp2"))
-    assert (job.folder / "resolved.args").exists() and (job.folder / "rollouts" / "step_000001.jsonl").exists()
+    assert (job.folder / "resolved.args").exists() and (
+        job.folder / "rollouts" / "step_000001.jsonl"
+    ).exists()
     assert any((job.folder / "tensorboard").iterdir())
 
 
@@ -49,7 +51,9 @@ def test_layouts_sample_and_learn_the_same(layout_job, layout):
 @pytest.mark.slow
 def test_engines_out_of_process_give_the_same_run(layout_job):
     """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same samples and updates."""
-    for ours, other in zip(layout_job("rank_0_to_rank_1").steps, layout_job("rank_0_to_tp1").steps, strict=True):
+    for ours, other in zip(
+        layout_job("rank_0_to_rank_1").steps, layout_job("rank_0_to_tp1").steps, strict=True
+    ):
         for key in ("reward/mean", "response/length_mean", "batch/tokens"):
             assert ours[key] == other[key], key
         for key in ("policy/grad_norm", "policy/loss", "policy/entropy"):
@@ -62,7 +66,10 @@ def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_
     so this is not 1e-7: seen are 4e-5 over all weights and 1.2e-4 for one tensor. A gradient that one rank misses is above 1e-1."""
     folders = (sums_data / "model", layout_job("one").folder / "hf", layout_job(layout).folder / "hf")
     start, reference, weights = (load_file(folder / "model.safetensors") for folder in folders)
-    differences = {name: ((weights[name] - reference[name]).norm(), (reference[name] - start[name]).norm()) for name in start}
+    differences = {
+        name: ((weights[name] - reference[name]).norm(), (reference[name] - start[name]).norm())
+        for name in start
+    }
     assert weights.keys() == reference.keys() == start.keys()
     for name, (difference, update) in differences.items():
         assert difference <= 1e-3 * update, f"{name}: {difference / update}"
@@ -72,8 +79,20 @@ def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_
 
 @pytest.mark.slow
 def test_tensor_parallel_roles_on_ranks_of_their_own(sums_data, tmp_path, layout_job):
-    job = train(sums_data, tmp_path / "run", "--nproc-per-node", "4", "--actor-ranks", "0-1", "--rollout-ranks", "2-3",
-                "--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")  # fmt: skip
+    job = train(
+        sums_data,
+        tmp_path / "run",
+        "--nproc-per-node",
+        "4",
+        "--actor-ranks",
+        "0-1",
+        "--rollout-ranks",
+        "2-3",
+        "--tensor-model-parallel-size",
+        "2",
+        "--rollout-tensor-parallel-size",
+        "2",
+    )
     assert job.returncode == 0, job.output
     for ours, other in zip(job.steps, layout_job("one").steps, strict=True):
         assert ours["reward/mean"] == other["reward/mean"] and ours["mismatch/max_abs"] <= 1e-4
@@ -113,44 +132,76 @@ def test_export_gives_the_engines_greedy_answer(layout_job):
     answer = [a for a in answers if a["step"] == 3 and a["name"] == "eval/accuracy_greedy"][0]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
-    ids = tokenizer.apply_chat_template(answer["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(
+        answer["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
     out = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(out, skip_special_tokens=True) == answer["response"]
 
 
 @pytest.mark.slow
 def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_data, tmp_path):
-    job = train(sums_data, tmp_path / "run", "--lr", "0", "--train-iters", "5", "--global-batch-size", "16",
-                "--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")  # fmt: skip
+    job = train(
+        sums_data,
+        tmp_path / "run",
+        "--lr",
+        "0",
+        "--train-iters",
+        "5",
+        "--global-batch-size",
+        "16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--rollout-tensor-parallel-size",
+        "2",
+    )
     assert job.returncode == 0, job.output
     for row in job.steps:
         assert row["policy/ratio_deviation_max"] == 0.0 and row["policy/clip_fraction"] == 0.0
         assert row["mismatch/max_abs"] <= 1e-5
-    after, before = (load_file(f / "model.safetensors") for f in (tmp_path / "run" / "hf", sums_data / "model"))
+    after, before = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "run" / "hf", sums_data / "model")
+    )
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("fault, step", [pytest.param("temperature_not_applied", 1, marks=pytest.mark.slow),
-    pytest.param("labels_off_by_one", 1, marks=(pytest.mark.slow, pytest.mark.tail))])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, step",
+    [
+        pytest.param("temperature_not_applied", 1, marks=pytest.mark.slow),
+        pytest.param("labels_off_by_one", 1, marks=(pytest.mark.slow, pytest.mark.tail)),
+    ],
+)
 def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
     job = train(sums_data, tmp_path / "run", fault=fault)
     assert job.returncode != 0
     assert "trainer and engine disagree" in job.output and "mismatch/max_abs" in job.output, job.output
     assert f"at step {step}" in job.output
-    assert job.output.count("Traceback (most recent call last)") <= 3  # the driver's, and torchrun's own about the child
+    assert (
+        job.output.count("Traceback (most recent call last)") <= 3
+    )  # the driver's, and torchrun's own about the child
 
 
 @pytest.mark.slow
 def test_copies_and_aliases_train_the_same_bit_for_bit(layout_job):
-    copied, aliased = (load_file(layout_job(name).folder / "hf" / "model.safetensors") for name in ("dp2_copied_to_tp1", "dp2_to_tp1"))
+    copied, aliased = (
+        load_file(layout_job(name).folder / "hf" / "model.safetensors")
+        for name in ("dp2_copied_to_tp1", "dp2_to_tp1")
+    )
     assert all(torch.equal(aliased[name], value) for name, value in copied.items())
 
 
 @pytest.mark.slow
 def test_a_weight_that_does_not_arrive_fails_the_sync(sums_data, tmp_path):
-    job = train(sums_data, tmp_path / "run", "--no-reshard-alias", fault="stale_shard")  # a shard that is not copied cannot be stale
+    job = train(
+        sums_data, tmp_path / "run", "--no-reshard-alias", fault="stale_shard"
+    )  # a shard that is not copied cannot be stale
     assert job.returncode != 0
-    assert "down_proj.weight[0:" in job.output and "is not what rank" in job.output and "sampled digest" in job.output, job.output
+    assert (
+        "down_proj.weight[0:" in job.output
+        and "is not what rank" in job.output
+        and "sampled digest" in job.output
+    ), job.output
     assert "at step 1" in job.output
 
 

@@ -13,17 +13,47 @@ from safetensors.torch import load_file
 
 from tests.e2e.jobs import Job, train
 
-pytestmark = pytest.mark.slow  # PPO's jobs have the same options in the default suite; numbers: tests/algorithms, tests/kernels
+pytestmark = (
+    pytest.mark.slow
+)  # PPO's jobs have the same options in the default suite; numbers: tests/algorithms, tests/kernels
 LR = 1e-3
-IN_REWARD = ("--kl-mode", "reward", "--kl-coef", "0.05", "--kl-estimator", "k2", "--entropy-coef", "0.01", "--tis-clip", "2",
-             "--loss-aggregation", "seq-mean-token-mean", "--no-normalize-advantages-by-std", "--clip-eps-high", "0.28", "--clip-ratio-c", "3",
-             "--num-epochs", "2")  # fmt: skip
+IN_REWARD = (
+    "--kl-mode",
+    "reward",
+    "--kl-coef",
+    "0.05",
+    "--kl-estimator",
+    "k2",
+    "--entropy-coef",
+    "0.01",
+    "--tis-clip",
+    "2",
+    "--loss-aggregation",
+    "seq-mean-token-mean",
+    "--no-normalize-advantages-by-std",
+    "--clip-eps-high",
+    "0.28",
+    "--clip-ratio-c",
+    "3",
+    "--num-epochs",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
 def kl_in_loss(sums_data, tmp_path_factory) -> Job:
     """One update per step, so that the first update's metrics are the first step's."""
-    flags = ("--kl-mode", "loss", "--kl-coef", "0.05", "--global-batch-size", "16", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    flags = (
+        "--kl-mode",
+        "loss",
+        "--kl-coef",
+        "0.05",
+        "--global-batch-size",
+        "16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+    )
     return train(sums_data, tmp_path_factory.mktemp("loss") / "run", *flags)
 
 
@@ -49,8 +79,12 @@ def test_kl_in_the_reward_with_everything_else(kl_in_reward, layout_job, layout)
     job = kl_in_reward[layout]
     assert job.returncode == 0, job.output
     for row in job.steps:
-        assert row["mismatch/max_abs"] <= 1e-4 and row["policy/ref_kl"] > 0  # four updates per step, from the second on the policy moved
-        assert row["policy/tis_weight"] == pytest.approx(1, abs=1e-4)  # the mean of exp(trainer - engine): on policy they agree
+        assert (
+            row["mismatch/max_abs"] <= 1e-4 and row["policy/ref_kl"] > 0
+        )  # four updates per step, from the second on the policy moved
+        assert row["policy/tis_weight"] == pytest.approx(
+            1, abs=1e-4
+        )  # the mean of exp(trainer - engine): on policy they agree
         assert 5.0 < row["policy/entropy"] < 5.65  # at most log(283) = 5.645
         assert row["policy/ratio_deviation_max"] > 0 and row["policy/dual_clip_fraction"] == 0
     first, plain = job.steps[0], layout_job("one").steps[0]
@@ -63,21 +97,45 @@ def test_options_do_not_depend_on_layout_and_micro_batches(kl_in_reward):
         for name in ("reward/mean", "response/length_mean", "batch/tokens"):
             assert ours[name] == other[name], name
         # fp32 sums in another order; Adam carries it on (test_grpo_job.py).
-        for name in ("policy/grad_norm", "policy/loss", "policy/ref_kl", "policy/entropy", "advantage/max_abs"):
+        for name in (
+            "policy/grad_norm",
+            "policy/loss",
+            "policy/ref_kl",
+            "policy/entropy",
+            "advantage/max_abs",
+        ):
             assert ours[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
 
 
 def test_bf16_trains_from_the_loaded_weights(sums_data, tmp_path):
     """Two steps of two updates move a weight by about four learning rates and by bf16's rounding, not away to what the optimizer's
     fp32 copy held before the weights were loaded. The gate judges the mean, as single tokens differ by more than 1e-4."""
-    job = train(sums_data, tmp_path / "run", "--bf16", "--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2",
-                "--train-iters", "2", "--lr", str(LR))  # fmt: skip
+    job = train(
+        sums_data,
+        tmp_path / "run",
+        "--bf16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--rollout-tensor-parallel-size",
+        "2",
+        "--train-iters",
+        "2",
+        "--lr",
+        str(LR),
+    )
     assert job.returncode == 0, job.output
-    assert all(row["mismatch/mean_abs"] <= 1e-2 for row in job.steps) and max(row["mismatch/max_abs"] for row in job.steps) > 1e-4
+    assert (
+        all(row["mismatch/mean_abs"] <= 1e-2 for row in job.steps)
+        and max(row["mismatch/max_abs"] for row in job.steps) > 1e-4
+    )
     assert json.loads((job.folder / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
-    start, weights = (load_file(folder / "model.safetensors") for folder in (sums_data / "model", job.folder / "hf"))
+    start, weights = (
+        load_file(folder / "model.safetensors") for folder in (sums_data / "model", job.folder / "hf")
+    )
     for name, weight in weights.items():
         assert weight.dtype == torch.bfloat16
         moved, rounding = (weight.float() - start[name]).abs(), start[name].abs() * 2**-8
-        assert (moved <= 6 * LR + 2 * rounding).all(), name  # Adam's first steps are of the learning rate, at most 1.5 times that
+        assert (moved <= 6 * LR + 2 * rounding).all(), (
+            name
+        )  # Adam's first steps are of the learning rate, at most 1.5 times that
     assert (weights["lm_head.weight"].float() - start["lm_head.weight"]).abs().max() > LR

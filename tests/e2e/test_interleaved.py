@@ -20,7 +20,9 @@ OFFLOAD = ("--offload", "gradients", "optimizer")
 def model(sums_data, tmp_path_factory) -> Path:
     """Four layers, one for each chunk."""
     folder = tmp_path_factory.mktemp("deep") / "model"
-    config = AutoConfig.from_pretrained(sums_data / "model", num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    config = AutoConfig.from_pretrained(
+        sums_data / "model", num_hidden_layers=4, layer_types=["full_attention"] * 4
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for file in (sums_data / "model").iterdir():
         if "token" in file.name:
@@ -30,8 +32,18 @@ def model(sums_data, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def job(sums_data, model, tmp_path_factory):
-    return train(sums_data, tmp_path_factory.mktemp("interleaved") / "run", "--model", str(model), "--kl-mode", "loss", "--kl-coef", "0.01",
-                 *INTERLEAVED, *OFFLOAD)  # fmt: skip
+    return train(
+        sums_data,
+        tmp_path_factory.mktemp("interleaved") / "run",
+        "--model",
+        str(model),
+        "--kl-mode",
+        "loss",
+        "--kl-coef",
+        "0.01",
+        *INTERLEAVED,
+        *OFFLOAD,
+    )
 
 
 @pytest.mark.slow
@@ -52,7 +64,18 @@ def test_the_export_holds_every_chunk(job, model):
 
 @pytest.mark.slow
 def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
-    one = train(sums_data, tmp_path / "run", "--model", str(model), "--kl-mode", "loss", "--kl-coef", "0.01", "--nproc-per-node", "1")
+    one = train(
+        sums_data,
+        tmp_path / "run",
+        "--model",
+        str(model),
+        "--kl-mode",
+        "loss",
+        "--kl-coef",
+        "0.01",
+        "--nproc-per-node",
+        "1",
+    )
     for ours, other in zip(job.steps, one.steps, strict=True):
         for key in ("response/length_mean", "reward/mean", "batch/tokens"):
             assert ours[key] == other[key], key
@@ -61,7 +84,24 @@ def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
 
 @pytest.mark.slow
 def test_an_interleaved_critic_beside_an_interleaved_actor(sums_data, model, tmp_path):
-    job = train(sums_data, tmp_path / "run", "--model", str(model), "--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01",
-                "--critic-lr", "1e-2", *INTERLEAVED, *OFFLOAD)  # fmt: skip
+    job = train(
+        sums_data,
+        tmp_path / "run",
+        "--model",
+        str(model),
+        "--algorithm",
+        "ppo",
+        "--kl-mode",
+        "reward",
+        "--kl-coef",
+        "0.01",
+        "--critic-lr",
+        "1e-2",
+        *INTERLEAVED,
+        *OFFLOAD,
+    )
     assert job.returncode == 0, job.output
-    assert all(row["mismatch/max_abs"] <= 1e-4 and row["critic/grad_norm"] > 0 for row in job.steps) and len(job.steps) == 3
+    assert (
+        all(row["mismatch/max_abs"] <= 1e-4 and row["critic/grad_norm"] > 0 for row in job.steps)
+        and len(job.steps) == 3
+    )

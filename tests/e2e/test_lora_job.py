@@ -1,6 +1,6 @@
 """Whole jobs that train adapters: the engine has them merged at every step, and what is exported is what it had.
 
-    pytest tests/e2e/test_lora_job.py"""
+pytest tests/e2e/test_lora_job.py"""
 
 from __future__ import annotations
 
@@ -24,10 +24,19 @@ def check(job: Job, sums_data, critic: bool = False) -> None:
     for folder, adapter in [("hf", "hf_adapter")] + ([("hf_critic", "hf_critic_adapter")] if critic else []):
         config = json.loads((job.folder / adapter / "adapter_config.json").read_text())
         tensors = load_file(job.folder / adapter / "adapter_model.safetensors")
-        base, merged = load_file(sums_data / "model" / "model.safetensors"), load_file(job.folder / folder / "model.safetensors")
+        base, merged = (
+            load_file(sums_data / "model" / "model.safetensors"),
+            load_file(job.folder / folder / "model.safetensors"),
+        )
         moved = {name for name in merged if name in base and not torch.equal(merged[name], base[name])}
-        downs = {name.removeprefix("base_model.model.").replace("lora_A.", ""): t for name, t in tensors.items() if ".lora_A." in name}
-        assert moved == downs.keys() and {name.split(".")[-2] for name in moved} == {*config["target_modules"]}
+        downs = {
+            name.removeprefix("base_model.model.").replace("lora_A.", ""): t
+            for name, t in tensors.items()
+            if ".lora_A." in name
+        }
+        assert moved == downs.keys() and {name.split(".")[-2] for name in moved} == {
+            *config["target_modules"]
+        }
         for name, down in downs.items():
             up = tensors["base_model.model." + name.replace(".weight", ".lora_B.weight")]
             change = config["lora_alpha"] / config["r"] * up @ down
@@ -39,7 +48,9 @@ def test_adapters_alone_train_and_the_reference_needs_no_weights(sums_data, tmp_
     job = train(sums_data, tmp_path / "run", *LORA, *KL, "--nproc-per-node", "1")
     check(job, sums_data)
     kl = [row["policy/ref_kl"] for row in job.steps]
-    assert kl[0] == 0.0 and 0 < kl[1] and 0 < kl[2]  # the reference is the actor without its adapters: at first the very same numbers
+    assert (
+        kl[0] == 0.0 and 0 < kl[1] and 0 < kl[2]
+    )  # the reference is the actor without its adapters: at first the very same numbers
 
 
 @pytest.mark.slow
@@ -47,7 +58,10 @@ def test_a_reference_of_its_own_gives_the_same(sums_data, tmp_path):
     """On two ranks each a whole model, the actor's being split."""
     split = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     own = ("--reference-tensor-model-parallel-size", "1", "--no-reference-sequence-parallel")
-    jobs = [train(sums_data, tmp_path / name, *LORA, *KL, *split, *flags) for name, flags in (("shared", ()), ("own", own))]
+    jobs = [
+        train(sums_data, tmp_path / name, *LORA, *KL, *split, *flags)
+        for name, flags in (("shared", ()), ("own", own))
+    ]
     for job in jobs:
         check(job, sums_data)
     for shared, separate in zip(*(job.steps for job in jobs), strict=True):
@@ -56,12 +70,31 @@ def test_a_reference_of_its_own_gives_the_same(sums_data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    ("--no-reshard-alias", "--offload", "parameters", "gradients", "optimizer"),
-    ("--qkv-layout", "stacked", "--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2"),
-    ("--pipeline-model-parallel-size", "2", "--critic-lora-rank", "2"),
-    ("--actor-ranks", "0", "--rollout-ranks", "1", "--critic-ranks", "0", "--check-weight-sync"),  # an engine that pulls
-], ids=("offload", "stacked", "pp2", "out_of_process"))  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--no-reshard-alias", "--offload", "parameters", "gradients", "optimizer"),
+        (
+            "--qkv-layout",
+            "stacked",
+            "--tensor-model-parallel-size",
+            "2",
+            "--rollout-tensor-parallel-size",
+            "2",
+        ),
+        ("--pipeline-model-parallel-size", "2", "--critic-lora-rank", "2"),
+        (
+            "--actor-ranks",
+            "0",
+            "--rollout-ranks",
+            "1",
+            "--critic-ranks",
+            "0",
+            "--check-weight-sync",
+        ),  # an engine that pulls
+    ],
+    ids=("offload", "stacked", "pp2", "out_of_process"),
+)
 def test_ppo_with_adapters_in_actor_and_critic(sums_data, tmp_path, flags):
     job = train(sums_data, tmp_path / "run", *PPO, *LORA, *flags)
     check(job, sums_data, critic=True)

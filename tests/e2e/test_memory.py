@@ -30,20 +30,44 @@ def resident_kib(pid: int) -> int:
     """Of a process and all that it started, pages that several share counted once. Without pages of files: how much of a library is counted
     depends on who else on the machine has loaded it."""
     rollups = [Path(f"/proc/{each}/smaps_rollup").read_text() for each in descendants(pid)]
-    return sum(int(line.split()[1]) for rollup in rollups for line in rollup.splitlines() if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return sum(
+        int(line.split()[1])
+        for rollup in rollups
+        for line in rollup.splitlines()
+        if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+    )
 
 
 def curve(data: Path, save: Path, *flags: str) -> dict[int, int]:
     """Step -> KiB resident just after it. The job is ended after the last."""
-    arguments = replace_flags([*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save)],
-                              ["--train-iters", str(SAMPLED[-1] + 2), *flags])  # fmt: skip
+    arguments = replace_flags(
+        [
+            *COMMON,
+            "--model",
+            str(data / "model"),
+            "--train-data",
+            str(data / "train.jsonl"),
+            "--save",
+            str(save),
+        ],
+        ["--train-iters", str(SAMPLED[-1] + 2), *flags],
+    )
     found: dict[int, int] = {}
     with open(save.parent / "log", "w+") as log:
-        job = subprocess.Popen([sys.executable, "-m", "megarl.cli", "train", *arguments], stdout=log, stderr=subprocess.STDOUT,
-                               cwd=save.parent, env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+        job = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=save.parent,
+            env=dict(os.environ, PYTHONSAFEPATH="1"),
+        )
         try:
             while job.poll() is None:
-                lines = (save / "metrics.jsonl").read_text().count("\n") if (save / "metrics.jsonl").exists() else 0
+                lines = (
+                    (save / "metrics.jsonl").read_text().count("\n")
+                    if (save / "metrics.jsonl").exists()
+                    else 0
+                )
                 if due := [step for step in SAMPLED if step not in found and lines >= step]:
                     found[due[0]] = resident_kib(job.pid)
                 time.sleep(0.05)

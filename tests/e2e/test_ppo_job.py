@@ -24,7 +24,13 @@ DISJOINT = ("--actor-ranks", "0", "--rollout-ranks", "0", "--critic-ranks", "1")
 @pytest.fixture
 def larger_model(sums_data, tmp_path) -> Path:
     """With twice the actor's layers, wider."""
-    config = AutoConfig.from_pretrained(sums_data / "model", num_hidden_layers=4, hidden_size=192, intermediate_size=512, layer_types=["full_attention"] * 4)
+    config = AutoConfig.from_pretrained(
+        sums_data / "model",
+        num_hidden_layers=4,
+        hidden_size=192,
+        intermediate_size=512,
+        layer_types=["full_attention"] * 4,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "larger")
     return tmp_path / "larger"
 
@@ -36,7 +42,9 @@ def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model)
     job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT, "--critic-model", str(larger_model))
     assert job.returncode == 0, job.output
     assert len(job.steps) == 3 and all(row["critic/grad_norm"] > 0 for row in job.steps)
-    assert all(row["mismatch/max_abs"] < 1e-4 and row["policy/ratio_deviation_max"] < 0.5 for row in job.steps)
+    assert all(
+        row["mismatch/max_abs"] < 1e-4 and row["policy/ratio_deviation_max"] < 0.5 for row in job.steps
+    )
     spans = spans_of(job)
     assert {rank for name, (_, _, rank) in spans[1] if name == "critic.values"} == {1}
     assert sum(overlap(spans[step], "critic.values", "reference.log_probs") for step in (1, 2, 3)) > 0
@@ -48,7 +56,9 @@ def spans_of(job: Job) -> dict[int, list[tuple[str, tuple[float, float, int]]]]:
     spans: dict[int, list] = {}
     for e in events:
         if e["ph"] == "X":
-            spans.setdefault(e["args"]["step"], []).append((e["name"], (e["ts"], e["ts"] + e["dur"], e["tid"])))
+            spans.setdefault(e["args"]["step"], []).append(
+                (e["name"], (e["ts"], e["ts"] + e["dur"], e["tid"]))
+            )
     return spans
 
 
@@ -71,35 +81,87 @@ def reward_flags(folders: list[Path]) -> tuple[str, ...]:
     template = folders[0].parent / "template.txt"
     template.write_text("{response}")
     # An untrained judge babbles: any character counts as its score, so that most answers have one.
-    return ("--reward-model", *map(str, folders), "--reward-model-weights", "1.0", "0.5", "2.0", "--judge-template", str(template),
-            "--judge-score-pattern", r"(\d)", "--judge-max-tokens", "40", "--judge-temperature", "1.0", "--reward-max-failed-share", "1")  # fmt: skip
+    return (
+        "--reward-model",
+        *map(str, folders),
+        "--reward-model-weights",
+        "1.0",
+        "0.5",
+        "2.0",
+        "--judge-template",
+        str(template),
+        "--judge-score-pattern",
+        r"(\d)",
+        "--judge-max-tokens",
+        "40",
+        "--judge-temperature",
+        "1.0",
+        "--reward-max-failed-share",
+        "1",
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.tail
 def test_three_reward_models(sums_data, tmp_path, reward_folders):
-    job = train(sums_data, tmp_path / "run", *PPO, *reward_flags(reward_folders), "--reward-ranks", "0-1", "1", "0", "--train-iters", "2")
+    job = train(
+        sums_data,
+        tmp_path / "run",
+        *PPO,
+        *reward_flags(reward_folders),
+        "--reward-ranks",
+        "0-1",
+        "1",
+        "0",
+        "--train-iters",
+        "2",
+    )
     assert job.returncode == 0, job.output
     weights = {"reward": 1.0, "reward_model": 1.0, "reward_model_2": 0.5, "reward_model_3": 2.0}
     for row in job.steps:
         assert row["reward/failed"] < 16 and row["critic/grad_norm"] > 0
         if row["reward/failed"] == 0:
-            assert row["reward/mean"] == pytest.approx(sum(w * row[f"reward/{role}_mean"] for role, w in weights.items()), abs=1e-5)
+            assert row["reward/mean"] == pytest.approx(
+                sum(w * row[f"reward/{role}_mean"] for role, w in weights.items()), abs=1e-5
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["judge", "rank"])
 def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path, reward_folders, victim):
     folders, placed = (reward_folders[2:], "0") if victim == "judge" else (reward_folders[1:2], "1")
-    flags = [*PPO, "--train-iters", "500", "--reward-model", str(folders[0]), "--actor-ranks", "0", "--critic-ranks", "0", "--reward-ranks", placed]
+    flags = [
+        *PPO,
+        "--train-iters",
+        "500",
+        "--reward-model",
+        str(folders[0]),
+        "--actor-ranks",
+        "0",
+        "--critic-ranks",
+        "0",
+        "--reward-ranks",
+        placed,
+    ]
     if victim == "judge":
-        flags += ["--judge-score-pattern", r"(\d)", "--judge-max-tokens", "8", "--reward-max-failed-share", "1", "--nproc-per-node", "1"]
+        flags += [
+            "--judge-score-pattern",
+            r"(\d)",
+            "--judge-max-tokens",
+            "8",
+            "--reward-max-failed-share",
+            "1",
+            "--nproc-per-node",
+            "1",
+        ]
     else:
         flags += ["--rollout-ranks", "0"]
     process, folder = start(sums_data, tmp_path / "run", *flags)
     try:
         wait_for_step(folder, process)
-        os.kill(judge_process(process.pid) if victim == "judge" else rank_process(process.pid, 1), signal.SIGKILL)
+        os.kill(
+            judge_process(process.pid) if victim == "judge" else rank_process(process.pid, 1), signal.SIGKILL
+        )
         killed = time.monotonic()
         output, _ = process.communicate(timeout=30)
     finally:
@@ -109,9 +171,26 @@ def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path
 
 
 def start(data: Path, save: Path, *flags: str) -> tuple[subprocess.Popen, Path]:
-    arguments = replace_flags([*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save)], list(flags))
-    process = subprocess.Popen([sys.executable, "-m", "megarl.cli", "train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               cwd=save.parent, env=dict(os.environ, PYTHONSAFEPATH="1"))  # fmt: skip
+    arguments = replace_flags(
+        [
+            *COMMON,
+            "--model",
+            str(data / "model"),
+            "--train-data",
+            str(data / "train.jsonl"),
+            "--save",
+            str(save),
+        ],
+        list(flags),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli", "train", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=save.parent,
+        env=dict(os.environ, PYTHONSAFEPATH="1"),
+    )
     return process, save
 
 
@@ -124,8 +203,11 @@ def wait_for_step(folder: Path, process: subprocess.Popen) -> None:
 
 def descendants(pid: int) -> dict[int, tuple[str, list[str]]]:
     """pid -> (command line, environment) of everything that a process started."""
-    parents = {int(entry.name): int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-               for entry in Path("/proc").iterdir() if entry.name.isdigit() and (entry / "stat").exists()}  # fmt: skip
+    parents = {
+        int(entry.name): int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and (entry / "stat").exists()
+    }
     found, new = set(), {pid}
     while new:
         found |= new
@@ -135,9 +217,17 @@ def descendants(pid: int) -> dict[int, tuple[str, list[str]]]:
 
 
 def rank_process(pid: int, rank: int) -> int:
-    return next(p for p, (command, environment) in descendants(pid).items() if f"RANK={rank}" in environment and "megarl.train" in command)
+    return next(
+        p
+        for p, (command, environment) in descendants(pid).items()
+        if f"RANK={rank}" in environment and "megarl.train" in command
+    )
 
 
 def judge_process(pid: int) -> int:
     """The only engine that is not in a worker."""
-    return next(p for p, (command, _) in descendants(pid).items() if "spawn_main" in command or "EngineCore" in command)
+    return next(
+        p
+        for p, (command, _) in descendants(pid).items()
+        if "spawn_main" in command or "EngineCore" in command
+    )

@@ -1,7 +1,7 @@
 """SIGTERM at a job that trains: the last whole step is a checkpoint, and a run that goes on from it is the one that was never stopped.
 
-    pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
-    pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers"""
+pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
+pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers"""
 
 from __future__ import annotations
 
@@ -27,12 +27,27 @@ class SlowJob:
 
     def __init__(self, data: Path, folder: Path, *flags: str):
         self.folder, self.mark = folder, f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
-        arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(folder / "run")]
+        arguments = [
+            *COMMON,
+            "--model",
+            str(data / "model"),
+            "--train-data",
+            str(data / "train.jsonl"),
+            "--save",
+            str(folder / "run"),
+        ]
         arguments = replace_flags(arguments, ["--train-iters", "5", *flags])
         env = dict([*os.environ.items(), self.mark.split("=")], PYTHONSAFEPATH="1", PYTHONPATH=str(HERE))
         with open(folder / "out", "w") as out:
-            self.process = subprocess.Popen([sys.executable, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments], stdout=out,
-                                            stderr=out, stdin=subprocess.DEVNULL, cwd=folder, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments],
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                env=env,
+                start_new_session=True,
+            )
         try:
             wait_until(lambda: "step=2/" in self.output() or self.process.poll() is not None, 200)
             before = self.steps()
@@ -49,7 +64,9 @@ class SlowJob:
         return [(self.folder / f"rank_{rank}").stat().st_size for rank in (0, 1)]
 
     def told(self) -> list[str]:
-        return [line for line in self.output().splitlines() if not line.startswith(("roles are set up", "step="))]
+        return [
+            line for line in self.output().splitlines() if not line.startswith(("roles are set up", "step="))
+        ]
 
     def end(self) -> None:
         for pid in processes(self.mark):
@@ -59,7 +76,10 @@ class SlowJob:
 
 def rows(run: Path) -> list[dict]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)}
+        for line in lines
+    ]
 
 
 def stop(job: SlowJob, together: bool = True) -> None:
@@ -70,7 +90,9 @@ def stop(job: SlowJob, together: bool = True) -> None:
     wait_until(lambda: not processes(job.mark), 10)
     run = job.folder / "run"
     folder = run / "checkpoints" / "step_000002"
-    assert job.told() == [f"[driver] stopped by SIGTERM after step 2: its checkpoint is {folder} (go on with --load {run})"]
+    assert job.told() == [
+        f"[driver] stopped by SIGTERM after step 2: its checkpoint is {folder} (go on with --load {run})"
+    ]
     ended = job.steps()
     assert ended[0] == ended[1] or not together, ended  # the ranks left before the same one
     assert max(ended) - max(begun) <= 6, (begun, ended)  # of 16
@@ -112,7 +134,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(sums_data, tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_evaluation_that_was_left_is_made_up_for(sums_data, tmp_path):
-    flags = ("--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "2", "--eval-num-prompts", "8")
+    flags = (
+        "--eval-data",
+        str(sums_data / "test.parquet"),
+        "--eval-interval",
+        "2",
+        "--eval-num-prompts",
+        "8",
+    )
     job = SlowJob(sums_data, tmp_path, *flags)  # in the evaluation after step 2
     try:
         os.killpg(job.process.pid, signal.SIGTERM)
@@ -124,7 +153,14 @@ def test_an_evaluation_that_was_left_is_made_up_for(sums_data, tmp_path):
     whole = train(sums_data, tmp_path / "whole", "--train-iters", "5", *flags)
     assert (again.returncode, whole.returncode) == (0, 0), again.output + whole.output
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
-    assert [("eval/accuracy" in row) for row in rows(tmp_path / "run")] == [True, False, True, False, True, True]
+    assert [("eval/accuracy" in row) for row in rows(tmp_path / "run")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 # ------------------------------------------------------------------ restarts
@@ -133,15 +169,40 @@ def test_an_evaluation_that_was_left_is_made_up_for(sums_data, tmp_path):
 class KilledJob:
     """`megarl train` whose rank 1 is killed as soon as a step is over, and which starts again by itself."""
 
-    def __init__(self, data: Path, folder: Path, after_step: int, *flags: str, launcher: tuple[str, ...] = ("megarl.cli", "train")):
-        arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(folder / "run")]
+    def __init__(
+        self,
+        data: Path,
+        folder: Path,
+        after_step: int,
+        *flags: str,
+        launcher: tuple[str, ...] = ("megarl.cli", "train"),
+    ):
+        arguments = [
+            *COMMON,
+            "--model",
+            str(data / "model"),
+            "--train-data",
+            str(data / "train.jsonl"),
+            "--save",
+            str(folder / "run"),
+        ]
         mark = f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
         command = [sys.executable, "-P", "-m", *launcher, *replace_flags(arguments, list(flags))]
         with open(folder / "out", "w") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True,
-                                       env=dict([*os.environ.items(), mark.split("=")], PYTHONSAFEPATH="1"))  # fmt: skip
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                start_new_session=True,
+                env=dict([*os.environ.items(), mark.split("=")], PYTHONSAFEPATH="1"),
+            )
         try:
-            wait_until(lambda: f"step={after_step}/" in (folder / "out").read_text() or process.poll() is not None, 200)
+            wait_until(
+                lambda: f"step={after_step}/" in (folder / "out").read_text() or process.poll() is not None,
+                200,
+            )
             (rank_1,) = [pid for pid in processes(mark) if is_rank(pid, 1)]
             os.kill(rank_1, signal.SIGKILL)
             self.returncode = process.wait(300)
@@ -167,19 +228,35 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(lay
     job = KilledJob(sums_data, tmp_path, 2, "--save-interval", "1", "--max-restarts", "1")
     assert job.returncode == 0, job.output
     told = [line for line in job.output.splitlines() if not line.startswith(("roles are set up", "step="))]
-    assert told[0].startswith("[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg).")
+    assert told[0].startswith(
+        "[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+    )
     saved = r"\d"  # of step 1, or of step 2 if it was complete when the rank died
     where = f"{re.escape(str(job.run))}/checkpoints/step_00000{saved}"
-    assert re.fullmatch(rf"\[driver\] restart 1 of 1, from the checkpoint of step {saved} \({where}\)\.", told[1])
+    assert re.fullmatch(
+        rf"\[driver\] restart 1 of 1, from the checkpoint of step {saved} \({where}\)\.", told[1]
+    )
     assert re.match(rf"continues after step {saved}: {where}", told[2]) and len(told) == 3, told
     whole = layout_job("dp2_to_tp1")
-    of_training = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in rows(whole.folder)]
+    of_training = [
+        {name: value for name, value in row.items() if not name.startswith("eval/")}
+        for row in rows(whole.folder)
+    ]
     assert rows(job.run) == [row for row in of_training if len(row) > 1] and len(rows(job.run)) == 3
     weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (job.run, whole.folder)]
     assert weights[0] == weights[1]
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "megarl.train")
+TORCHRUN = (
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--max-restarts",
+    "1",
+    "-m",
+    "megarl.train",
+)
 
 
 @pytest.mark.slow
@@ -209,4 +286,7 @@ def test_the_same_failure_uses_up_the_restarts(sums_data, tmp_path):
     beginning = "from the beginning: there is no checkpoint yet."
     assert [line.startswith(failed) for line in told] == [True, False, True, False, True]
     again = "It was the same failure as before, at the same step, and nothing was saved since."
-    assert told[1::2] == [f"[driver] restart 1 of 2, {beginning}", f"[driver] restart 2 of 2, {beginning} {again}"]
+    assert told[1::2] == [
+        f"[driver] restart 1 of 2, {beginning}",
+        f"[driver] restart 2 of 2, {beginning} {again}",
+    ]

@@ -1,6 +1,6 @@
 """Two actors in one job, with real engines: each does what it does alone, at the same time as the other.
 
-    pytest tests/e2e/test_two_actors.py"""
+pytest tests/e2e/test_two_actors.py"""
 
 from __future__ import annotations
 
@@ -14,9 +14,41 @@ from tests.e2e.jobs import train
 
 GROUPS = ("policy", "critic", "reward", "response", "kl", "advantage", "mismatch", "batch", "eval")
 ALONE = ("--nproc-per-node", "1", "--rollout-engine", "out-of-process")
-TWO = ("--num-actors", "2", "--actor-ranks", "0", "--rollout-ranks", "0", "--actor-2-seed", "3", "--actor-2-temperature", "0.8")
-PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.05", "--train-iters", "2", "--num-rollouts-to-log", "2")
-DISJOINT = (*TWO, "--critic-ranks", "0", "--actor-2-ranks", "1", "--rollout-2-ranks", "1", "--critic-2-ranks", "1")
+TWO = (
+    "--num-actors",
+    "2",
+    "--actor-ranks",
+    "0",
+    "--rollout-ranks",
+    "0",
+    "--actor-2-seed",
+    "3",
+    "--actor-2-temperature",
+    "0.8",
+)
+PPO = (
+    "--algorithm",
+    "ppo",
+    "--kl-mode",
+    "reward",
+    "--kl-coef",
+    "0.05",
+    "--train-iters",
+    "2",
+    "--num-rollouts-to-log",
+    "2",
+)
+DISJOINT = (
+    *TWO,
+    "--critic-ranks",
+    "0",
+    "--actor-2-ranks",
+    "1",
+    "--rollout-2-ranks",
+    "1",
+    "--critic-2-ranks",
+    "1",
+)
 
 
 def spans(run: Path, *names: str) -> list[tuple[float, float]]:
@@ -26,43 +58,98 @@ def spans(run: Path, *names: str) -> list[tuple[float, float]]:
 
 
 def overlap_s(run: Path, one: str, other: str) -> float:
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans(run, one) for b in spans(run, other))
+    return sum(
+        max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans(run, one) for b in spans(run, other)
+    )
 
 
 @pytest.mark.slow
 def test_two_actors_on_ranks_of_their_own_do_what_each_does_alone_and_at_the_same_time(sums_data, tmp_path):
-    evaluate = ("--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "2", "--eval-num-prompts", "4")
+    evaluate = (
+        "--eval-data",
+        str(sums_data / "test.parquet"),
+        "--eval-interval",
+        "2",
+        "--eval-num-prompts",
+        "4",
+    )
     both = train(sums_data, tmp_path / "both", *PPO, *evaluate, *DISJOINT)
     assert both.returncode == 0, both.output
     assert "warn" not in both.output.lower(), both.output
     first = train(sums_data, tmp_path / "first", *PPO, *evaluate, *ALONE)
-    second = train(sums_data, tmp_path / "second", *PPO, *evaluate, *ALONE, "--seed", "3", "--temperature", "0.8")
+    second = train(
+        sums_data, tmp_path / "second", *PPO, *evaluate, *ALONE, "--seed", "3", "--temperature", "0.8"
+    )
     for job, suffix, folder in ((first, "", "hf"), (second, "_2", "hf_2")):
         assert job.returncode == 0, job.output
         for alone, together in zip(job.metrics, both.metrics, strict=True):
             names = [name for name in alone if name.split("/")[0] in GROUPS]
-            assert {name: together[with_suffix(name, suffix)] for name in names} == {name: alone[name] for name in names}
+            assert {name: together[with_suffix(name, suffix)] for name in names} == {
+                name: alone[name] for name in names
+            }
         weights = [(f / "model.safetensors").read_bytes() for f in (job.folder / "hf", both.folder / folder)]
         assert weights[0] == weights[1]
     assert len(both.steps) == 2 and both.steps[0]["policy/loss"] != both.steps[0]["policy_2/loss"]
-    rows = [json.loads(line) for line in (both.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
-    assert [(row.get("actor"), row["sample_id"]) for row in rows] == [(None, 0), (None, 1), ("actor_2", 0), ("actor_2", 1)]
-    assert overlap_s(both.folder, "rollout.generate", "rollout_2.generate") > 0 and overlap_s(both.folder, "actor.update", "actor_2.update") > 0
+    rows = [
+        json.loads(line) for line in (both.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert [(row.get("actor"), row["sample_id"]) for row in rows] == [
+        (None, 0),
+        (None, 1),
+        ("actor_2", 0),
+        ("actor_2", 1),
+    ]
+    assert (
+        overlap_s(both.folder, "rollout.generate", "rollout_2.generate") > 0
+        and overlap_s(both.folder, "actor.update", "actor_2.update") > 0
+    )
 
 
 @pytest.mark.slow
 def test_two_actors_share_ranks_with_other_layouts(sums_data, tmp_path):
     """The first over both ranks, the second on rank 0 by GRPO: what the second does is what it does alone."""
     grpo = ("--train-iters", "2", "--kl-mode", "none")
-    both = train(sums_data, tmp_path / "both", *PPO, "--num-actors", "2", "--rollout-ranks", "0-1", "--rollout-2-ranks", "1", "--actor-2-ranks", "0",
-                 "--tensor-model-parallel-size", "2", "--actor-2-tensor-model-parallel-size", "1", "--rollout-tensor-parallel-size", "2",
-                 "--rollout-2-tensor-parallel-size", "1", "--actor-2-algorithm", "grpo", "--actor-2-kl-mode", "none", "--actor-2-kl-coef", "0",
-                 "--actor-2-seed", "3")  # fmt: skip
+    both = train(
+        sums_data,
+        tmp_path / "both",
+        *PPO,
+        "--num-actors",
+        "2",
+        "--rollout-ranks",
+        "0-1",
+        "--rollout-2-ranks",
+        "1",
+        "--actor-2-ranks",
+        "0",
+        "--tensor-model-parallel-size",
+        "2",
+        "--actor-2-tensor-model-parallel-size",
+        "1",
+        "--rollout-tensor-parallel-size",
+        "2",
+        "--rollout-2-tensor-parallel-size",
+        "1",
+        "--actor-2-algorithm",
+        "grpo",
+        "--actor-2-kl-mode",
+        "none",
+        "--actor-2-kl-coef",
+        "0",
+        "--actor-2-seed",
+        "3",
+    )
     assert both.returncode == 0, both.output
     alone = train(sums_data, tmp_path / "alone", *grpo, *ALONE, "--seed", "3")
     assert alone.returncode == 0, alone.output
     for by_itself, together in zip(alone.metrics, both.metrics, strict=True):
         names = [name for name in by_itself if name.split("/")[0] in GROUPS]
-        assert {name: together[with_suffix(name, "_2")] for name in names if not name.startswith("batch/bytes") and name != "batch/samples_moved"} == {
-            name: by_itself[name] for name in names if not name.startswith("batch/bytes") and name != "batch/samples_moved"}  # fmt: skip
+        assert {
+            name: together[with_suffix(name, "_2")]
+            for name in names
+            if not name.startswith("batch/bytes") and name != "batch/samples_moved"
+        } == {
+            name: by_itself[name]
+            for name in names
+            if not name.startswith("batch/bytes") and name != "batch/samples_moved"
+        }
         assert "critic/loss" in together and "critic_2/loss" not in together

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from tests.faults.harness import Fault, Outcome
 
 END_WITHIN_S = 10.0
-CALL_TIMEOUT_S = float(os.environ.get("FAULTS_CALL_TIMEOUT_S", "30"))  # of the jobs in which something hangs; their set-up takes less
+CALL_TIMEOUT_S = float(
+    os.environ.get("FAULTS_CALL_TIMEOUT_S", "30")
+)  # of the jobs in which something hangs; their set-up takes less
 RESHARD_TIMEOUT_S, REWARD_TIMEOUT_S = 10.0, 3.0
 PAUSE_S = CALL_TIMEOUT_S + 5.0
 DRIVER_START_S = 15.0  # a call's time begins when the driver makes it, and the first ranks may be there before the driver is
@@ -53,14 +55,22 @@ class Case:
         """As in PLACES. Of what happens to the driver from outside: where rank 0 is."""
         if self.victim == "driver" and self.kind != "raise":
             return PLACES[self.phase]
-        return {"driver": IN_DRIVER, "engine": IN_ENGINE, "reward process": IN_REWARD_PROCESS}.get(self.victim, PLACES)[self.phase]
+        return {"driver": IN_DRIVER, "engine": IN_ENGINE, "reward process": IN_REWARD_PROCESS}.get(
+            self.victim, PLACES
+        )[self.phase]
 
     @property
     def fault(self) -> Fault:
         target, call, _ = self.place
         if self.victim == "driver" and self.kind != "raise":
-            return Fault(self.kind.replace("Ctrl-Z", "SIGSTOP"), "rank 0", target, call, victim="driver",
-                         resume_after_s=PAUSE_S if self.kind == "Ctrl-Z" else None)  # fmt: skip
+            return Fault(
+                self.kind.replace("Ctrl-Z", "SIGSTOP"),
+                "rank 0",
+                target,
+                call,
+                victim="driver",
+                resume_after_s=PAUSE_S if self.kind == "Ctrl-Z" else None,
+            )
         return Fault(self.kind, self.victim, target, call)
 
     @property
@@ -86,7 +96,10 @@ class Case:
             return ("`--reward-timeout-s`", REWARD_TIMEOUT_S) if self.hangs else ("", 0.0)
         if not self.hangs:
             return "", 0.0
-        in_sync, in_call = ("`--reshard-timeout-s`", RESHARD_TIMEOUT_S), ("`--call-timeout-s`", CALL_TIMEOUT_S)
+        in_sync, in_call = (
+            ("`--reshard-timeout-s`", RESHARD_TIMEOUT_S),
+            ("`--call-timeout-s`", CALL_TIMEOUT_S),
+        )
         return in_sync if self.phase == "sync" else in_call
 
     @property
@@ -97,18 +110,30 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        timeouts = ["--call-timeout-s", f"{CALL_TIMEOUT_S:g}", "--reshard-timeout-s", f"{RESHARD_TIMEOUT_S:g}"]
+        timeouts = [
+            "--call-timeout-s",
+            f"{CALL_TIMEOUT_S:g}",
+            "--reshard-timeout-s",
+            f"{RESHARD_TIMEOUT_S:g}",
+        ]
         flags = timeouts if self.hangs or self.kind == "Ctrl-Z" else []
         flags += ["--save-interval", "1"] if self.phase == "save" else []
         flags += ["--actor-ranks", "0", "--rollout-ranks", "1"] if self.victim == "engine" else []
         if self.victim == "reward process":
-            flags += ["--reward-timeout-s", f"{REWARD_TIMEOUT_S:g}", "--reward-max-failed-share", "0.5"]  # all are hit
+            flags += [
+                "--reward-timeout-s",
+                f"{REWARD_TIMEOUT_S:g}",
+                "--reward-max-failed-share",
+                "0.5",
+            ]  # all are hit
         return flags
 
     @property
     def message(self) -> str:
         """A pattern of the one message: who, which method, which step."""
-        role, _, method = ("actor setup" if self.phase == "join" and self.hangs else self.place[2]).partition(" ")
+        role, _, method = ("actor setup" if self.phase == "join" and self.hangs else self.place[2]).partition(
+            " "
+        )
         when = " at step [23]" if self.phase == "save" else "" if self.phase in STARTS else f" at step {STEP}"
         rank = {"engine": "1", "driver": ""}.get(self.victim, self.victim[-1])
         if self.goes_on or self.victim == "driver" and self.kind == "SIGKILL":
@@ -133,7 +158,9 @@ class Case:
         """What is not as it must be."""
         found = []
         if (seconds := outcome.seconds - self.noticed_after[1]) > self.limit_s:
-            found.append(f"over after {outcome.seconds:.1f} s, {seconds:.1f} after it could be noticed; the limit is {self.limit_s:g}")
+            found.append(
+                f"over after {outcome.seconds:.1f} s, {seconds:.1f} after it could be noticed; the limit is {self.limit_s:g}"
+            )
         exit_code = 0 if self.goes_on else -9 if (self.kind, self.victim) == ("SIGKILL", "driver") else 1
         if outcome.exit_code != exit_code:
             found.append(f"exit code {outcome.exit_code}, not {exit_code}")
@@ -146,7 +173,9 @@ class Case:
         begins = re.findall(r"^\[(?!rank \d+\] (?:was here|does not say)).*", outcome.stderr, re.MULTILINE)
         if len(begins) != (self.message != ""):
             found.append(f"{len(begins)} messages: {begins}")
-        if (tracebacks := outcome.stderr.count("Traceback (most")) > (self.victim == "engine") + (self.kind == "raise" or self.is_raised):
+        if (tracebacks := outcome.stderr.count("Traceback (most")) > (self.victim == "engine") + (
+            self.kind == "raise" or self.is_raised
+        ):
             found.append(f"{tracebacks} tracebacks")
         if self.goes_on and "step=3/3" not in outcome.stdout:
             found.append("the job did not go on to its end")
@@ -154,18 +183,59 @@ class Case:
 
 
 CASES = [
-    *(Case("raise", victim, phase) for victim, phase in (
-        ("rank 1", "join"), ("rank 1", "start"), ("rank 1", "rollout"), ("rank 0", "reward"), ("rank 1", "log-probs"), ("rank 0", "update"),
-        ("rank 1", "sync"), ("rank 0", "save"), ("driver", "rollout"), ("engine", "rollout"))),
-    *(Case("SIGKILL", victim, phase) for victim, phase in (
-        ("rank 1", "join"), ("rank 0", "start"), ("rank 1", "rollout"), ("rank 0", "reward"), ("rank 0", "log-probs"), ("rank 1", "update"),
-        ("rank 1", "sync"), ("rank 0", "save"), ("driver", "rollout"), ("driver", "update"), ("engine", "rollout"), ("engine", "sync"),
-        ("reward process", "reward"))),
-    *(Case("sleep", victim, phase) for victim, phase in (
-        ("rank 1", "join"), ("rank 1", "rollout"), ("rank 0", "update"), ("rank 1", "save"))),
-    *(Case("SIGSTOP", victim, phase) for victim, phase in (
-        ("rank 0", "rollout"), ("rank 1", "update"), ("rank 1", "sync"), ("engine", "rollout"), ("engine", "sync"),
-        ("reward process", "reward"))),
+    *(
+        Case("raise", victim, phase)
+        for victim, phase in (
+            ("rank 1", "join"),
+            ("rank 1", "start"),
+            ("rank 1", "rollout"),
+            ("rank 0", "reward"),
+            ("rank 1", "log-probs"),
+            ("rank 0", "update"),
+            ("rank 1", "sync"),
+            ("rank 0", "save"),
+            ("driver", "rollout"),
+            ("engine", "rollout"),
+        )
+    ),
+    *(
+        Case("SIGKILL", victim, phase)
+        for victim, phase in (
+            ("rank 1", "join"),
+            ("rank 0", "start"),
+            ("rank 1", "rollout"),
+            ("rank 0", "reward"),
+            ("rank 0", "log-probs"),
+            ("rank 1", "update"),
+            ("rank 1", "sync"),
+            ("rank 0", "save"),
+            ("driver", "rollout"),
+            ("driver", "update"),
+            ("engine", "rollout"),
+            ("engine", "sync"),
+            ("reward process", "reward"),
+        )
+    ),
+    *(
+        Case("sleep", victim, phase)
+        for victim, phase in (
+            ("rank 1", "join"),
+            ("rank 1", "rollout"),
+            ("rank 0", "update"),
+            ("rank 1", "save"),
+        )
+    ),
+    *(
+        Case("SIGSTOP", victim, phase)
+        for victim, phase in (
+            ("rank 0", "rollout"),
+            ("rank 1", "update"),
+            ("rank 1", "sync"),
+            ("engine", "rollout"),
+            ("engine", "sync"),
+            ("reward process", "reward"),
+        )
+    ),
     Case("Ctrl-Z", "driver", "update"),
-]  # fmt: skip
+]
 TAIL = ("SIGKILL-rank_1-rollout",)  # of those the one that continuous integration runs

@@ -4,4 +4,8 @@ from tests.e2e.conftest import sums_data  # noqa: F401
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-table", action="store_true", help="put what the tests of tests/faults measure into docs/reliability.md")
+    parser.addoption(
+        "--write-table",
+        action="store_true",
+        help="put what the tests of tests/faults measure into docs/reliability.md",
+    )

@@ -51,24 +51,51 @@ class Outcome:
 class Job:
     """`command`'s processes: by their environment, and by who started whom (some write over their environment)."""
 
-    def __init__(self, folder: Path, command: Sequence[str], fault: Fault | None = None, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        fault: Fault | None = None,
+        env: dict[str, str] | None = None,
+    ):
         self.folder, self.fault = folder, fault
         self.hit, self.struck = folder / "hit", folder / "struck"
         self.mark = f"MEGARL_TEST_JOB={uuid.uuid4()}"
         self.shm_before = set(os.listdir(SHM))
         name, value = self.mark.split("=")
-        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        own = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
         own |= {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", name: value} | (env or {})
         if fault is not None:
             action = fault.kind if fault.victim is None else "wait"
-            own |= {"PYTHONPATH": str(HERE / "planted"), "FAULT": json.dumps({
-                "action": action, "process": fault.process, "target": fault.target, "call": fault.call, "hit": str(self.hit),
-                "struck": str(self.struck)})}  # fmt: skip
+            own |= {
+                "PYTHONPATH": str(HERE / "planted"),
+                "FAULT": json.dumps(
+                    {
+                        "action": action,
+                        "process": fault.process,
+                        "target": fault.target,
+                        "call": fault.call,
+                        "hit": str(self.hit),
+                        "struck": str(self.struck),
+                    }
+                ),
+            }
         self._seen: dict[int, int] = {}  # pid -> when it started
         self._others: dict[int, int] = {}  # likewise, of processes that are not the job's
         with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-            self.launcher = subprocess.Popen(command, env=own, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=folder,
-                                             start_new_session=True)  # fmt: skip
+            self.launcher = subprocess.Popen(
+                command,
+                env=own,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                start_new_session=True,
+            )
         self._watching = True
         self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -86,9 +113,17 @@ class Job:
             for pid, (started, parent, _) in now.items():
                 if started in (self._seen.get(pid), self._others.get(pid)):
                     continue
-                ours = pid == self.launcher.pid or parent in self._seen and now.get(parent, (None,))[0] == self._seen[parent]
+                ours = (
+                    pid == self.launcher.pid
+                    or parent in self._seen
+                    and now.get(parent, (None,))[0] == self._seen[parent]
+                )
                 (self._seen if ours or self._is_marked(pid) else self._others)[pid] = started
-            return [pid for pid, started in self._seen.items() if (p := now.get(pid)) and p[0] == started and p[2] not in "ZX"]
+            return [
+                pid
+                for pid, started in self._seen.items()
+                if (p := now.get(pid)) and p[0] == started and p[2] not in "ZX"
+            ]
 
     def _is_marked(self, pid: int) -> bool:
         with contextlib.suppress(OSError):
@@ -96,7 +131,7 @@ class Job:
         return False
 
     def find(self, who: str) -> int:
-        """The process of the job that is "rank 1", "driver", "engine" or "reward process". """
+        """The process of the job that is "rank 1", "driver", "engine" or "reward process"."""
         found = [pid for pid in self.alive() if _who(pid) == who]
         if who == "driver":  # beside rank 0, or the process that was started
             found = [pid for pid in found if b"megarl.driver" in _cmdline(pid)] or [self.launcher.pid]
@@ -111,7 +146,9 @@ class Job:
         deadline = time.time() + START_WITHIN_S
         while not self.hit.exists():
             ended = self.launcher.poll()
-            assert ended is None and time.time() < deadline, f"the fault was not reached (exit code {ended}):\n{self.stderr()}"
+            assert ended is None and time.time() < deadline, (
+                f"the fault was not reached (exit code {ended}):\n{self.stderr()}"
+            )
             time.sleep(0.02)
         hit = json.loads(self.hit.read_text())["time"]
         if self.fault.victim is not None:
@@ -135,14 +172,26 @@ class Job:
         orphans = [self.describe(pid) for pid in alive]
         exit_code = self.launcher.poll()
         self.end()
-        return Outcome(seconds, exit_code, (self.folder / "stdout").read_text(), self.stderr(), orphans, self._left_in_shared_memory())
+        return Outcome(
+            seconds,
+            exit_code,
+            (self.folder / "stdout").read_text(),
+            self.stderr(),
+            orphans,
+            self._left_in_shared_memory(),
+        )
 
     def _left_in_shared_memory(self) -> list[str]:
         new = [name for name in os.listdir(SHM) if name not in self.shm_before]
         used = _used_shared_memory() if new else set()
         pids = {str(pid) for pid in self._seen}
-        return [name for name in new if name not in used and (SHM / name).exists()
-                and (not name.startswith("megarl-") or name.split("-")[1] in pids)]  # fmt: skip
+        return [
+            name
+            for name in new
+            if name not in used
+            and (SHM / name).exists()
+            and (not name.startswith("megarl-") or name.split("-")[1] in pids)
+        ]
 
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
@@ -178,7 +227,9 @@ def _cmdline(pid: int) -> bytes:
 def _who(pid: int) -> str:
     """As planted/sitecustomize.py says it of itself."""
     try:
-        env = dict(e.split(b"=", 1) for e in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in e)
+        env = dict(
+            e.split(b"=", 1) for e in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in e
+        )
     except OSError:
         return "gone"
     command = _cmdline(pid)

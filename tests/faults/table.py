@@ -9,7 +9,10 @@ from tests.faults.cases import CASES, Case
 from tests.faults.harness import Outcome
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
-HEAD = ("| fault | in | during | all is over after | within | exit code | the message begins |", "|---|---|---|---|---|---|---|")
+HEAD = (
+    "| fault | in | during | all is over after | within | exit code | the message begins |",
+    "|---|---|---|---|---|---|---|",
+)
 _WIDTH = 120
 
 

@@ -13,9 +13,18 @@ from tests.faults.cases import CASES, TAIL, Case
 from tests.faults.harness import Job, megarl
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.tail] if case.name in TAIL else [])]) for case in CASES])  # fmt: skip
-def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(case: Case, sums_data, tmp_path, request):
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.tail] if case.name in TAIL else [])]
+        )
+        for case in CASES
+    ],
+)
+def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(
+    case: Case, sums_data, tmp_path, request
+):
     data = ["--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")]
     arguments = [*COMMON, *data, "--save", str(tmp_path / "run")]
     job = Job(tmp_path, megarl("train", replace_flags(arguments, case.flags)), case.fault)
@@ -32,5 +41,8 @@ def test_the_documented_table_has_every_case_measured_within_its_limit():
     documented = table.rows(table.DOCUMENT.read_text())
     assert list(documented) == [table.key(case) for case in CASES]
     for case in CASES:
-        seconds, limit = (float(cell.removesuffix(" s ").split()[-1]) for cell in documented[table.key(case)].split("|")[4:6])
+        seconds, limit = (
+            float(cell.removesuffix(" s ").split()[-1])
+            for cell in documented[table.key(case)].split("|")[4:6]
+        )
         assert seconds <= limit == case.limit_s

@@ -15,11 +15,21 @@ from tests.faults.cases import IN_ENGINE, PLACES
 from tests.faults.harness import Fault, Job, megarl
 
 STEPS = 10
-SECOND_STEP = {phase: (target, 3 if phase == "sync" else 2) for phase, (target, _, _) in PLACES.items()}  # of those that a process runs
+SECOND_STEP = {
+    phase: (target, 3 if phase == "sync" else 2) for phase, (target, _, _) in PLACES.items()
+}  # of those that a process runs
 PHASES = ("rollout", "reward", "log-probs", "update", "sync", "save")
 VICTIMS = ("rank 0", "rank 1", "driver")
-CHAINS = {f"chain_{i}": [(VICTIMS[(i + n) % 3], phase) for n, phase in enumerate(PHASES)] for i in range(3)}  # every victim in every phase
-ENGINE = [("engine", "rollout"), ("driver", "rollout"), ("engine", "sync"), ("rank 0", "update"), ("rank 1", "sync")]
+CHAINS = {
+    f"chain_{i}": [(VICTIMS[(i + n) % 3], phase) for n, phase in enumerate(PHASES)] for i in range(3)
+}  # every victim in every phase
+ENGINE = [
+    ("engine", "rollout"),
+    ("driver", "rollout"),
+    ("engine", "sync"),
+    ("rank 0", "update"),
+    ("rank 1", "sync"),
+]
 OUT_OF_PROCESS = ("--actor-ranks", "0", "--rollout-ranks", "1")
 MEASURED = ("time/", "throughput/", "memory/")
 
@@ -28,13 +38,29 @@ def fault(victim: str, phase: str) -> Fault:
     if victim == "engine":
         return Fault("SIGKILL", "engine", *IN_ENGINE[phase][:2])
     if victim == "driver":
-        return Fault("SIGKILL", "rank 1" if phase in ("rollout", "sync") else "rank 0", *SECOND_STEP[phase], victim="driver")
+        return Fault(
+            "SIGKILL",
+            "rank 1" if phase in ("rollout", "sync") else "rank 0",
+            *SECOND_STEP[phase],
+            victim="driver",
+        )
     return Fault("SIGKILL", victim, *SECOND_STEP[phase])
 
 
 def command(data: Path, save: Path, flags: tuple[str, ...]) -> list[str]:
-    arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save), "--load",
-                 str(save), "--save-interval", "1"]  # fmt: skip
+    arguments = [
+        *COMMON,
+        "--model",
+        str(data / "model"),
+        "--train-data",
+        str(data / "train.jsonl"),
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+        "--save-interval",
+        "1",
+    ]
     return megarl("train", replace_flags(arguments, ["--train-iters", str(STEPS), *flags]))
 
 
@@ -69,8 +95,14 @@ def uninterrupted(sums_data, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("kills, flags", [*((kills, ()) for kills in CHAINS.values()), (ENGINE, OUT_OF_PROCESS)], ids=[*CHAINS, "engine"])
-def test_a_job_that_is_killed_in_every_phase_ends_where_one_that_is_not_does(sums_data, tmp_path, uninterrupted, kills, flags):
+@pytest.mark.parametrize(
+    "kills, flags",
+    [*((kills, ()) for kills in CHAINS.values()), (ENGINE, OUT_OF_PROCESS)],
+    ids=[*CHAINS, "engine"],
+)
+def test_a_job_that_is_killed_in_every_phase_ends_where_one_that_is_not_does(
+    sums_data, tmp_path, uninterrupted, kills, flags
+):
     save, again = tmp_path / "run", command(sums_data, tmp_path / "run", flags)
     for victim, phase in kills:
         (tmp_path / "hit").unlink(missing_ok=True)
@@ -80,9 +112,18 @@ def test_a_job_that_is_killed_in_every_phase_ends_where_one_that_is_not_does(sum
             outcome = job.watch_end(job.wait_for_hit(), limit_s=10.0)
         finally:
             job.end()
-        assert outcome.exit_code not in (0, None) and not outcome.orphans and not outcome.shared_memory, (victim, phase, outcome)
+        assert outcome.exit_code not in (0, None) and not outcome.orphans and not outcome.shared_memory, (
+            victim,
+            phase,
+            outcome,
+        )
     run_to_the_end(tmp_path, again)
     assert [row["step"] for row in metrics(save)] == list(range(1, STEPS + 1))
     assert metrics(save) == metrics(uninterrupted(*flags))
-    weights, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (save, uninterrupted(*flags)))
-    assert all(torch.equal(value, weights[name]) for name, value in expected.items()) and weights.keys() == expected.keys()
+    weights, expected = (
+        load_file(folder / "hf" / "model.safetensors") for folder in (save, uninterrupted(*flags))
+    )
+    assert (
+        all(torch.equal(value, weights[name]) for name, value in expected.items())
+        and weights.keys() == expected.keys()
+    )

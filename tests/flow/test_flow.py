@@ -8,8 +8,13 @@ import pytest
 from megarl.flow import Flow, FlowError, Node, SymbolicRole, background, columns, dataflow, symbolic_roles
 from megarl.flow.draw import ranges
 
-GAE = SimpleNamespace(advantage_reads=("rewards", "old_log_probs", "ref_log_probs?", "values"), advantage_writes=("advantages", "returns"))
-GRPO = SimpleNamespace(advantage_reads=("rewards", "old_log_probs", "ref_log_probs?"), advantage_writes=("advantages",))
+GAE = SimpleNamespace(
+    advantage_reads=("rewards", "old_log_probs", "ref_log_probs?", "values"),
+    advantage_writes=("advantages", "returns"),
+)
+GRPO = SimpleNamespace(
+    advantage_reads=("rewards", "old_log_probs", "ref_log_probs?"), advantage_writes=("advantages",)
+)
 ROLES = "actor critic reference reward"
 
 
@@ -23,14 +28,25 @@ COLOCATED = dict.fromkeys(["actor", "rollout", "critic", "reference", "reward"],
 def ppo_flow(present=None) -> Flow:
     """As in DESIGN 4."""
     actor, critic, reference, reward = symbolic_roles(ROLES, present)
-    return (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
-            .advantages(GAE).update(critic).update(actor))  # fmt: skip
+    return (
+        actor.rollout()
+        .join(reward.score)
+        .join(reference.log_probs)
+        .join(critic.values)
+        .advantages(GAE)
+        .update(critic)
+        .update(actor)
+    )
 
 
 @dataflow
 def ppo(actor, critic, reference, reward):
     samples = actor.rollout()
-    scores, ref_log_probs, values = reward.score(samples), reference.log_probs(samples), critic.values(samples)
+    scores, ref_log_probs, values = (
+        reward.score(samples),
+        reference.log_probs(samples),
+        critic.values(samples),
+    )
     advantages = actor.advantages(scores, ref_log_probs, values, algorithm=GAE)
     critic.update(advantages)
     return actor.update(advantages)
@@ -38,17 +54,40 @@ def ppo(actor, critic, reference, reward):
 
 def test_both_ways_to_write_a_flow_give_the_same_nodes():
     nodes = [
-        Node(role="rollout", method="generate", reads=("weights:actor", "weights:rollout"), writes=("tokens", "lengths")),
+        Node(
+            role="rollout",
+            method="generate",
+            reads=("weights:actor", "weights:rollout"),
+            writes=("tokens", "lengths"),
+        ),
         Node(role="reward", method="score", reads=("tokens",), writes=("rewards",)),
         Node(role="reference", method="log_probs", reads=("tokens", "lengths"), writes=("ref_log_probs",)),
-        Node(role="critic", method="values", reads=("tokens", "lengths", "weights:critic"), writes=("values",)),
-        Node(role="actor", method="log_probs", reads=("tokens", "lengths", "weights:actor"), writes=("old_log_probs",)),
-        Node(role="actor", method="advantages", reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
-             writes=("advantages", "returns")),
-        Node(role="critic", method="update", reads=("tokens", "values", "returns"), writes=("weights:critic",)),
-        Node(role="actor", method="update", reads=("tokens", "old_log_probs", "ref_log_probs", "advantages"), writes=("weights:actor",)),
+        Node(
+            role="critic", method="values", reads=("tokens", "lengths", "weights:critic"), writes=("values",)
+        ),
+        Node(
+            role="actor",
+            method="log_probs",
+            reads=("tokens", "lengths", "weights:actor"),
+            writes=("old_log_probs",),
+        ),
+        Node(
+            role="actor",
+            method="advantages",
+            reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
+            writes=("advantages", "returns"),
+        ),
+        Node(
+            role="critic", method="update", reads=("tokens", "values", "returns"), writes=("weights:critic",)
+        ),
+        Node(
+            role="actor",
+            method="update",
+            reads=("tokens", "old_log_probs", "ref_log_probs", "advantages"),
+            writes=("weights:actor",),
+        ),
         Node(role="rollout", method="sync", reads=("weights:actor",), writes=("weights:rollout",)),
-    ]  # fmt: skip
+    ]
     assert ppo_flow().nodes == tuple(nodes)
     assert ppo_flow() == ppo() == Flow(nodes) != Flow(nodes[:-1])
     ppo_flow().validate(COLOCATED)
@@ -67,22 +106,43 @@ def test_a_role_that_is_not_there_leaves_no_trace():
 
 def test_dependencies_follow_columns_and_state_follows_the_order_written():
     needs = ppo_flow().dependencies
-    assert needs["rollout.generate"] == {}  # reads weights:actor, which update writes: that of the step before
-    assert needs["actor.advantages"] == {"reward.score": ("rewards",), "actor.log_probs": ("old_log_probs",),
-                                         "reference.log_probs": ("ref_log_probs",), "critic.values": ("values",)}  # fmt: skip
-    assert needs["rollout.sync"] == {"actor.update": ("weights:actor",), "rollout.generate": ()}  # () : only not before
-    assert needs["actor.update"].items() >= {"rollout.generate": ("tokens",), "actor.log_probs": ("old_log_probs",)}.items()
+    assert (
+        needs["rollout.generate"] == {}
+    )  # reads weights:actor, which update writes: that of the step before
+    assert needs["actor.advantages"] == {
+        "reward.score": ("rewards",),
+        "actor.log_probs": ("old_log_probs",),
+        "reference.log_probs": ("ref_log_probs",),
+        "critic.values": ("values",),
+    }
+    assert needs["rollout.sync"] == {
+        "actor.update": ("weights:actor",),
+        "rollout.generate": (),
+    }  # () : only not before
+    assert (
+        needs["actor.update"].items()
+        >= {"rollout.generate": ("tokens",), "actor.log_probs": ("old_log_probs",)}.items()
+    )
     depth = ppo_flow().depth
-    assert [depth[n] for n in ("rollout.generate", "critic.values", "actor.advantages", "actor.update", "rollout.sync")] == [0, 1, 2, 3, 4]
+    assert [
+        depth[n]
+        for n in ("rollout.generate", "critic.values", "actor.advantages", "actor.update", "rollout.sync")
+    ] == [0, 1, 2, 3, 4]
     assert ppo_flow().chain_behind["rollout.generate"] == 4
-    assert "critic.update" in ppo_flow().behind["reward.score"] and "actor.update" not in ppo_flow().behind["critic.update"]
+    assert (
+        "critic.update" in ppo_flow().behind["reward.score"]
+        and "actor.update" not in ppo_flow().behind["critic.update"]
+    )
 
 
 def test_two_reward_models_write_two_columns_and_both_count():
     actor, one, two = symbolic_roles("actor reward_model reward_model_2")
     flow = actor.rollout().join(one.score, two.score).advantages(GRPO).update(actor)
     assert [n.writes for n in flow.nodes if n.method == "score"] == [("scores",), ("scores:reward_model_2",)]
-    assert flow.dependencies["actor.advantages"].items() >= {"reward_model.score": ("scores",), "reward_model_2.score": ("scores:reward_model_2",)}.items()  # fmt: skip
+    assert (
+        flow.dependencies["actor.advantages"].items()
+        >= {"reward_model.score": ("scores",), "reward_model_2.score": ("scores:reward_model_2",)}.items()
+    )
     flow.validate(dict.fromkeys(["actor", "rollout", "reward_model", "reward_model_2"], mesh(0)))
     alone = actor.rollout().join(two.score).advantages(GRPO)
     assert [n.writes for n in alone.nodes if n.method == "score"] == [("scores",)]
@@ -93,9 +153,17 @@ def test_two_actors_read_columns_of_their_own_samples_only():
     flow = Flow()
     for suffix in ("", "_2"):
         actor, critic, reward = (SymbolicRole(f"{kind}{suffix}") for kind in ("actor", "critic", "reward"))
-        part = actor.rollout().join(reward.score, critic.values).advantages(GAE, actor).update(critic).update(actor)
+        part = (
+            actor.rollout()
+            .join(reward.score, critic.values)
+            .advantages(GAE, actor)
+            .update(critic)
+            .update(actor)
+        )
         flow = Flow((*flow.declared, *part.declared))
-        meshes |= dict.fromkeys([f"{kind}{suffix}" for kind in ("actor", "rollout", "critic", "reward")], mesh(len(meshes)))
+        meshes |= dict.fromkeys(
+            [f"{kind}{suffix}" for kind in ("actor", "rollout", "critic", "reward")], mesh(len(meshes))
+        )
     flow.validate(meshes)
     second = [name for name in flow.dependencies if name.split(".")[0].endswith("_2")]
     assert len(second) == len(flow.nodes) / 2
@@ -103,7 +171,9 @@ def test_two_actors_read_columns_of_their_own_samples_only():
     assert next(n for n in flow.nodes if n.name == "actor_2.update").writes == ("weights:actor_2",)
     # With one reward for both, the second actor has none: those there are belong to other samples.
     without = Flow(n for n in flow.declared if n.role != "reward_2")
-    assert [f.split(" Did")[0] for f in without.findings(meshes)] == ["node (actor_2.advantages) reads rewards:*_2, which nobody writes."]
+    assert [f.split(" Did")[0] for f in without.findings(meshes)] == [
+        "node (actor_2.advantages) reads rewards:*_2, which nobody writes."
+    ]
 
 
 class Judge:
@@ -114,7 +184,9 @@ class Judge:
 def test_methods_of_ones_own():
     actor = SymbolicRole("actor")
     declared = actor.rollout().then(SymbolicRole("judge", cls=Judge).judge)
-    assert declared == actor.rollout().then(SymbolicRole("judge").judge, reads=("tokens", "lengths"), writes=("rewards",))
+    assert declared == actor.rollout().then(
+        SymbolicRole("judge").judge, reads=("tokens", "lengths"), writes=("rewards",)
+    )
 
     @dataflow
     def traced(actor, judge):
@@ -129,9 +201,16 @@ def test_background_work():
     def log_table(rewards): ...
 
     actor, reward, logger = symbolic_roles("actor reward logger")
-    flow = actor.rollout().join(reward.score).background(log_table).background(logger.write, reads=("tokens",), writes=())
+    flow = (
+        actor.rollout()
+        .join(reward.score)
+        .background(log_table)
+        .background(logger.write, reads=("tokens",), writes=())
+    )
     assert [(n.name, n.role, n.background, n.function) for n in flow.nodes[2:]] == [
-        ("log_table", "driver", True, log_table), ("logger.write", "logger", True, None)]  # fmt: skip
+        ("log_table", "driver", True, log_table),
+        ("logger.write", "logger", True, None),
+    ]
 
     @dataflow
     def traced(actor, reward, logger):
@@ -148,7 +227,10 @@ def test_a_traced_call_refuses_what_it_does_not_read():
     def wrong(actor, critic, reward):
         critic.values(reward.score(actor.rollout()))
 
-    with pytest.raises(ValueError, match=r"node \(critic.values\) is given rewards, which it does not read. It reads tokens, lengths,"):
+    with pytest.raises(
+        ValueError,
+        match=r"node \(critic.values\) is given rewards, which it does not read. It reads tokens, lengths,",
+    ):
         wrong()
 
 
@@ -157,25 +239,58 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
     return Node(role=role, method=method, reads=reads, writes=writes, **options)
 
 
-@pytest.mark.parametrize("nodes, finding", [
-    ([], r"flow \(empty\): it needs at least one node. Start it with actor.rollout\(\)."),
-    ([node("a.x", writes=["values"]), node("b.y", reads=["value"])],
-     r"node \(b.y\) reads value, which nobody writes. Did you mean values\? Written columns: values."),
-    ([node("a.x", reads=["scores"], writes=["scores"])], r"node \(a.x\) reads scores, which nobody writes but this node itself."),
-    ([node("a.x", writes=["scores"]), node("b.y", writes=["scores"])], r"column \(scores\) is written by a.x and b.y: one node writes it."),
-    ([node("a.x", reads=["p"], writes=["q"]), node("b.y", reads=["q"], writes=["p"]), node("a.z", reads=["p"])],
-     r"nodes (a.x, b.y|b.y, a.x) wait for each other: .*b.y reads q of a.x.*. One of them must"),
-    ([node("a.x", writes=["q"]), node("c.z", reads=["q"])],
-     r"node \(c.z\): role \(c\) has no mesh. Place it with --c-ranks, or leave the node out. Placed roles: a, actor, b."),
-    ([node("actro.x")], r"node \(actro.x\): role \(actro\) has no mesh. Did you mean actor\?"),
-    ([node("a.x", reads=["weights:actr"])], r"node \(a.x\) reads weights:actr, but role \(actr\) has no mesh. Did you mean actor\?"),
-    ([Node(role="actor", method="logprobs")], r"node \(actor.logprobs\): no columns are known for method \(logprobs\). Did you mean log_probs\? "
-                                              r"Known methods of actor: log_probs, update. For one of your own"),
-    ([Node(role="a", method="x")], r"Nothing is known of role a. For one of your own, say what it reads= and writes="),
-    ([node("a.x", writes=["q"], background=True), node("b.y", reads=["q"])],
-     r"node \(b.y\) reads q of a.x, which is a background node: the path cannot wait for it. Put a.x on the path, or b.y into the"),
-    ([node("a.x"), node("a.x")], r"node \(a.x\) is there 2 times: give each a name= of its own, or leave one out."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes, finding",
+    [
+        ([], r"flow \(empty\): it needs at least one node. Start it with actor.rollout\(\)."),
+        (
+            [node("a.x", writes=["values"]), node("b.y", reads=["value"])],
+            r"node \(b.y\) reads value, which nobody writes. Did you mean values\? Written columns: values.",
+        ),
+        (
+            [node("a.x", reads=["scores"], writes=["scores"])],
+            r"node \(a.x\) reads scores, which nobody writes but this node itself.",
+        ),
+        (
+            [node("a.x", writes=["scores"]), node("b.y", writes=["scores"])],
+            r"column \(scores\) is written by a.x and b.y: one node writes it.",
+        ),
+        (
+            [
+                node("a.x", reads=["p"], writes=["q"]),
+                node("b.y", reads=["q"], writes=["p"]),
+                node("a.z", reads=["p"]),
+            ],
+            r"nodes (a.x, b.y|b.y, a.x) wait for each other: .*b.y reads q of a.x.*. One of them must",
+        ),
+        (
+            [node("a.x", writes=["q"]), node("c.z", reads=["q"])],
+            r"node \(c.z\): role \(c\) has no mesh. Place it with --c-ranks, or leave the node out. Placed roles: a, actor, b.",
+        ),
+        ([node("actro.x")], r"node \(actro.x\): role \(actro\) has no mesh. Did you mean actor\?"),
+        (
+            [node("a.x", reads=["weights:actr"])],
+            r"node \(a.x\) reads weights:actr, but role \(actr\) has no mesh. Did you mean actor\?",
+        ),
+        (
+            [Node(role="actor", method="logprobs")],
+            r"node \(actor.logprobs\): no columns are known for method \(logprobs\). Did you mean log_probs\? "
+            r"Known methods of actor: log_probs, update. For one of your own",
+        ),
+        (
+            [Node(role="a", method="x")],
+            r"Nothing is known of role a. For one of your own, say what it reads= and writes=",
+        ),
+        (
+            [node("a.x", writes=["q"], background=True), node("b.y", reads=["q"])],
+            r"node \(b.y\) reads q of a.x, which is a background node: the path cannot wait for it. Put a.x on the path, or b.y into the",
+        ),
+        (
+            [node("a.x"), node("a.x")],
+            r"node \(a.x\) is there 2 times: give each a name= of its own, or leave one out.",
+        ),
+    ],
+)
 def test_every_mistake_is_named(nodes, finding):
     meshes = {"a": mesh(0), "b": mesh(1), "actor": mesh(0)}
     with pytest.raises(FlowError, match=finding) as raised:
@@ -185,11 +300,17 @@ def test_every_mistake_is_named(nodes, finding):
 
 
 def test_all_mistakes_are_told_at_once():
-    nodes = [node("a.x", reads=["p"], writes=["q"]), node("b.y", reads=["q"], writes=["p", "q"]), Node(role="actor", method="logprobs")]
+    nodes = [
+        node("a.x", reads=["p"], writes=["q"]),
+        node("b.y", reads=["q"], writes=["p", "q"]),
+        Node(role="actor", method="logprobs"),
+    ]
     with pytest.raises(FlowError) as raised:
         Flow(nodes).validate({"a": mesh(0)})
     assert len(raised.value.findings) == 5  # method, two roles, written twice, cycle
-    assert str(raised.value).startswith("the flow cannot run:\n  - node (actor.logprobs): no columns are known")
+    assert str(raised.value).startswith(
+        "the flow cannot run:\n  - node (actor.logprobs): no columns are known"
+    )
     two = [node(f"{r}.x", reads=[a], writes=[b]) for r, a, b in ("apq", "bqp", "crs", "dsr")]
     assert len(Flow(two).findings()) == 2  # cycles
 
@@ -198,9 +319,21 @@ def test_text_shows_order_ranks_and_columns():
     meshes = {role: mesh(0, 1, 2, 5) for role in COLOCATED} | {"critic": mesh(7)}
     lines = ppo_flow().text(meshes).splitlines()
     assert lines[0].split() == ["node", "ranks", "reads", "writes"]
-    assert lines[1].split() == ["0", "rollout.generate", "0-2,5", "(weights:actor),", "(weights:rollout)", "tokens,", "lengths"]
-    assert ["1", "critic.values", "7", "tokens,", "lengths,", "(weights:critic)", "values"] in [line.split() for line in lines]
-    assert lines[-1].startswith("longest chain: rollout.generate -> ") and lines[-1].endswith("-> actor.update -> rollout.sync")
+    assert lines[1].split() == [
+        "0",
+        "rollout.generate",
+        "0-2,5",
+        "(weights:actor),",
+        "(weights:rollout)",
+        "tokens,",
+        "lengths",
+    ]
+    assert ["1", "critic.values", "7", "tokens,", "lengths,", "(weights:critic)", "values"] in [
+        line.split() for line in lines
+    ]
+    assert lines[-1].startswith("longest chain: rollout.generate -> ") and lines[-1].endswith(
+        "-> actor.update -> rollout.sync"
+    )
     assert max(map(len, lines)) < 140
     assert ranges([]) == "" and ranges([3]) == "3" and ranges([4, 0, 1]) == "0-1,4"
 
@@ -210,31 +343,52 @@ def test_svg_has_a_box_per_node_that_covers_no_other_and_an_arrow_per_edge():
     flow = ppo_flow().background(print, reads=["rewards"])
     svg = ElementTree.fromstring(flow.svg(meshes))
     tag = "{http://www.w3.org/2000/svg}"
-    boxes = [[float(r.get(k)) for k in ("x", "y", "width", "height")] for r in svg.iter(f"{tag}rect") if r.get("rx")]
+    boxes = [
+        [float(r.get(k)) for k in ("x", "y", "width", "height")]
+        for r in svg.iter(f"{tag}rect")
+        if r.get("rx")
+    ]
     texts = [t.text for t in svg.iter(f"{tag}text")]
-    assert len(boxes) == len(flow.nodes) and {n.name for n in flow.nodes} | {"ranks 0-1", "ranks 2", "driver"} <= {*texts}
+    assert len(boxes) == len(flow.nodes) and {n.name for n in flow.nodes} | {
+        "ranks 0-1",
+        "ranks 2",
+        "driver",
+    } <= {*texts}
     for i, (x, y, w, h) in enumerate(boxes):
         assert 0 <= x and x + w <= float(svg.get("width")) and y + h <= float(svg.get("height"))
         assert all(x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y for x2, y2, w2, h2 in boxes[:i])
-    assert len(list(svg.iter(f"{tag}path"))) == sum(bool(c) for needs in flow.dependencies.values() for c in needs.values())
+    assert len(list(svg.iter(f"{tag}path"))) == sum(
+        bool(c) for needs in flow.dependencies.values() for c in needs.values()
+    )
     assert {r.get("fill") for r in svg.iter(f"{tag}rect") if r.get("rx")} == {"#cfe3f7", "#d8eecf", "#fbe3c4"}
 
 
 def test_a_flow_of_another_actor_beside_the_first():
     """The same as written with numbered roles; state, custom names and functions of the driver get the number too."""
     actor, critic, reward = symbolic_roles("actor critic reward")
-    of_one = (actor.rollout().join(reward.score, critic.values).advantages(GAE).update(critic).update(actor)
-              .then(SymbolicRole("judge").look, reads=["tokens", "weights:actor"], writes=["opinion"]))  # fmt: skip
+    of_one = (
+        actor.rollout()
+        .join(reward.score, critic.values)
+        .advantages(GAE)
+        .update(critic)
+        .update(actor)
+        .then(SymbolicRole("judge").look, reads=["tokens", "weights:actor"], writes=["opinion"])
+    )
     assert of_one.of_actor("") is of_one
     second = of_one.of_actor("_2")
     both = of_one.beside(second)
-    assert [node.name for node in second.declared] == [f"{node.role}_2.{node.method}" for node in of_one.declared]
+    assert [node.name for node in second.declared] == [
+        f"{node.role}_2.{node.method}" for node in of_one.declared
+    ]
     alone = {name: needs.keys() for name, needs in of_one.dependencies.items()}
     for name, needs in alone.items():
         role, method = name.split(".")
         assert both.dependencies[name].keys() == needs
         assert both.dependencies[f"{role}_2.{method}"].keys() == {need.replace(".", "_2.") for need in needs}
-    assert [node.reads[-1] for node in both.nodes if node.method == "look"] == ["weights:actor", "weights:actor_2"]
+    assert [node.reads[-1] for node in both.nodes if node.method == "look"] == [
+        "weights:actor",
+        "weights:actor_2",
+    ]
 
 
 def test_roles_without_a_rollout_of_their_number_work_on_the_samples_of_the_first():

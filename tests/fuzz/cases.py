@@ -22,14 +22,19 @@ QUICK, FULL = 50, 5000
 CASE_S = 10.0
 """Of the processor, that one case may take: hundreds of times what it takes, so no other load reaches it, and no hang stays below it."""
 
-hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "megarl_hypothesis")  # not into the working tree
+hypothesis.configuration.set_hypothesis_home_dir(
+    Path(tempfile.gettempdir()) / "megarl_hypothesis"
+)  # not into the working tree
 
 
 def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -> Callable:
     """Make a test of `check(folder, *drawn)`; folder: for files, shared by all cases of the test. quick 0: only among the slow ones."""
 
     def decorate(check: Callable) -> Callable:
-        @pytest.mark.parametrize("cases", [quick] * (quick > 0) + [pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+        @pytest.mark.parametrize(
+            "cases",
+            [quick] * (quick > 0) + [pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+        )
         def test(cases: int, tmp_path: Path) -> None:
             ran, slowest = 0, 0.0
 
@@ -72,4 +77,6 @@ def may_refuse(*clear: type[Exception], naming: str = "") -> Iterator[None]:
     except Exception as error:
         if type(error) not in clear:
             raise
-        assert str(error).strip() and naming in str(error), f"{type(error).__name__} does not name {naming!r}: {error}"
+        assert str(error).strip() and naming in str(error), (
+            f"{type(error).__name__} does not name {naming!r}: {error}"
+        )

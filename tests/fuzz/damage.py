@@ -14,14 +14,24 @@ json_values = st.recursive(
     | st.sampled_from(["F32", "float32", "bfloat16", "nn", "x", "../x", "\x00", 2**63, 10**400, "[" * 3000]),
     lambda inner: (
         st.lists(inner, max_size=5)
-        | st.dictionaries(st.text(max_size=4) | st.sampled_from(["dtype", "shape", "parts", "data_offsets"]), inner, max_size=4)
+        | st.dictionaries(
+            st.text(max_size=4) | st.sampled_from(["dtype", "shape", "parts", "data_offsets"]),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=6,
 )
 paths = st.lists(st.integers(0, 50), max_size=6)
-edits = st.lists(st.tuples(paths, json_values, st.sampled_from(["put", "put", "drop", "add"])), min_size=1, max_size=3)
+edits = st.lists(
+    st.tuples(paths, json_values, st.sampled_from(["put", "put", "drop", "add"])), min_size=1, max_size=3
+)
 damages = st.lists(
-    st.tuples(st.sampled_from(["flip", "cut", "drop", "insert", "zero"]), st.floats(0, 1), st.binary(min_size=1, max_size=12)),
+    st.tuples(
+        st.sampled_from(["flip", "cut", "drop", "insert", "zero"]),
+        st.floats(0, 1),
+        st.binary(min_size=1, max_size=12),
+    ),
     min_size=1,
     max_size=3,
 )
@@ -52,5 +62,9 @@ def damaged(content: bytes, damage: list[tuple[str, float, bytes]]) -> bytes:
             "insert": new + content[at : at + 1],
             "zero": bytes(len(new)),
         }[how]
-        content = content[:at] + changed + (b"" if how == "cut" else content[at + (len(new) if how in ("drop", "zero") else 1) :])
+        content = (
+            content[:at]
+            + changed
+            + (b"" if how == "cut" else content[at + (len(new) if how in ("drop", "zero") else 1) :])
+        )
     return content

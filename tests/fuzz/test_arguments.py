@@ -35,7 +35,9 @@ numbers = st.one_of(
     st.integers().map(str),
     st.floats().map(repr),
     st.integers(15, 5000).map("9".__mul__),
-    st.sampled_from(["1e400", "-1e-400", "0x10", "1_0", "٣", "1.", ".5", "+1", "-0", "nan", "-inf", "1e5", "true", "none"]),
+    st.sampled_from(
+        ["1e400", "-1e-400", "0x10", "1_0", "٣", "1.", ".5", "+1", "-0", "nan", "-inf", "1e5", "true", "none"]
+    ),
 )
 words = st.one_of(
     numbers,
@@ -71,17 +73,38 @@ names = st.one_of(
     st.sampled_from(NAMES),
     st.sampled_from(NAMES).map("no-".__add__),
     st.text(max_size=20),
-    st.builds("{}-{}-{}".format, st.sampled_from(["actor", "critic", "rollout", "reward", "no-actor"]), numbers, st.sampled_from(NAMES)),
+    st.builds(
+        "{}-{}-{}".format,
+        st.sampled_from(["actor", "critic", "rollout", "reward", "no-actor"]),
+        numbers,
+        st.sampled_from(NAMES),
+    ),
 )
 flags = st.builds("--{}{}{}".format, names, st.sampled_from([" ", "=", "\n", " '", ""]), words)
 pieces = st.one_of(
     flags,
     words,
-    st.sampled_from(["@a", "@b.args", "@sub/../b.args", "@.", "@missing", "@loop", "@\x00", "@" + "x" * 300, "@/dev/null", "-x"]),
-    st.sampled_from([" ", "\n", "\t", "\r\n", "\\\n", " # ", "'", '"', "\\", "\x00", "\x1c", "\u2028", "\ufeff"]),
+    st.sampled_from(
+        [
+            "@a",
+            "@b.args",
+            "@sub/../b.args",
+            "@.",
+            "@missing",
+            "@loop",
+            "@\x00",
+            "@" + "x" * 300,
+            "@/dev/null",
+            "-x",
+        ]
+    ),
+    st.sampled_from(
+        [" ", "\n", "\t", "\r\n", "\\\n", " # ", "'", '"', "\\", "\x00", "\x1c", "\u2028", "\ufeff"]
+    ),
 )
 texts = st.one_of(
-    st.lists(pieces, max_size=12).map(" ".join).map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=200)
+    st.lists(pieces, max_size=12).map(" ".join).map(lambda text: text.encode(errors="surrogatepass")),
+    st.binary(max_size=200),
 )
 
 
@@ -108,9 +131,14 @@ def test_words_are_those_of_bash(folder: Path, texts: list[str]) -> None:
     texts = [text.replace("\r", "") + "\n" for text in texts]
     tell = "do printf '%s\\0' \"$word\"; done; printf '\\1\\0'; } || printf '\\2\\0'"
     script = "\n".join(
-        f'eval {shell_quoted(f"words=({chr(10)}{text}{chr(10)})")} 2>/dev/null && {{ for word in "${{words[@]}}"; {tell}' for text in texts
+        f'eval {shell_quoted(f"words=({chr(10)}{text}{chr(10)})")} 2>/dev/null && {{ for word in "${{words[@]}}"; {tell}'
+        for text in texts
     )
-    found = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=60).stdout.decode().split("\0")[:-1]
+    found = (
+        subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=60)
+        .stdout.decode()
+        .split("\0")[:-1]
+    )
     for text in texts:
         expected: list[str] | None = []
         while (word := found.pop(0)) not in ("\1", "\2"):
@@ -154,7 +182,11 @@ def jobs(draw: st.DrawFn) -> tuple[str, list[str]]:
     for name in chosen:
         given = draw(values(of[name]))
         negate = of[name].kind.is_bool and draw(st.booleans())
-        argv += [f"--no-{name}" if negate else f"--{name}", *given] if len(given) != 1 else [f"--{name}={given[0]}"]
+        argv += (
+            [f"--no-{name}" if negate else f"--{name}", *given]
+            if len(given) != 1
+            else [f"--{name}={given[0]}"]
+        )
     return algorithm, argv
 
 
@@ -165,7 +197,16 @@ def job(folder: Path, algorithm: str, argv: list[str]) -> TrainConfig:
         (model / "config.json").write_text(json.dumps(QWEN3))
         (model / "model.safetensors").touch()
         (folder / "train.jsonl").write_text("{}\n")
-    given = ["--algorithm", algorithm, "--model", str(model), "--train-data", str(folder / "train.jsonl"), "--save", str(folder / "run")]
+    given = [
+        "--algorithm",
+        algorithm,
+        "--model",
+        str(model),
+        "--train-data",
+        str(folder / "train.jsonl"),
+        "--save",
+        str(folder / "run"),
+    ]
     return load_config([*given, "--train-iters", "1", *argv], REGISTRY)
 
 
@@ -192,14 +233,20 @@ def test_every_configuration_is_checked(folder: Path, drawn: tuple[str, list[str
 
 lists_of_ranks = st.one_of(
     st.text(max_size=12),
-    st.lists(st.one_of(numbers, st.builds("{}-{}".format, numbers, numbers), st.text(max_size=3)), max_size=5).map(",".join),
+    st.lists(
+        st.one_of(numbers, st.builds("{}-{}".format, numbers, numbers), st.text(max_size=3)), max_size=5
+    ).map(",".join),
 )
 
 
 @fuzz(
     lists_of_ranks,
     st.integers(1, 16),
-    st.lists(st.one_of(st.text(max_size=8), st.builds("{}={}".format, st.sampled_from(["a", "b", "ä"]), lists_of_ranks))),
+    st.lists(
+        st.one_of(
+            st.text(max_size=8), st.builds("{}={}".format, st.sampled_from(["a", "b", "ä"]), lists_of_ranks)
+        )
+    ),
 )
 def test_ranks_and_pools(folder: Path, text: str, world_size: int, pools: list[str]) -> None:
     with may_refuse(ValueError, naming="must"):
@@ -214,10 +261,14 @@ sizes = st.integers(-2, 5)
 
 
 @fuzz(st.integers(0, 24), sizes, sizes, sizes, st.none() | sizes, sizes, sizes)
-def test_meshes(folder: Path, num_ranks: int, tp: int, pp: int, ep: int, etp: int | None, cp: int, vpp: int) -> None:
+def test_meshes(
+    folder: Path, num_ranks: int, tp: int, pp: int, ep: int, etp: int | None, cp: int, vpp: int
+) -> None:
     """Every coordinate there is belongs to one rank, in both grids."""
     with may_refuse(ValueError, naming="parallel_size"):
         mesh = MeshSpec(tuple(range(num_ranks)), tp, pp, ep, etp, cp, vpp)
         for shape in (mesh.shape, mesh.expert_shape):
             found = {tuple(mesh.coordinates(rank)[name] for name in shape) for rank in mesh.ranks}
-            assert len(found) == num_ranks and all(0 <= at < size for of in found for at, size in zip(of, shape.values(), strict=True))
+            assert len(found) == num_ranks and all(
+                0 <= at < size for of in found for at, size in zip(of, shape.values(), strict=True)
+            )

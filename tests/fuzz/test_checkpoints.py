@@ -31,7 +31,16 @@ def rectangles() -> list[Rectangle]:
     boxes = (Box(0, 1, 0, 2), Box(0, 1, 2, 4), Box(1, 6, 0, 4))
     whole = torch.zeros(6, 4), torch.zeros(3, 1)
     return [
-        *(Rectangle("weights", "x", (6, 4), box, whole[0][box.row_start : box.row_end, box.col_start : box.col_end]) for box in boxes),
+        *(
+            Rectangle(
+                "weights",
+                "x",
+                (6, 4),
+                box,
+                whole[0][box.row_start : box.row_end, box.col_start : box.col_end],
+            )
+            for box in boxes
+        ),
         Rectangle("weights", "v", (3,), Box(0, 3, 0, 1), whole[1]),
     ]
 
@@ -41,7 +50,11 @@ def saved(folder: Path) -> Path:
     if not (folder / "sound").exists():
         sound = rectangles()
         for r in sound:
-            r.values.copy_(VALUES[r.box.row_start : r.box.row_end, r.box.col_start : r.box.col_end] if r.name == "x" else torch.ones(3, 1))
+            r.values.copy_(
+                VALUES[r.box.row_start : r.box.row_end, r.box.col_start : r.box.col_end]
+                if r.name == "x"
+                else torch.ones(3, 1)
+            )
         save(folder / "sound", sound, {"note": "ü", "dtype": "float32"})
     shutil.rmtree(folder / "copy", ignore_errors=True)
     return shutil.copytree(folder / "sound", folder / "copy")
@@ -51,7 +64,11 @@ def reads_what_was_written(folder: Path) -> bool:
     into = rectangles()
     load(folder, into)
     return all(
-        r.values.equal(VALUES[r.box.row_start : r.box.row_end, r.box.col_start : r.box.col_end] if r.name == "x" else torch.ones(3, 1))
+        r.values.equal(
+            VALUES[r.box.row_start : r.box.row_end, r.box.col_start : r.box.col_end]
+            if r.name == "x"
+            else torch.ones(3, 1)
+        )
         for r in into
     )
 
@@ -79,7 +96,9 @@ def test_manifests_that_lie(folder: Path, drawn: list, state: bool) -> None:
         return
     body = {key: body.get(key) for key in ("files", "tensors", "state")}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    (copy / MANIFEST).write_text(json.dumps({"format": "megarl checkpoint", "version": 1, "sha256": digest, **body}))
+    (copy / MANIFEST).write_text(
+        json.dumps({"format": "megarl checkpoint", "version": 1, "sha256": digest, **body})
+    )
     with may_refuse(CheckpointError):
         assert reads_what_was_written(copy)
     with may_refuse(CheckpointError, TensorFileError):
@@ -147,13 +166,16 @@ def test_files_of_jobs(folder: Path, drawn: list, damage: list, lies: bool) -> N
         assert read_job(root) == json.loads(json.dumps(body)) or lies
 
 
-rows = st.dictionaries(st.sampled_from(["step", "reward/mean"]), json_values, max_size=2).map(json.dumps) | st.integers(0, 9).map(
-    '{{"step": {}}}'.format
-)
+rows = st.dictionaries(st.sampled_from(["step", "reward/mean"]), json_values, max_size=2).map(
+    json.dumps
+) | st.integers(0, 9).map('{{"step": {}}}'.format)
 ends = st.sampled_from(["\n", "\n", "\n", "", "\r\n"])
 
 
-@fuzz(st.lists(st.tuples(rows | st.text(max_size=6) | st.just("[" * 100_000), ends), max_size=5), st.integers(0, 9))
+@fuzz(
+    st.lists(st.tuples(rows | st.text(max_size=6) | st.just("[" * 100_000), ends), max_size=5),
+    st.integers(0, 9),
+)
 def test_rows_of_a_run_that_goes_on(folder: Path, drawn: list[tuple[str, str]], last: int) -> None:
     """Rows of earlier steps stay, byte for byte, and no other."""
     (folder / "rollouts").mkdir(exist_ok=True)
@@ -162,6 +184,10 @@ def test_rows_of_a_run_that_goes_on(folder: Path, drawn: list[tuple[str, str]], 
     before = path.read_bytes().splitlines(keepends=True)
     cut_after(folder, last)
     kept = path.read_bytes().splitlines(keepends=True)
-    assert all(isinstance(json.loads(line)["step"], int) and json.loads(line)["step"] <= last for line in kept)
+    assert all(
+        isinstance(json.loads(line)["step"], int) and json.loads(line)["step"] <= last for line in kept
+    )
     assert [line for line in before if line in kept] == kept
-    assert last == 0 or all(line in kept for line in before if line in [b'{"step": %d}\n' % step for step in range(last + 1)])
+    assert last == 0 or all(
+        line in kept for line in before if line in [b'{"step": %d}\n' % step for step in range(last + 1)]
+    )

@@ -26,7 +26,20 @@ words = st.one_of(
     st.text(max_size=10),
     st.integers(-2, 9).map(str),
     st.sampled_from(
-        ["1e400", "9" * 5000, "1000000", "1000000000000", "nan", "", "-", "\x00", "\ud800", "/dev/null", ".", "\N{COMBINING ACUTE ACCENT}"]
+        [
+            "1e400",
+            "9" * 5000,
+            "1000000",
+            "1000000000000",
+            "nan",
+            "",
+            "-",
+            "\x00",
+            "\ud800",
+            "/dev/null",
+            ".",
+            "\N{COMBINING ACUTE ACCENT}",
+        ]
     ),
 )
 names = st.sampled_from(
@@ -62,7 +75,11 @@ names = st.sampled_from(
 argvs = st.lists(st.one_of(names, words, st.builds("{}={}".format, names, words)), max_size=6)
 
 
-@fuzz(st.sampled_from(["check", "graph", "reshard-plan", "convert", "chekc", "--help", "--version", ""]), st.booleans(), argvs)
+@fuzz(
+    st.sampled_from(["check", "graph", "reshard-plan", "convert", "chekc", "--help", "--version", ""]),
+    st.booleans(),
+    argvs,
+)
 def test_every_command_ends_with_a_code(folder: Path, command: str, complete: bool, argv: list[str]) -> None:
     """train and eval read their flags as check does; drawn ones that pass would start a job."""
     model = folder / "model"
@@ -95,7 +112,10 @@ def test_every_command_ends_with_a_code(folder: Path, command: str, complete: bo
 
 def run(argv: list[str]) -> tuple[int, str, str]:
     """(exit code, stdout, stderr), both UTF-8 as a terminal's are."""
-    out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors, write_through=True) for errors in ("strict", "backslashreplace"))
+    out, error = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8", errors, write_through=True)
+        for errors in ("strict", "backslashreplace")
+    )
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
             code = cli.main(argv)
@@ -130,8 +150,15 @@ def test_lines_of_metrics(folder: Path, metrics: dict[str, float | int]) -> None
     line = to_json_line(metrics)
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert "\n" not in line
-    row_of = {name: float(row["nonfinite"][name]) if row[name] is None else row[name] for name in metrics if name != "nonfinite"}
-    assert all(value == metrics[name] or math.isnan(value) and math.isnan(metrics[name]) for name, value in row_of.items())
+    row_of = {
+        name: float(row["nonfinite"][name]) if row[name] is None else row[name]
+        for name in metrics
+        if name != "nonfinite"
+    }
+    assert all(
+        value == metrics[name] or math.isnan(value) and math.isnan(metrics[name])
+        for name, value in row_of.items()
+    )
 
 
 @fuzz(st.integers(0, 2**62), st.dictionaries(metric_names, numbers, max_size=6))
@@ -147,13 +174,18 @@ def test_events_of_tensorboard(folder: Path, step: int, metrics: dict[str, float
     assert event.step == step and len(event.summary.value) == len(metrics)
 
 
-shown_names = st.builds("{}/{}".format, st.sampled_from(["reward", "eval", "policy_2", "response", "time_3"]), st.text(max_size=6))
+shown_names = st.builds(
+    "{}/{}".format, st.sampled_from(["reward", "eval", "policy_2", "response", "time_3"]), st.text(max_size=6)
+)
 
 
 @fuzz(
     st.lists(
         st.dictionaries(
-            shown_names | st.sampled_from(["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s"]),
+            shown_names
+            | st.sampled_from(
+                ["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s"]
+            ),
             numbers,
             max_size=4,
         ),

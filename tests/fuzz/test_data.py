@@ -24,7 +24,17 @@ from megarl.rewards.judge_prompt import JudgePrompt
 from tests.fuzz.cases import fuzz, may_refuse
 from tests.fuzz.templates import TEMPLATES
 
-COLUMNS = ["prompt", "messages", "question", "answer", "response", "reward_model", "data_source", "extra_info", "other"]
+COLUMNS = [
+    "prompt",
+    "messages",
+    "question",
+    "answer",
+    "response",
+    "reward_model",
+    "data_source",
+    "extra_info",
+    "other",
+]
 strings = st.one_of(
     st.text(max_size=20),
     st.text(st.characters(codec=None), max_size=6),
@@ -47,19 +57,32 @@ strings = st.one_of(
         ]
     ),
 )
-leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), strings, st.just(10**4000), st.just(-(2**63) - 1))
-json_values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3), max_leaves=8)
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), strings, st.just(10**4000), st.just(-(2**63) - 1)
+)
+json_values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3),
+    max_leaves=8,
+)
 roles = st.sampled_from(["user", "assistant", "system", "tool", "User", ""]) | strings
 messages = st.lists(
     st.fixed_dictionaries(
         {"role": roles, "content": strings | json_values},
-        optional={"name": strings, "tool_calls": json_values, "reasoning_content": json_values, "tool_call_id": json_values},
+        optional={
+            "name": strings,
+            "tool_calls": json_values,
+            "reasoning_content": json_values,
+            "tool_call_id": json_values,
+        },
     )
     | json_values,
     max_size=4,
 )
 good_messages = st.lists(
-    st.fixed_dictionaries({"role": roles, "content": strings}, optional={"tool_calls": json_values}), min_size=1, max_size=4
+    st.fixed_dictionaries({"role": roles, "content": strings}, optional={"tool_calls": json_values}),
+    min_size=1,
+    max_size=4,
 )
 rows = st.one_of(
     st.dictionaries(st.sampled_from(COLUMNS), json_values, max_size=6),
@@ -162,7 +185,9 @@ types = st.recursive(
     ),
     lambda inner: st.one_of(
         inner.map(pyarrow.list_),
-        inner.map(lambda of: pyarrow.struct([("ground_truth", of), ("role", pyarrow.string()), ("content", of)])),
+        inner.map(
+            lambda of: pyarrow.struct([("ground_truth", of), ("role", pyarrow.string()), ("content", of)])
+        ),
         inner.map(lambda of: pyarrow.map_(pyarrow.string(), of)),
     ),
     max_leaves=3,
@@ -176,23 +201,40 @@ def array_of(kind: pyarrow.DataType, length: int, data: bytes) -> pyarrow.Array:
         return pyarrow.StructArray.from_arrays(parts, fields=[kind.field(i) for i in range(kind.num_fields)])
     if pyarrow.types.is_map(kind):
         offsets = pyarrow.array(range(length + 1), pyarrow.int32())
-        return pyarrow.MapArray.from_arrays(offsets, array_of(pyarrow.string(), length, b"k"), array_of(kind.item_type, length, data))
+        return pyarrow.MapArray.from_arrays(
+            offsets, array_of(pyarrow.string(), length, b"k"), array_of(kind.item_type, length, data)
+        )
     if pyarrow.types.is_list(kind):
-        return pyarrow.ListArray.from_arrays(pyarrow.array(range(length + 1), pyarrow.int32()), array_of(kind.value_type, length, data))
+        return pyarrow.ListArray.from_arrays(
+            pyarrow.array(range(length + 1), pyarrow.int32()), array_of(kind.value_type, length, data)
+        )
     if pyarrow.types.is_dictionary(kind):
-        return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * length, pyarrow.int8()), array_of(kind.value_type, 1, data))
+        return pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0] * length, pyarrow.int8()), array_of(kind.value_type, 1, data)
+        )
     if pyarrow.types.is_null(kind):
         return pyarrow.nulls(length)
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-        binary = pyarrow.array([data] * length, pyarrow.large_binary() if kind == pyarrow.large_string() else pyarrow.binary())
+        binary = pyarrow.array(
+            [data] * length, pyarrow.large_binary() if kind == pyarrow.large_string() else pyarrow.binary()
+        )
         return pyarrow.Array.from_buffers(kind, length, binary.buffers())
     return pyarrow.Array.from_buffers(
-        kind, length, [None, pyarrow.py_buffer((data * (16 * length + 16))[: 16 * length + 16] if data else bytes(16 * length + 16))]
+        kind,
+        length,
+        [
+            None,
+            pyarrow.py_buffer(
+                (data * (16 * length + 16))[: 16 * length + 16] if data else bytes(16 * length + 16)
+            ),
+        ],
     )
 
 
 columns = st.dictionaries(st.sampled_from(COLUMNS), types, min_size=1, max_size=4)
-contents = st.binary(min_size=1, max_size=8) | st.text(min_size=1, max_size=8).map(lambda text: text.encode(errors="replace"))
+contents = st.binary(min_size=1, max_size=8) | st.text(min_size=1, max_size=8).map(
+    lambda text: text.encode(errors="replace")
+)
 
 
 @fuzz(
@@ -204,7 +246,16 @@ contents = st.binary(min_size=1, max_size=8) | st.text(min_size=1, max_size=8).m
     st.booleans(),
     needs,
 )
-def test_parquet(folder: Path, kinds: dict, data: bytes, num_rows: int, damage: list, cut: float, whole: bool, need: str | None) -> None:
+def test_parquet(
+    folder: Path,
+    kinds: dict,
+    data: bytes,
+    num_rows: int,
+    damage: list,
+    cut: float,
+    whole: bool,
+    need: str | None,
+) -> None:
     """Sound files of any columns, and damaged ones."""
     path = folder / "train.parquet"
     table = pyarrow.table({name: array_of(kind, num_rows, data) for name, kind in kinds.items()})

@@ -76,7 +76,9 @@ def model(folder: Path) -> Path:
 
 
 @fuzz(
-    st.sampled_from(["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]),
+    st.sampled_from(
+        ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]
+    ),
     edits,
     damages,
     st.booleans(),
@@ -86,7 +88,12 @@ def test_model_folders(folder: Path, name: str, drawn: list, damage: list, is_te
     changed = model(folder)
     path, index = (
         changed / name,
-        {"metadata": {}, "weight_map": dict.fromkeys(TensorFile(changed / "model.safetensors").keys(), "model.safetensors")},
+        {
+            "metadata": {},
+            "weight_map": dict.fromkeys(
+                TensorFile(changed / "model.safetensors").keys(), "model.safetensors"
+            ),
+        },
     )
     content = json.dumps(index).encode() if name.endswith("index.json") else path.read_bytes()
     if is_text and name.endswith(".json"):
@@ -119,7 +126,13 @@ BASE = {
     "eos_token_id": [1, 2],
     "torch_dtype": "bfloat16",
 }
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 DEEPSEEK = BASE | {
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
@@ -158,11 +171,16 @@ CONFIGS = {
         "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    "qwen2_moe": BASE | EXPERTS | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+    "qwen2_moe": BASE
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
     "qwen3_moe": BASE | EXPERTS,
     "mixtral": BASE | EXPERTS,
     "deepseek_v2": DEEPSEEK
-    | {"topk_method": "group_limited_greedy", "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    | {
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "deepseek_v3": DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
 }
 

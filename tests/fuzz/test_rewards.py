@@ -113,12 +113,21 @@ latex = st.recursive(
         st.builds("\\frac{{{}}}{{{}}}".format, inner, inner),
         st.builds("{}^{{{}}}".format, inner, inner),
         st.builds("\\sqrt[{}]{{{}}}".format, inner, inner),
-        st.builds("({}{}{})".format, inner, st.sampled_from(["+", "-", "*", "/", "=", "<", ",", "\\cup", "\\pm", " "]), inner),
+        st.builds(
+            "({}{}{})".format,
+            inner,
+            st.sampled_from(["+", "-", "*", "/", "=", "<", ",", "\\cup", "\\pm", " "]),
+            inner,
+        ),
         st.builds("\\left[{},{}\\right)".format, inner, inner),
         st.builds("\\begin{{pmatrix}}{}&{}\\\\{}\\end{{pmatrix}}".format, inner, inner, inner),
         st.builds("\\{{{}\\}}".format, inner),
         st.builds("\\log_{{{}}}{}".format, inner, inner),
-        st.builds("\\{}{{{}}}".format, st.sampled_from(["sin", "sum", "int", "binom", "mathrm", "boxed", "overline"]), inner),
+        st.builds(
+            "\\{}{{{}}}".format,
+            st.sampled_from(["sin", "sum", "int", "binom", "mathrm", "boxed", "overline"]),
+            inner,
+        ),
     ),
     max_leaves=6,
 )
@@ -165,7 +174,10 @@ def test_scores_of_a_judge(folder: Path, answer: str, pattern: str, is_complete:
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | anything,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["inputs", "outputs", "fn_name", "asserts", "x"]), inner, max_size=4)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["inputs", "outputs", "fn_name", "asserts", "x"]), inner, max_size=4
+        )
     ),
     max_leaves=8,
 )
@@ -225,7 +237,9 @@ programs = st.one_of(
 )
 def test_programs_in_the_sandbox(folder: Path, response: str, truth: str) -> None:
     """Each starts a process or two, so there are fewer cases."""
-    reward = CodeReward(DataConfig(train_data=("x",), reward="code", code_timeout_s=5, allow_unsandboxed_code=bool(missing())))
+    reward = CodeReward(
+        DataConfig(train_data=("x",), reward="code", code_timeout_s=5, allow_unsandboxed_code=bool(missing()))
+    )
     assert judge(reward, RewardSample("code", response, truth)) in (0.0, 1.0)
 
 
@@ -234,4 +248,7 @@ def test_a_pool_answers_in_time(folder: Path, drawn: list[str]) -> None:
     """Eight at a time, through pickles and pipes: what the C code under SymPy does not let go of is killed."""
     with RewardPool(DataConfig(train_data=("x",), reward="math", reward_timeout_s=20), num_workers=1) as pool:
         verdicts = pool.score([RewardSample("math", answer, "17") for answer in drawn])
-    assert all(verdict.reward in (0.0, 1.0) or "took longer" in verdict.failure or "died of" in verdict.failure for verdict in verdicts)
+    assert all(
+        verdict.reward in (0.0, 1.0) or "took longer" in verdict.failure or "died of" in verdict.failure
+        for verdict in verdicts
+    )

@@ -17,15 +17,21 @@ from megarl.kernels.backend import _interprets
 
 @pytest.fixture
 def kernels(request, monkeypatch) -> str:
-    """"triton", behind every door that the test's file imported."""
+    """ "triton", behind every door that the test's file imported."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if _interprets():
-        pytest.fail("Triton was imported to interpret, so nothing here would run on the GPU: unset TRITON_INTERPRET and MEGARL_KERNELS")
+        pytest.fail(
+            "Triton was imported to interpret, so nothing here would run on the GPU: unset TRITON_INTERPRET and MEGARL_KERNELS"
+        )
     monkeypatch.setenv("MEGARL_KERNELS", "triton")
     source = sys.modules[request.function.__module__]
     for name, value in list(vars(source).items()):
-        if callable(value) and (getattr(value, "__module__", None) or "").startswith("megarl.kernels") and not name.endswith("_ref"):
+        if (
+            callable(value)
+            and (getattr(value, "__module__", None) or "").startswith("megarl.kernels")
+            and not name.endswith("_ref")
+        ):
             if not isinstance(value, type):
                 monkeypatch.setattr(source, name, on_gpu(value))
     return "triton"

@@ -1,6 +1,6 @@
 """Three updates of a policy of 30M parameters on one GPU, with and without offload between them. Writes a JSON report for test_offload.py.
 
-    python tests/gpu/run_offload.py OUT_FOLDER
+python tests/gpu/run_offload.py OUT_FOLDER
 """
 
 from __future__ import annotations
@@ -26,18 +26,37 @@ from megarl.megatron.policy import Policy
 from megarl.reshard.megatron_atlas import megatron_atlases
 
 CONFIG = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "eos_token_id": 1,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 16384,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "eos_token_id": 1,
+}
 MESH = MeshSpec((0,))
 STEPS = 3
 
 
 def build(folder: Path, bf16: bool = False, **optimizer) -> Policy:
     shape = ModelShape.load(str(folder))
-    policy = Policy(shape, MESH, ModelConfig(model=str(folder), bf16=bf16), ParallelConfig(), OptimizerConfig(lr=1e-3, **optimizer))
-    random_weights(shape, megatron_atlases(shape, MESH, uses_transformer_engine())[0], policy.parameters, seed=0)
+    policy = Policy(
+        shape,
+        MESH,
+        ModelConfig(model=str(folder), bf16=bf16),
+        ParallelConfig(),
+        OptimizerConfig(lr=1e-3, **optimizer),
+    )
+    random_weights(
+        shape, megatron_atlases(shape, MESH, uses_transformer_engine())[0], policy.parameters, seed=0
+    )
     policy.parameters_changed()
     return policy
 
@@ -60,12 +79,16 @@ def update(policy: Policy) -> None:
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    ).hexdigest()
 
 
 def weights_and_states(policy: Policy) -> tuple[str, str]:
     adams = [part.optimizer for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])]
-    return digest(list(policy.parameters.values())), digest([s[key] for a in adams for s in a.state.values() for key in ("exp_avg", "exp_avg_sq")])
+    return digest(list(policy.parameters.values())), digest(
+        [s[key] for a in adams for s in a.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    )
 
 
 def compare(folder: Path, **kind) -> dict:
@@ -82,18 +105,29 @@ def compare(folder: Path, **kind) -> dict:
         if step == 1:
             out |= measure(policy)
         policy.memory.offload(OFFLOAD_PARTS)
-        taken = torch.full((40_000_000,), 7.0, device="cuda")  # the memory that has become free belongs to others
+        taken = torch.full(
+            (40_000_000,), 7.0, device="cuda"
+        )  # the memory that has become free belongs to others
         policy.memory.load(OFFLOAD_PARTS)
         del taken
     policy.memory.use(*OFFLOAD_PARTS)
     out["weights"], out["states"] = weights_and_states(policy)
-    out["same_views"] = all(policy.parameters[name] is view and view.data_ptr() == parameter.data_ptr()
-                            for (name, view), parameter in zip(views.items(), dict(policy.named_parameters()).values(), strict=True))  # fmt: skip
+    out["same_views"] = all(
+        policy.parameters[name] is view and view.data_ptr() == parameter.data_ptr()
+        for (name, view), parameter in zip(
+            views.items(), dict(policy.named_parameters()).values(), strict=True
+        )
+    )
     return out
 
 
 def measure(policy: Policy) -> dict:
-    out = {"freed": {}, "back": {}, "allocator": {}, "promised": {part: policy.memory.resident_bytes(part) for part in OFFLOAD_PARTS}}
+    out = {
+        "freed": {},
+        "back": {},
+        "allocator": {},
+        "promised": {part: policy.memory.resident_bytes(part) for part in OFFLOAD_PARTS},
+    }
     for part in OFFLOAD_PARTS:
         before, allocated = requested_bytes(), torch.cuda.memory_allocated()
         policy.memory.offload([part])
@@ -120,12 +154,19 @@ def hybrid(folder: Path) -> dict:
     for _ in range(STEPS):
         update(plain)
         update(offloaded)
-    adams = [part.optimizer for part in getattr(offloaded.optimizer, "chained_optimizers", [offloaded.optimizer])]
+    adams = [
+        part.optimizer for part in getattr(offloaded.optimizer, "chained_optimizers", [offloaded.optimizer])
+    ]
     masters = [[state["master_param"] for state in adam.state.values()] for adam in adams]
-    differences = [(a.float() - b.float()).abs().flatten() for a, b in zip(plain.parameters.values(), offloaded.parameters.values(), strict=True)]
-    return {"state_devices": sorted({master.device.type for of_one in masters for master in of_one}),
-            "difference": torch.cat(differences).mean().item(),
-            "moved": max((plain.parameters[name].float() - start[name]).abs().max().item() for name in start)}  # fmt: skip
+    differences = [
+        (a.float() - b.float()).abs().flatten()
+        for a, b in zip(plain.parameters.values(), offloaded.parameters.values(), strict=True)
+    ]
+    return {
+        "state_devices": sorted({master.device.type for of_one in masters for master in of_one}),
+        "difference": torch.cat(differences).mean().item(),
+        "moved": max((plain.parameters[name].float() - start[name]).abs().max().item() for name in start),
+    }
 
 
 def main(folder: Path) -> None:
@@ -134,8 +175,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     create_groups(MESH)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    report = {"fp32": compare(folder), "bf16": compare(folder, bf16=True),
-              "plain_adam": compare(folder, use_distributed_optimizer=False), "hybrid": hybrid(folder)}  # fmt: skip
+    report = {
+        "fp32": compare(folder),
+        "bf16": compare(folder, bf16=True),
+        "plain_adam": compare(folder, use_distributed_optimizer=False),
+        "hybrid": hybrid(folder),
+    }
     (folder / "report.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

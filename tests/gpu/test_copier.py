@@ -19,14 +19,18 @@ def test_the_extension_is_built_for_it():
     assert extension is not None and extension.built_with_cuda
 
 
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_copies_equal_pytorch(src_dtype, dst_dtype):
     dst, expected, views, sources = rectangles(src_dtype, dst_dtype, "cuda")
     copy_rects(views, sources)
     assert torch.equal(bits(dst.cpu()), bits(expected))
 
 
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_digests_equal_the_cpu_s(src_dtype, dst_dtype):
     _, expected, views, sources = rectangles(src_dtype, dst_dtype, "cuda")
     copy_rects(views, sources)
@@ -53,7 +57,10 @@ def test_offsets_beyond_32_bits():
     wide = (1 << 31) + 48
     if free < 3 * wide:
         pytest.skip(f"needs {3 * wide / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free")
-    src, dst = torch.arange(27, device="cuda").view(3, 9).to(torch.int8), torch.zeros(wide, dtype=torch.int8, device="cuda")
+    src, dst = (
+        torch.arange(27, device="cuda").view(3, 9).to(torch.int8),
+        torch.zeros(wide, dtype=torch.int8, device="cuda"),
+    )
     views = [dst[-27:].view(3, 9), dst[: 1 << 31].view(2, 1 << 30)[:, -9:]]
     copy_rects(views, [src, src[:2]])
     assert torch.equal(views[0], src) and torch.equal(views[1], src[:2])

@@ -1,6 +1,6 @@
 """Weights on a GPU as another process reads them through an IPC handle.
 
-    pytest tests/gpu/test_cuda_ipc.py"""
+pytest tests/gpu/test_cuda_ipc.py"""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def test_another_process_reads_what_is_there_now_and_after_a_move():
     reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         for _ in range(2):
-            tensors = {"all": buffer.view(8, 5), "columns": buffer.view(8, 5)[2:7, 1:3], "half": torch.ones(6, 1, device="cuda").bfloat16()}
+            tensors = {
+                "all": buffer.view(8, 5),
+                "columns": buffer.view(8, 5)[2:7, 1:3],
+                "half": torch.ones(6, 1, device="cuda").bfloat16(),
+            }
             exported = export(tensors)
             assert len(exported.segments) == 2
             buffer[3] = -1.0  # written after the export

@@ -27,17 +27,25 @@ def cuda():
 def bf16_case(num_tokens, num_hidden, vocab_size):
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(num_tokens, num_hidden, generator=generator, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(vocab_size, num_hidden, generator=generator, device="cuda", dtype=torch.bfloat16) * 3 / num_hidden**0.5
+    weight = (
+        torch.randn(vocab_size, num_hidden, generator=generator, device="cuda", dtype=torch.bfloat16)
+        * 3
+        / num_hidden**0.5
+    )
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator, device="cuda")
     targets[:1], targets[-1:] = 0, vocab_size - 1
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
 @pytest.mark.parametrize("method", ["fastest", "chunked"])
-@pytest.mark.parametrize("num_tokens, num_hidden, vocab_size", [(1, 128, 1500), (300, 256, 32003), (700, 896, 151936)])
+@pytest.mark.parametrize(
+    "num_tokens, num_hidden, vocab_size", [(1, 128, 1500), (300, 256, 32003), (700, 896, 151936)]
+)
 def test_bf16_log_probs_and_gradients(cuda, num_tokens, num_hidden, vocab_size, method):
     hidden, weight, targets = bf16_case(num_tokens, num_hidden, vocab_size)
-    log_probs, entropy = linear_log_probs(hidden, weight, targets, vocab_size=vocab_size, with_entropy=True, method=method)
+    log_probs, entropy = linear_log_probs(
+        hidden, weight, targets, vocab_size=vocab_size, with_entropy=True, method=method
+    )
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected = linear_log_probs_ref(*wide, targets, vocab_size=vocab_size)
     assert (log_probs - expected[0]).abs().max() <= 1e-3 and (entropy - expected[1]).abs().max() <= 2e-3
@@ -66,7 +74,9 @@ def test_fused_bf16_accumulates_into_main_grad(cuda):
     main_grad = torch.ones(weight.shape, device="cuda")
     scores = torch.randn(3000, device="cuda")
     loss = lambda log_probs, entropy, rows: ((scores[rows] * (log_probs - entropy)).sum(), {})
-    fused = fused_linear_policy_loss(hidden, weight, targets, loss, vocab_size=32003, with_entropy=True, main_grad=main_grad)
+    fused = fused_linear_policy_loss(
+        hidden, weight, targets, loss, vocab_size=32003, with_entropy=True, main_grad=main_grad
+    )
     fused.loss.backward()
     assert torch.equal(fused.log_probs, old) and weight.grad is None
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]

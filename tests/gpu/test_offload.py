@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def report(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("offload")
     script = Path(__file__).with_name("run_offload.py")
-    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "report.json").read_text())
 

@@ -14,7 +14,7 @@ WANTED = os.environ.get("MEGARL_KERNELS") == "interpret" or not torch.cuda.is_av
 
 @pytest.fixture(params=["torch", "interpret"])
 def kernels(request, monkeypatch):
-    """"torch" or "interpret": what runs behind every door of megarl.kernels during the test."""
+    """ "torch" or "interpret": what runs behind every door of megarl.kernels during the test."""
     if request.param == "interpret":
         if not WANTED:
             pytest.skip("with a GPU, MEGARL_KERNELS=interpret pytest tests/kernels does this")

@@ -23,8 +23,13 @@ def make_case(num_tokens, num_hidden, vocab_size, num_columns=None, dtype=torch.
 
 def assert_at_most_twice_the_error(actual, of_torch, expected, slack):
     """`of_torch` is plain PyTorch in the dtype of the inputs; `slack`: units in the last place, since its error may be 0 by luck."""
-    error, torch_error = ((x.detach().double() - expected.detach()).abs().max().item() if x.numel() else 0.0 for x in (actual, of_torch))
-    assert error <= 2 * torch_error + slack, f"error {error:.3g}, PyTorch's {torch_error:.3g}, slack {slack:.3g}"
+    error, torch_error = (
+        (x.detach().double() - expected.detach()).abs().max().item() if x.numel() else 0.0
+        for x in (actual, of_torch)
+    )
+    assert error <= 2 * torch_error + slack, (
+        f"error {error:.3g}, PyTorch's {torch_error:.3g}, slack {slack:.3g}"
+    )
 
 
 class LargestTensor(TorchDispatchMode):
@@ -51,7 +56,9 @@ class PeakBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):  # one that no operation in here has returned was there before
+            if isinstance(
+                tensor, torch.Tensor
+            ):  # one that no operation in here has returned was there before
                 self.sizes.setdefault(StorageWeakRef(tensor.untyped_storage()), 0)
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):

@@ -19,7 +19,12 @@ WORDS = "real vocabulary of {} in {} columns per rank, entropy {}, {}"
 def make_case(vocab_size, num_columns, num_ranks, dtype):
     """The whole logits, the same on every rank; targets include both ends of every rank's columns."""
     generator = torch.Generator().manual_seed(vocab_size)
-    ends = [c for r in range(num_ranks) for c in (r * num_columns, (r + 1) * num_columns - 1, vocab_size - 1) if c < vocab_size]
+    ends = [
+        c
+        for r in range(num_ranks)
+        for c in (r * num_columns, (r + 1) * num_columns - 1, vocab_size - 1)
+        if c < vocab_size
+    ]
     targets = torch.cat([torch.tensor(ends), torch.randint(0, vocab_size, (20,), generator=generator)])
     logits = torch.randn(len(targets), num_columns * num_ranks, generator=generator) * 3
     logits[::4] -= 120
@@ -46,7 +51,9 @@ def check_equal_to_one_rank(group, vocab_size, num_columns, with_entropy, dtype)
     for output, want in zip(outputs, expected):
         if output is not None:
             assert (output - want).abs().max() <= tolerance, (output - want).abs().max()
-    difference = gradients(outputs, mine, cotangents) - wanted[:, rank * num_columns : (rank + 1) * num_columns]
+    difference = (
+        gradients(outputs, mine, cotangents) - wanted[:, rank * num_columns : (rank + 1) * num_columns]
+    )
     assert difference.abs().max() <= tolerance, difference.abs().max()
     gathered = [torch.empty_like(outputs[0]) for _ in range(num_ranks)]
     dist.all_gather(gathered, outputs[0].detach(), group=group)
@@ -75,20 +82,31 @@ def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_
     def compare(outputs, expected, cotangents):
         chosen = [(o, e, c) for o, e, c in zip(outputs, expected, cotangents) if o is not None]
         grads = torch.autograd.grad([o for o, _, _ in chosen], mine, [c.to(o.dtype) for o, _, c in chosen])
-        wanted = torch.autograd.grad([e for _, e, _ in chosen], whole, [c.double() for _, _, c in chosen], retain_graph=True)
+        wanted = torch.autograd.grad(
+            [e for _, e, _ in chosen], whole, [c.double() for _, _, c in chosen], retain_graph=True
+        )
         # fp32: a logit of 120 / 0.8 is exact to 8e-6. A gradient of a hidden state is a sum of p times weights of 120, whose terms cancel
         # up to the rounding of p and of the entropy, some 1e-6.
-        for got, want, bound in [(o, e, 3e-5) for o, e, _ in chosen] + [(grads[0], wanted[0], 1e-3), (grads[1], wanted[1][part], 3e-5)]:
+        for got, want, bound in [(o, e, 3e-5) for o, e, _ in chosen] + [
+            (grads[0], wanted[0], 1e-3),
+            (grads[1], wanted[1][part], 3e-5),
+        ]:
             tolerance = (bound if dtype == torch.float32 else 1e-10) * max(1, want.abs().max().item())
             assert (got - want).abs().max() <= tolerance, (got - want).abs().max()
 
     for method in ("fastest", "chunked"):
         with torch.no_grad():  # "fastest" has tiles here, if all ranks can
-            for got, want in zip(linear_log_probs(*mine, targets, group=group, method=method, **options), linear_log_probs_ref(
-                    *whole, targets, vocab_size=vocab_size, temperature=0.8)):  # fmt: skip
-                assert got is None or (got - want).abs().max() <= (6e-5 if dtype == torch.float32 else 1e-11), (got - want).abs().max()
+            for got, want in zip(
+                linear_log_probs(*mine, targets, group=group, method=method, **options),
+                linear_log_probs_ref(*whole, targets, vocab_size=vocab_size, temperature=0.8),
+            ):
+                assert got is None or (got - want).abs().max() <= (
+                    6e-5 if dtype == torch.float32 else 1e-11
+                ), (got - want).abs().max()
         outputs = linear_log_probs(*mine, targets, group=group, method=method, **options)
-        compare(outputs, linear_log_probs_ref(*whole, targets, vocab_size=vocab_size, temperature=0.8), cotangents)
+        compare(
+            outputs, linear_log_probs_ref(*whole, targets, vocab_size=vocab_size, temperature=0.8), cotangents
+        )
     old = outputs[0].detach()
     expected = fused_linear_policy_loss_ref(*whole, targets, loss_of_tokens, **options).loss
     fused = fused_linear_policy_loss(*mine, targets, loss_of_tokens, group=group, **options)
@@ -102,11 +120,16 @@ def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_
 def count_collectives(group, num_tokens, with_entropy):
     """Calls of all_reduce, forward and backward, which go through to the real one."""
     calls, all_reduce = [], dist.all_reduce
-    dist.all_reduce = lambda tensor, op, group: (calls.append((op, tensor.numel())), all_reduce(tensor, op, group=group))
+    dist.all_reduce = lambda tensor, op, group: (
+        calls.append((op, tensor.numel())),
+        all_reduce(tensor, op, group=group),
+    )
     try:
         logits = torch.zeros(num_tokens, 4, requires_grad=True)
         targets = torch.zeros(num_tokens, dtype=torch.int64)
-        outputs = vocab_parallel_log_probs(logits, targets, vocab_size=4, group=group, with_entropy=with_entropy)
+        outputs = vocab_parallel_log_probs(
+            logits, targets, vocab_size=4, group=group, with_entropy=with_entropy
+        )
         gradients(outputs, logits, torch.ones(2, num_tokens))
     finally:
         dist.all_reduce = all_reduce
@@ -115,7 +138,9 @@ def count_collectives(group, num_tokens, with_entropy):
 
 def main(rank, world_size, init_file):
     timeout = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size, timeout=timeout
+    )
     pair = dist.new_group(list(range(world_size)))
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     linear_head._CHUNK_ELEMENTS_CPU, linear_head._MIN_ROWS_CPU = 1, 10

@@ -10,7 +10,9 @@ from megarl.kernels import backend as module
 from megarl.kernels.backend import backend
 
 
-@pytest.mark.parametrize("forced, expected", [(None, "torch"), ("", "torch"), ("torch", "torch"), ("interpret", "triton")])
+@pytest.mark.parametrize(
+    "forced, expected", [(None, "torch"), ("", "torch"), ("torch", "torch"), ("interpret", "triton")]
+)
 def test_choice_for_a_cpu_tensor(monkeypatch, forced, expected):
     monkeypatch.setattr(module, "_interprets", lambda: True)
     monkeypatch.delenv("MEGARL_KERNELS", raising=False)
@@ -21,7 +23,9 @@ def test_choice_for_a_cpu_tensor(monkeypatch, forced, expected):
 
 def test_unknown_value(monkeypatch):
     monkeypatch.setenv("MEGARL_KERNELS", "cuda")
-    with pytest.raises(ValueError, match=r"MEGARL_KERNELS \('cuda'\) must be one of torch, triton, interpret"):
+    with pytest.raises(
+        ValueError, match=r"MEGARL_KERNELS \('cuda'\) must be one of torch, triton, interpret"
+    ):
         backend(torch.zeros(1))
 
 

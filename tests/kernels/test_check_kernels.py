@@ -1,6 +1,6 @@
 """tools/check_kernels.py: every kernel compiles for every GPU without spills, and one that spills does not get through.
 
-    pytest tests/kernels/test_check_kernels.py"""
+pytest tests/kernels/test_check_kernels.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BAD = '''
+BAD = """
 import triton
 import triton.language as tl
 from megarl.kernels.aot import AotCase
@@ -49,19 +49,30 @@ AOT_CASES = [
     AotCase(kernel=broken, signature=dict(x_ptr="*fp32")),
     AotCase(kernel=broken, signature=dict(y_ptr="*fp32")),
 ]
-'''
+"""
 
 
 def check_kernels(tmp_path, *arguments):
     """(exit status, output, the table by kernel and capability)."""
     file = tmp_path / "out.json"
-    command = [sys.executable, "-P", str(ROOT / "tools" / "check_kernels.py"), "--json", str(file), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-P",
+        str(ROOT / "tools" / "check_kernels.py"),
+        "--json",
+        str(file),
+        *map(str, arguments),
+    ]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     for name in ("MEGARL_KERNELS", "TRITON_INTERPRET"):
         environment.pop(name, None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     rows = json.loads(file.read_text())["kernels"] if file.exists() else []
-    return done.returncode, done.stdout + done.stderr, {(row["kernel"], row["capability"]): row for row in rows}
+    return (
+        done.returncode,
+        done.stdout + done.stderr,
+        {(row["kernel"], row["capability"]): row for row in rows},
+    )
 
 
 @pytest.mark.slow
@@ -69,19 +80,36 @@ def check_kernels(tmp_path, *arguments):
 def test_every_kernel_of_ours_compiles_without_spills(tmp_path):
     returncode, output, rows = check_kernels(tmp_path)
     assert returncode == 0, output
-    assert {name.split()[0] for name, _ in rows} >= {"gae", "policy_loss", "value_loss", "dpo_loss", "kl", "group_advantages"}
+    assert {name.split()[0] for name, _ in rows} >= {
+        "gae",
+        "policy_loss",
+        "value_loss",
+        "dpo_loss",
+        "kl",
+        "group_advantages",
+    }
     assert {capability for _, capability in rows} == {80, 90, 100}
-    assert all(row["registers"] > 0 and row["spill_store_bytes"] == row["spill_load_bytes"] == 0 for row in rows.values())
+    assert all(
+        row["registers"] > 0 and row["spill_store_bytes"] == row["spill_load_bytes"] == 0
+        for row in rows.values()
+    )
 
 
 def test_every_file_with_a_kernel_lists_it():
     """A kernel that nobody lists is not checked."""
     # In a process of its own: here the interpreter's tests want these modules for themselves.
-    script = ("import importlib, json, sys; print(json.dumps({m: [c.kernel.fn.__name__ for c in importlib.import_module('megarl.kernels.' + m)"
-              ".AOT_CASES] for m in sys.argv[1:]}))")  # fmt: skip
+    script = (
+        "import importlib, json, sys; print(json.dumps({m: [c.kernel.fn.__name__ for c in importlib.import_module('megarl.kernels.' + m)"
+        ".AOT_CASES] for m in sys.argv[1:]}))"
+    )
     paths = sorted((ROOT / "triton_kernels").glob("*_triton.py"))
-    done = subprocess.run([sys.executable, "-c", script, *(path.stem for path in paths)], capture_output=True, text=True, check=True,
-                          env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(path.stem for path in paths)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+    )
     listed = {module: set(kernels) for module, kernels in json.loads(done.stdout).items()}
     for path in paths:
         kernels = set(re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M))
@@ -93,14 +121,18 @@ def test_spills_shared_memory_and_errors_are_found(tmp_path):
     file.write_text(BAD)
     returncode, output, rows = check_kernels(tmp_path, "--files", file, "--capabilities", 90)
     assert returncode == 1
-    assert rows["softmax BLOCK=4096", 90]["problem"] is None and rows["matmul BLOCK=64", 90]["problem"] is None
+    assert (
+        rows["softmax BLOCK=4096", 90]["problem"] is None and rows["matmul BLOCK=64", 90]["problem"] is None
+    )
     assert rows["matmul BLOCK=64", 90]["tensor_core"] > 0 == rows["softmax BLOCK=4096", 90]["tensor_core"]
     spilling = rows["softmax BLOCK=16384", 90]
     assert spilling["spill_store_bytes"] > 0 and "use a smaller block or more warps" in spilling["problem"]
     assert "does not use wgmma.mma_async" in rows["softmax BLOCK=64", 90]["problem"]
     hoarding = rows["matmul BLOCK=128", 90]
     assert hoarding["shared_bytes"] > 232448 and "must be at most 232448 B" in hoarding["problem"]
-    assert "Insufficient registers" in rows["matmul BLOCK=256", 90]["problem"] and len(output) < 5000  # Triton prints all of such PTX
+    assert (
+        "Insufficient registers" in rows["matmul BLOCK=256", 90]["problem"] and len(output) < 5000
+    )  # Triton prints all of such PTX
     assert "broken, sm_90: does not compile" in output and "look at x_ptr, y_ptr" in output
     assert "2 of 8 compilations are as they should be" in output
 
@@ -109,7 +141,10 @@ def test_spills_shared_memory_and_errors_are_found(tmp_path):
     "arguments, message",
     [
         (["--only", "no such kernel"], "nothing to compile: --only (no such kernel)"),
-        (["--triton-path", "."], "--triton-path (.): holds no triton/. Make it: pip install --no-deps --target"),
+        (
+            ["--triton-path", "."],
+            "--triton-path (.): holds no triton/. Make it: pip install --no-deps --target",
+        ),
     ],
 )
 def test_errors_say_what_to_do(tmp_path, arguments, message):

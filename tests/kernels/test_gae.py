@@ -27,6 +27,7 @@ def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
         from megarl.kernels import gae_triton
+
         monkeypatch.setattr(gae_triton, "_BLOCK", 32)
     return kernels
 
@@ -34,7 +35,9 @@ def kernels(kernels, monkeypatch):
 def make_batch(lengths, share_masked=0.3, seed=0):
     """(rewards, values, mask, cu_seqlens, bootstrap_values); what is masked holds NaN."""
     generator = torch.Generator().manual_seed(seed)
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
+    cu_seqlens = torch.tensor(
+        [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32
+    )
     num_tokens = int(cu_seqlens[-1])
     mask = torch.rand(num_tokens, generator=generator) >= share_masked
     rewards, values = (torch.randn(num_tokens, generator=generator) for _ in range(2))
@@ -44,7 +47,9 @@ def make_batch(lengths, share_masked=0.3, seed=0):
 
 def run(function, batch, gamma=0.99, gae_lambda=0.95, bootstrap=True):
     *columns, bootstrap_values = batch
-    return function(*columns, gamma=gamma, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values if bootstrap else None)
+    return function(
+        *columns, gamma=gamma, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values if bootstrap else None
+    )
 
 
 @pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
@@ -53,10 +58,17 @@ def run(function, batch, gamma=0.99, gae_lambda=0.95, bootstrap=True):
 def test_against_the_loop(kernels, lengths, share_masked, gamma, gae_lambda):
     batch = make_batch(lengths, share_masked)
     for bootstrap in (True, False):
-        actual, expected = run(gae, batch, gamma, gae_lambda, bootstrap), run(gae_ref, batch, gamma, gae_lambda, bootstrap)
+        actual, expected = (
+            run(gae, batch, gamma, gae_lambda, bootstrap),
+            run(gae_ref, batch, gamma, gae_lambda, bootstrap),
+        )
         rewards, values, mask, cu_seqlens, bootstrap_values = batch
         absolute = (rewards.abs(), -values.abs(), mask, cu_seqlens, bootstrap_values.abs())
-        size = run(gae_ref, absolute, gamma, gae_lambda, bootstrap).advantages.abs() + 2 * values.abs().nan_to_num() + 1
+        size = (
+            run(gae_ref, absolute, gamma, gae_lambda, bootstrap).advantages.abs()
+            + 2 * values.abs().nan_to_num()
+            + 1
+        )
         for ours, theirs in zip(actual[:2], expected[:2]):
             assert ours.dtype == torch.float32 and ours.shape == theirs.shape
             assert ((ours - theirs).abs() <= 32 * EPS * size).all()
@@ -71,20 +83,34 @@ def test_full_lambda_and_gamma_is_return_minus_value(kernels):
     rewards, values, mask, cu_seqlens, bootstrap_values = batch = make_batch([150, 20])
     actual = run(gae, batch, 1.0, 1.0)
     for sequence, (begin, end) in enumerate(((0, 150), (150, 170))):
-        earned = torch.where(mask, rewards, 0).double()[begin:end].flip(0).cumsum(0).flip(0) + bootstrap_values[sequence]
+        earned = (
+            torch.where(mask, rewards, 0).double()[begin:end].flip(0).cumsum(0).flip(0)
+            + bootstrap_values[sequence]
+        )
         is_action = mask[begin:end]
         # Up to 150 terms of size 1, added in any order.
-        torch.testing.assert_close(actual.returns[begin:end][is_action].double(), earned[is_action], atol=150 * EPS * 4, rtol=0)
+        torch.testing.assert_close(
+            actual.returns[begin:end][is_action].double(), earned[is_action], atol=150 * EPS * 4, rtol=0
+        )
         plain = (earned - values[begin:end])[is_action]
-        torch.testing.assert_close(actual.advantages[begin:end][is_action].double(), plain, atol=150 * EPS * 4, rtol=0)
+        torch.testing.assert_close(
+            actual.advantages[begin:end][is_action].double(), plain, atol=150 * EPS * 4, rtol=0
+        )
 
 
 def test_masked_tokens_take_no_step(kernels):
     """The same actions with tool output between them: the same advantages. Not bit by bit: they stand at other places of the scan."""
     rewards, values, mask, cu_seqlens, bootstrap_values = batch = make_batch([60, 40])
-    dense = (rewards[mask], values[mask], torch.ones(int(mask.sum()), dtype=torch.bool),
-             torch.tensor([0, int(mask[:60].sum()), int(mask.sum())]), bootstrap_values)  # fmt: skip
-    torch.testing.assert_close(run(gae, batch).advantages[mask], run(gae, dense).advantages, atol=1e-5, rtol=0)
+    dense = (
+        rewards[mask],
+        values[mask],
+        torch.ones(int(mask.sum()), dtype=torch.bool),
+        torch.tensor([0, int(mask[:60].sum()), int(mask.sum())]),
+        bootstrap_values,
+    )
+    torch.testing.assert_close(
+        run(gae, batch).advantages[mask], run(gae, dense).advantages, atol=1e-5, rtol=0
+    )
 
 
 def test_packing_and_order_of_sequences_change_no_bit(kernels):
@@ -100,7 +126,14 @@ def test_packing_and_order_of_sequences_change_no_bit(kernels):
         assert torch.equal(ours, torch.cat([theirs.split(lengths)[i] for i in order]))
     torch.testing.assert_close(result.stats, whole.stats, rtol=1e-12, atol=0)
     for i, length in enumerate(lengths):
-        alone = run(gae, (*(column.split(lengths)[i] for column in batch[:3]), torch.tensor([0, length]), batch[4][i : i + 1]))
+        alone = run(
+            gae,
+            (
+                *(column.split(lengths)[i] for column in batch[:3]),
+                torch.tensor([0, length]),
+                batch[4][i : i + 1],
+            ),
+        )
         for ours, theirs in zip(alone[:2], whole[:2]):
             assert torch.equal(ours, theirs.split(lengths)[i])
 
@@ -111,7 +144,10 @@ def test_shares_of_ranks_add_up(kernels):
     first = run(gae, (*(column[:43] for column in batch[:3]), batch[3][:3], batch[4][:2]))
     second = run(gae, (*(column[43:] for column in batch[:3]), batch[3][2:] - 43, batch[4][2:]))
     torch.testing.assert_close(first.stats + second.stats, whole.stats, rtol=1e-12, atol=0)
-    shares = [whiten(part.advantages, mask, first.stats + second.stats) for part, mask in ((first, batch[2][:43]), (second, batch[2][43:]))]
+    shares = [
+        whiten(part.advantages, mask, first.stats + second.stats)
+        for part, mask in ((first, batch[2][:43]), (second, batch[2][43:]))
+    ]
     assert torch.equal(torch.cat(shares), whiten(whole.advantages, batch[2], first.stats + second.stats))
 
 
@@ -119,21 +155,33 @@ def test_shares_of_ranks_add_up(kernels):
 def test_whitened_advantages(kernels, offset):
     """An offset of 1000 costs ten bits of the fp32 advantages themselves, not more: sums are fp64."""
     mask = make_batch([150, 40, 33])[2]
-    advantages = torch.where(mask, torch.randn(len(mask), generator=torch.Generator().manual_seed(3)) + offset, NAN)
+    advantages = torch.where(
+        mask, torch.randn(len(mask), generator=torch.Generator().manual_seed(3)) + offset, NAN
+    )
     exact = advantages[mask].double()
     stats = torch.stack([exact.sum(), exact.square().sum(), mask.sum().double()])
     whitened = whiten(advantages, mask, stats)
     assert (whitened[~mask] == 0).all()
     expected = (exact - exact.mean()) / exact.std()
     torch.testing.assert_close(whitened[mask].double(), expected, atol=1e-6 + offset * EPS, rtol=0)
-    torch.testing.assert_close(whitened.double(), whiten_ref(advantages, mask, stats), atol=1e-6 + offset * EPS, rtol=0)
+    torch.testing.assert_close(
+        whitened.double(), whiten_ref(advantages, mask, stats), atol=1e-6 + offset * EPS, rtol=0
+    )
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [0.7] * 40])
 def test_whitening_nothing_or_equal_advantages_gives_zero(kernels, values):
     advantages = torch.tensor(values)
-    stats = torch.stack([advantages.double().sum(), advantages.double().square().sum(), torch.tensor(float(len(values))).double()])
-    assert torch.equal(whiten(advantages, torch.ones(len(values), dtype=torch.bool), stats), torch.zeros(len(values)))
+    stats = torch.stack(
+        [
+            advantages.double().sum(),
+            advantages.double().square().sum(),
+            torch.tensor(float(len(values))).double(),
+        ]
+    )
+    assert torch.equal(
+        whiten(advantages, torch.ones(len(values), dtype=torch.bool), stats), torch.zeros(len(values))
+    )
 
 
 def test_nan_of_an_action_reaches_what_depends_on_it_and_nothing_else(kernels):
@@ -167,19 +215,40 @@ def test_large_values_stay_finite(kernels):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(values=torch.zeros(4)), r"values must be a float tensor \[5\] like rewards, got torch.float32 \[4\]"),
+        (
+            dict(values=torch.zeros(4)),
+            r"values must be a float tensor \[5\] like rewards, got torch.float32 \[4\]",
+        ),
         (dict(mask=torch.ones(5)), r"mask must be bool \[5\] like rewards, got torch.float32"),
-        (dict(rewards=torch.zeros(5, dtype=torch.int64)), r"rewards must be a float tensor \[T\], got torch.int64"),
-        (dict(cu_seqlens=torch.tensor([0, 3])), r"cu_seqlens must go up from 0 to the number of tokens \(5\), got \[0, 3\] ending at 3"),
+        (
+            dict(rewards=torch.zeros(5, dtype=torch.int64)),
+            r"rewards must be a float tensor \[T\], got torch.int64",
+        ),
+        (
+            dict(cu_seqlens=torch.tensor([0, 3])),
+            r"cu_seqlens must go up from 0 to the number of tokens \(5\), got \[0, 3\] ending at 3",
+        ),
         (dict(cu_seqlens=torch.tensor([0, 4, 3, 5])), r"cu_seqlens must go up"),
-        (dict(cu_seqlens=torch.tensor([1.0])), r"cu_seqlens must be int32 or int64 \[B \+ 1\], got torch.float32"),
-        (dict(bootstrap_values=torch.zeros(1)), r"bootstrap_values must be \[2\], one per sequence, got \[1\]"),
+        (
+            dict(cu_seqlens=torch.tensor([1.0])),
+            r"cu_seqlens must be int32 or int64 \[B \+ 1\], got torch.float32",
+        ),
+        (
+            dict(bootstrap_values=torch.zeros(1)),
+            r"bootstrap_values must be \[2\], one per sequence, got \[1\]",
+        ),
         (dict(gamma=1.5), r"gamma \(1.5\) must be in \[0, 1\]"),
         (dict(gae_lambda=NAN), r"gae_lambda \(nan\) must be in \[0, 1\]"),
     ],
 )
 def test_errors_name_the_value(change, message):
-    arguments = dict(rewards=torch.zeros(5), values=torch.zeros(5), mask=torch.ones(5, dtype=torch.bool),
-                     cu_seqlens=torch.tensor([0, 2, 5]), gamma=1.0, gae_lambda=1.0)  # fmt: skip
+    arguments = dict(
+        rewards=torch.zeros(5),
+        values=torch.zeros(5),
+        mask=torch.ones(5, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 2, 5]),
+        gamma=1.0,
+        gae_lambda=1.0,
+    )
     with pytest.raises(ValueError, match=message):
         gae(**(arguments | change))

@@ -18,6 +18,7 @@ def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
         from megarl.kernels import group_advantages_triton
+
         monkeypatch.setattr(group_advantages_triton, "_BLOCK_OTHERS", 64)
     return kernels
 
@@ -39,7 +40,10 @@ def make_groups(num_groups=50, seed=0):
 @pytest.mark.parametrize("seed", range(5))
 def test_against_the_specification(kernels, seed, normalize_by_std):
     rewards, ids = make_groups(seed=seed)
-    actual, expected = group_advantages(rewards, ids, normalize_by_std), group_advantages_ref(rewards, ids, normalize_by_std)
+    actual, expected = (
+        group_advantages(rewards, ids, normalize_by_std),
+        group_advantages_ref(rewards, ids, normalize_by_std),
+    )
     assert actual.dtype == torch.float32 and not actual.isnan().any()
     assert (actual.double() - expected).abs().max() <= torch.finfo(torch.float32).eps * expected.abs().max()
 
@@ -52,7 +56,9 @@ def test_by_hand(kernels):
     a, b = 0.5 / (math.sqrt(1 / 3) + 1e-4), 1 / (math.sqrt(2) + 1e-4)
     expected = torch.tensor([a, -b, -a, -a, 0, b, a, 0])
     torch.testing.assert_close(group_advantages(rewards, ids, True), expected, atol=1e-7, rtol=0)
-    assert group_advantages(rewards, ids, True, eps=1.0)[0].item() == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1), rel=1e-6)
+    assert group_advantages(rewards, ids, True, eps=1.0)[0].item() == pytest.approx(
+        0.5 / (math.sqrt(1 / 3) + 1), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("normalize_by_std", [False, True])
@@ -75,7 +81,9 @@ def test_order_of_samples_and_repetition(kernels):
     expected = group_advantages(rewards, ids, True)
     assert torch.equal(group_advantages(rewards, ids, True), expected)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(group_advantages(rewards[order], ids[order], True), expected[order], rtol=1.2e-7, atol=0)
+    torch.testing.assert_close(
+        group_advantages(rewards[order], ids[order], True), expected[order], rtol=1.2e-7, atol=0
+    )
     wide = torch.stack([rewards, rewards.flip(0)], 1)[:, 0], torch.stack([ids, ids.flip(0)], 1)[:, 0]
     assert torch.equal(group_advantages(*wide, True), expected)
 
@@ -83,7 +91,14 @@ def test_order_of_samples_and_repetition(kernels):
 def test_ids_of_any_size(kernels):
     """No id is used as an index or shortened."""
     ids = torch.tensor([2**62, -(2**62), 2**62, 2**62 + 2**32, -(2**62), 2**62 + 2**32])
-    assert group_advantages(torch.tensor([1.0, 2, 3, 4, 5, 8]), ids, False).tolist() == [-1, -1.5, 1, -2, 1.5, 2]
+    assert group_advantages(torch.tensor([1.0, 2, 3, 4, 5, 8]), ids, False).tolist() == [
+        -1,
+        -1.5,
+        1,
+        -2,
+        1.5,
+        2,
+    ]
 
 
 def test_empty(kernels):

@@ -18,6 +18,7 @@ def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
         from megarl.kernels import kl_triton
+
         monkeypatch.setattr(kl_triton, "_BLOCK", 256)
     return kernels
 
@@ -75,7 +76,9 @@ def test_limit_of_k3(kernels):
 @pytest.mark.parametrize("straight_through", [False, True])
 def test_nan_is_not_hidden(kernels, straight_through):
     for kind in KINDS:
-        values, slope = slopes(kl_estimate, torch.tensor([NAN, -1.0]), torch.tensor([-1.0, -0.5]), kind, straight_through)
+        values, slope = slopes(
+            kl_estimate, torch.tensor([NAN, -1.0]), torch.tensor([-1.0, -0.5]), kind, straight_through
+        )
         assert values[0].isnan() and (slope[0].isnan() or (kind == "k1" and not straight_through))
         assert values[1].isfinite() and slope[1].isfinite()
 
@@ -83,7 +86,10 @@ def test_nan_is_not_hidden(kernels, straight_through):
 def test_non_contiguous_inputs_and_none(kernels):
     wide = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     for kind in KINDS:
-        ours, theirs = (slopes(kl_estimate, *x, kind) for x in ((wide[:, 0], wide[:, 1]), (wide[:, 0].clone(), wide[:, 1].clone())))
+        ours, theirs = (
+            slopes(kl_estimate, *x, kind)
+            for x in ((wide[:, 0], wide[:, 1]), (wide[:, 0].clone(), wide[:, 1].clone()))
+        )
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
         assert slopes(kl_estimate, torch.zeros(0), torch.zeros(0), kind)[1].shape == (0,)
 
@@ -96,10 +102,16 @@ def test_expectations_of_values_and_gradients():
     ref = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)
     policy = torch.log_softmax(logits, -1)
     reverse, forward = (policy.exp() * (policy - ref)).sum(), (ref.exp() * (ref - policy)).sum()
-    expected = {"k1": torch.zeros(6, dtype=torch.float64), "k2": gradient(reverse, logits), "k3": gradient(forward, logits)}
+    expected = {
+        "k1": torch.zeros(6, dtype=torch.float64),
+        "k2": gradient(reverse, logits),
+        "k3": gradient(forward, logits),
+    }
     for kind in ("k1", "k2", "k3"):
         estimates = kl_estimate(policy, ref, kind)
-        sampled = (policy.detach().exp() * estimates).sum()  # the sampling is not differentiated, as in training
+        sampled = (
+            policy.detach().exp() * estimates
+        ).sum()  # the sampling is not differentiated, as in training
         torch.testing.assert_close(gradient(sampled, logits), expected[kind], atol=1e-12, rtol=0)
         if kind != "k2":
             torch.testing.assert_close(sampled, reverse, atol=1e-12, rtol=0)

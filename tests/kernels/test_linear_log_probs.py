@@ -14,7 +14,14 @@ from megarl.kernels import linear_head
 from megarl.kernels.linear_log_probs import linear_log_probs, linear_log_probs_ref
 from tests.kernels.linear_cases import LargestTensor, assert_at_most_twice_the_error, make_case
 
-SHAPES = [(1, 8, 1, 1), (7, 16, 255, 255), (5, 40, 257, 257), (35, 64, 1500, 1500), (9, 24, 283, 320), (3, 8, 32003, 32003)]
+SHAPES = [
+    (1, 8, 1, 1),
+    (7, 16, 255, 255),
+    (5, 40, 257, 257),
+    (35, 64, 1500, 1500),
+    (9, 24, 283, 320),
+    (3, 8, 32003, 32003),
+]
 METHODS = ["fastest", "chunked"]
 
 
@@ -36,17 +43,34 @@ def run(function, hidden, weight, cotangents):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients_against_fp64(kernels, shape, temperature, shift, method):
     num_tokens, num_hidden, vocab_size, num_columns = shape
-    hidden, weight, targets, cotangents = make_case(num_tokens, num_hidden, vocab_size, num_columns, shift=shift)
+    hidden, weight, targets, cotangents = make_case(
+        num_tokens, num_hidden, vocab_size, num_columns, shift=shift
+    )
     options = dict(vocab_size=vocab_size, temperature=temperature)
-    actual = run(lambda h, w: linear_log_probs(h, w, targets, with_entropy=True, method=method, **options), hidden, weight, cotangents)
+    actual = run(
+        lambda h, w: linear_log_probs(h, w, targets, with_entropy=True, method=method, **options),
+        hidden,
+        weight,
+        cotangents,
+    )
     of_torch = run(lambda h, w: torch_log_probs(h, w, targets, **options), hidden, weight, cotangents)
-    expected = run(lambda h, w: linear_log_probs_ref(h, w, targets, **options), hidden.double(), weight.double(), cotangents)
+    expected = run(
+        lambda h, w: linear_log_probs_ref(h, w, targets, **options),
+        hidden.double(),
+        weight.double(),
+        cotangents,
+    )
     scaled = max(1, (hidden @ weight[:vocab_size].t()).abs().max().item() / temperature)
     ulps = 4 * torch.finfo(torch.float32).eps * scaled
     # A gradient is a sum of p * cotangent * weight: an error of `ulps` in log p is one of p * ulps there.
-    gradient_slack = [ulps * cotangents.abs().max().item() / temperature * w.abs().max().item() for w in (weight[:vocab_size], hidden * 4)]
+    gradient_slack = [
+        ulps * cotangents.abs().max().item() / temperature * w.abs().max().item()
+        for w in (weight[:vocab_size], hidden * 4)
+    ]
     with torch.no_grad():  # "fastest" has tiles here
-        without_autograd = linear_log_probs(hidden, weight, targets, with_entropy=True, method=method, **options)
+        without_autograd = linear_log_probs(
+            hidden, weight, targets, with_entropy=True, method=method, **options
+        )
     for got, torchs, wanted in zip(without_autograd, of_torch, expected):
         assert_at_most_twice_the_error(got, torchs, wanted, 2 * ulps)
     for got, torchs, wanted, slack in zip(actual, of_torch, expected, [ulps, 2 * ulps, *gradient_slack]):
@@ -59,9 +83,16 @@ def test_bf16_inputs(kernels):
     hidden, weight, targets, cotangents = make_case(33, 64, 700, 704, dtype=torch.bfloat16)
     weight[700:] = 0
     options = dict(vocab_size=700, temperature=0.8)
-    actual = run(lambda h, w: linear_log_probs(h, w, targets, with_entropy=True, **options), hidden, weight, cotangents)
+    actual = run(
+        lambda h, w: linear_log_probs(h, w, targets, with_entropy=True, **options), hidden, weight, cotangents
+    )
     of_torch = run(lambda h, w: torch_log_probs(h, w, targets, **options), hidden, weight, cotangents)
-    expected = run(lambda h, w: linear_log_probs_ref(h, w, targets, **options), hidden.double(), weight.double(), cotangents)
+    expected = run(
+        lambda h, w: linear_log_probs_ref(h, w, targets, **options),
+        hidden.double(),
+        weight.double(),
+        cotangents,
+    )
     assert [x.dtype for x in actual] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
     for got, torchs, wanted in zip(actual, of_torch, expected):
         error, torch_error = ((x.double() - wanted).norm() / wanted.norm() for x in (got, torchs))
@@ -73,7 +104,9 @@ def test_gradcheck(with_entropy):
     hidden, weight, targets, _ = make_case(5, 4, 6, 7, dtype=torch.float64)
     weight[6:] = 0
     function = lambda h, w: [
-        o for o in linear_log_probs(h, w, targets, vocab_size=6, temperature=1.3, with_entropy=with_entropy) if o is not None
+        o
+        for o in linear_log_probs(h, w, targets, vocab_size=6, temperature=1.3, with_entropy=with_entropy)
+        if o is not None
     ]
     assert torch.autograd.gradcheck(function, (hidden.requires_grad_(), weight.requires_grad_()))
 
@@ -82,9 +115,13 @@ def test_gradcheck(with_entropy):
 def test_no_tokens(kernels, method):
     """Its gradient must still reach the parameters, or data-parallel ranks wait for each other."""
     hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
-    log_probs, entropy = linear_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=5, with_entropy=True, method=method)
+    log_probs, entropy = linear_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=5, with_entropy=True, method=method
+    )
     (log_probs.sum() + entropy.sum()).backward()
-    assert log_probs.shape == entropy.shape == (0,) and hidden.grad.shape == (0, 8) and (weight.grad == 0).all()
+    assert (
+        log_probs.shape == entropy.shape == (0,) and hidden.grad.shape == (0, 8) and (weight.grad == 0).all()
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -104,7 +141,9 @@ def test_non_contiguous_inputs(kernels, method):
         with torch.no_grad():
             log_probs, entropy = function(h, w)
         for got, wanted in zip((*outputs, h.grad, w.grad, log_probs, entropy), (*expected, *expected[:2])):
-            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # another layout, another matrix product
+            torch.testing.assert_close(
+                got, wanted, atol=1e-5, rtol=1e-5
+            )  # another layout, another matrix product
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -137,7 +176,12 @@ def test_chunks_and_order_of_rows_change_nothing(kernels, monkeypatch, method):
     monkeypatch.undo()
     monkeypatch.setenv("MEGARL_KERNELS", kernels)
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
-    got = run(lambda h, w: linear_log_probs(h, w, targets[order], **options), hidden[order], weight, cotangents[:, order])
+    got = run(
+        lambda h, w: linear_log_probs(h, w, targets[order], **options),
+        hidden[order],
+        weight,
+        cotangents[:, order],
+    )
     for value, wanted in zip(got, (expected[0][order], expected[1][order], expected[2][order], expected[3])):
         torch.testing.assert_close(value, wanted, atol=4e-6, rtol=1e-5)
 
@@ -164,13 +208,23 @@ def test_bf16_gradient_of_the_weight_is_rounded_once(monkeypatch):
     hidden, weight, targets, cotangents = make_case(64, 16, 40, dtype=torch.bfloat16)
     options, main_grad = dict(vocab_size=40, with_entropy=True), torch.zeros(40, 16)
     rounded = run(lambda h, w: linear_log_probs(h, w, targets, **options), hidden, weight, cotangents)[3]
-    run(lambda h, w: linear_log_probs(h, w, targets, main_grad=main_grad, **options), hidden, weight, cotangents)
+    run(
+        lambda h, w: linear_log_probs(h, w, targets, main_grad=main_grad, **options),
+        hidden,
+        weight,
+        cotangents,
+    )
     assert torch.equal(rounded, main_grad.bfloat16())
 
 
 def test_main_grad_takes_the_gradient_of_the_weight():
     hidden, weight, targets, cotangents = make_case(12, 16, 50)
-    expected = run(lambda h, w: linear_log_probs(h, w, targets, vocab_size=50, with_entropy=True), hidden, weight, cotangents)
+    expected = run(
+        lambda h, w: linear_log_probs(h, w, targets, vocab_size=50, with_entropy=True),
+        hidden,
+        weight,
+        cotangents,
+    )
     main_grad, hidden, weight = torch.ones_like(weight), hidden.requires_grad_(), weight.requires_grad_()
     outputs = linear_log_probs(hidden, weight, targets, vocab_size=50, with_entropy=True, main_grad=main_grad)
     torch.autograd.backward(outputs, list(cotangents))
@@ -183,17 +237,26 @@ def test_main_grad_takes_the_gradient_of_the_weight():
     [
         (dict(hidden=torch.zeros(2, 4, 1)), r"hidden must be .* \[N, H\], got torch.float32 \[2, 4, 1\]"),
         (dict(hidden=torch.zeros(2, 4, dtype=torch.int64)), r"hidden must be a bf16, fp16, fp32 or fp64"),
-        (dict(weight=torch.zeros(6, 5)), r"weight must be torch.float32 \[V_tp, 4\] .* got torch.float32 \[6, 5\]"),
+        (
+            dict(weight=torch.zeros(6, 5)),
+            r"weight must be torch.float32 \[V_tp, 4\] .* got torch.float32 \[6, 5\]",
+        ),
         (dict(weight=torch.zeros(6, 4, dtype=torch.bfloat16)), r"weight must be torch.float32.*bfloat16"),
         (dict(targets=torch.tensor([0, 5])), r"got 5 with vocab_size \(5\)"),
         (dict(targets=torch.tensor([0])), r"int64 \[2\].*\[1\]"),
         (dict(vocab_size=7), r"vocab_size \(7\) must be in \[1, 6\]"),
         (dict(temperature=0.0), r"temperature \(0.0\)"),
-        (dict(main_grad=torch.zeros(6, 4, dtype=torch.bfloat16)), r"main_grad must be torch.float32 \[6, 4\].*bfloat16"),
+        (
+            dict(main_grad=torch.zeros(6, 4, dtype=torch.bfloat16)),
+            r"main_grad must be torch.float32 \[6, 4\].*bfloat16",
+        ),
         (dict(method="slow"), r"method \('slow'\) must be one of fastest, chunked"),
     ],
 )
 def test_errors_name_the_value(change, message):
-    arguments = dict(hidden=torch.zeros(2, 4), weight=torch.zeros(6, 4), targets=torch.tensor([0, 1]), vocab_size=5) | change
+    arguments = (
+        dict(hidden=torch.zeros(2, 4), weight=torch.zeros(6, 4), targets=torch.tensor([0, 1]), vocab_size=5)
+        | change
+    )
     with pytest.raises(ValueError, match=message):
         linear_log_probs(**arguments)

@@ -32,7 +32,9 @@ def recomputed(hidden, weight, targets):
 
 
 def naive(hidden, weight, targets):
-    return fused_linear_policy_loss_ref(hidden, weight, targets, loss_of_tokens, dtype=torch.float32, **OPTIONS).loss
+    return fused_linear_policy_loss_ref(
+        hidden, weight, targets, loss_of_tokens, dtype=torch.float32, **OPTIONS
+    ).loss
 
 
 def peak_bytes(function, num_tokens, dtype):
@@ -48,7 +50,9 @@ def peak_bytes(function, num_tokens, dtype):
 def test_no_logits_of_all_tokens(monkeypatch, kernels, function, dtype):
     monkeypatch.setattr(linear_head, "_CHUNK_ELEMENTS_CPU", 1)
     monkeypatch.setattr(linear_head, "_MIN_ROWS_CPU", ROWS_PER_CHUNK)
-    monkeypatch.setattr(log_probs, "_CHUNK_ELEMENTS_CPU", VOCAB_SIZE)  # rows that the softmax works on at once: one
+    monkeypatch.setattr(
+        log_probs, "_CHUNK_ELEMENTS_CPU", VOCAB_SIZE
+    )  # rows that the softmax works on at once: one
     few, many = (peak_bytes(function, num_tokens, dtype) for num_tokens in (60, 240))
     per_token = 4 * NUM_HIDDEN + 32
     assert many - few <= 180 * per_token

@@ -15,7 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from megarl.kernels import log_probs as module
 from megarl.kernels.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_ref
 
-SHAPES = [(1, 1, 1), (7, 2, 1), (5, 255, 255), (64, 320, 283), (3, 1500, 1500), (33, 2048, 2047)]  # N, columns, vocab_size
+SHAPES = [
+    (1, 1, 1),
+    (7, 2, 1),
+    (5, 255, 255),
+    (64, 320, 283),
+    (3, 1500, 1500),
+    (33, 2048, 2047),
+]  # N, columns, vocab_size
 
 
 def make_case(num_tokens, num_columns, vocab_size, dtype=torch.float32, shift=0.0):
@@ -44,8 +51,13 @@ def run(function, logits, cotangents):
 
 
 def assert_at_most_twice_the_error(actual, torch_result, expected, slack):
-    error, torch_error = (actual.double() - expected).abs().max(), (torch_result.double() - expected).abs().max()
-    assert error <= 2 * torch_error + slack, f"error {error:.3g}, PyTorch's {torch_error:.3g}, slack {slack:.3g}"
+    error, torch_error = (
+        (actual.double() - expected).abs().max(),
+        (torch_result.double() - expected).abs().max(),
+    )
+    assert error <= 2 * torch_error + slack, (
+        f"error {error:.3g}, PyTorch's {torch_error:.3g}, slack {slack:.3g}"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -55,7 +67,9 @@ def test_values_and_gradient_against_fp64(kernels, shape, temperature, shift, dt
     vocab_size = shape[2]
     logits, targets, cotangents = make_case(*shape, dtype, shift)
     options = dict(vocab_size=vocab_size, temperature=temperature)
-    actual = run(lambda x: vocab_parallel_log_probs(x, targets, with_entropy=True, **options), logits, cotangents)
+    actual = run(
+        lambda x: vocab_parallel_log_probs(x, targets, with_entropy=True, **options), logits, cotangents
+    )
     of_torch = run(lambda x: torch_log_probs(x, targets, vocab_size, temperature), logits, cotangents)
     expected = run(lambda x: vocab_parallel_log_probs_ref(x, targets, **options), logits.double(), cotangents)
     assert actual[0].dtype == actual[1].dtype == torch.float32 and actual[2].dtype == dtype
@@ -65,7 +79,9 @@ def test_values_and_gradient_against_fp64(kernels, shape, temperature, shift, dt
     assert_at_most_twice_the_error(actual[0], of_torch[0], expected[0], slack)
     assert_at_most_twice_the_error(actual[1], of_torch[1], expected[1], slack)
     gradient_slack = slack * cotangents.abs().max().item() / temperature
-    if kernels == "interpret" and dtype != torch.float32:  # Triton's interpreter rounds to it towards zero: up to twice the error
+    if (
+        kernels == "interpret" and dtype != torch.float32
+    ):  # Triton's interpreter rounds to it towards zero: up to twice the error
         gradient_slack += torch.finfo(dtype).eps * expected[2][:, :vocab_size].abs().max().item()
     gradients = [gradient[:, :vocab_size] for gradient in (actual[2], of_torch[2], expected[2])]
     assert_at_most_twice_the_error(*gradients, gradient_slack)
@@ -77,7 +93,9 @@ def test_gradcheck(with_entropy):
     """In fp64. gradcheck goes backward many times where ours may once; the checkpoint gives each time a forward of its own."""
     logits, targets, _ = make_case(5, 7, 6, torch.float64)
     logits[:, 6] = 0
-    function = lambda x: vocab_parallel_log_probs(x, targets, vocab_size=6, temperature=1.3, with_entropy=with_entropy)
+    function = lambda x: vocab_parallel_log_probs(
+        x, targets, vocab_size=6, temperature=1.3, with_entropy=with_entropy
+    )
     outputs = lambda x: [o for o in checkpoint(function, x, use_reentrant=False) if o is not None]
     assert torch.autograd.gradcheck(outputs, (logits.requires_grad_(),))
 
@@ -86,17 +104,27 @@ def test_gradcheck(with_entropy):
 def test_gradient_of_one_output_alone(kernels, used):
     logits, targets, cotangents = make_case(9, 20, 17)
     weights = torch.tensor({"log_probs": [1.0, 0], "entropy": [0, 1.0], "neither": [0, 0]}[used])
-    expected = run(lambda x: vocab_parallel_log_probs_ref(x, targets, vocab_size=17), logits.double(), cotangents * weights[:, None])[2]
+    expected = run(
+        lambda x: vocab_parallel_log_probs_ref(x, targets, vocab_size=17),
+        logits.double(),
+        cotangents * weights[:, None],
+    )[2]
     logits.requires_grad_()
     log_probs, entropy = vocab_parallel_log_probs(logits, targets, vocab_size=17, with_entropy=True)
-    outputs = {"log_probs": log_probs @ cotangents[0], "entropy": entropy @ cotangents[1], "neither": 0 * log_probs.sum()}
+    outputs = {
+        "log_probs": log_probs @ cotangents[0],
+        "entropy": entropy @ cotangents[1],
+        "neither": 0 * log_probs.sum(),
+    }
     outputs[used].backward()
     torch.testing.assert_close(logits.grad[:, :17].double(), expected[:, :17], atol=1e-6, rtol=0)
 
 
 def test_one_token_vocabulary_is_certain(kernels):
     logits = torch.tensor([[-3.0], [1e4]], requires_grad=True)
-    log_probs, entropy = vocab_parallel_log_probs(logits, torch.zeros(2, dtype=torch.int64), vocab_size=1, with_entropy=True)
+    log_probs, entropy = vocab_parallel_log_probs(
+        logits, torch.zeros(2, dtype=torch.int64), vocab_size=1, with_entropy=True
+    )
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.tolist() == [0, 0] and entropy.tolist() == [0, 0] and logits.grad.tolist() == [[0], [0]]
 
@@ -107,7 +135,9 @@ def test_no_tokens(kernels, dtype, with_entropy):
     """A micro-batch without response tokens still has to reach the parameters, or data-parallel ranks wait for each other."""
     hidden = torch.zeros(0, 4, dtype=dtype, requires_grad=True)
     weight = torch.ones(6, 4, dtype=dtype, requires_grad=True)
-    outputs = vocab_parallel_log_probs(hidden @ weight.T, torch.zeros(0, dtype=torch.int64), vocab_size=5, with_entropy=with_entropy)
+    outputs = vocab_parallel_log_probs(
+        hidden @ weight.T, torch.zeros(0, dtype=torch.int64), vocab_size=5, with_entropy=with_entropy
+    )
     sum(output.sum() for output in outputs if output is not None).backward()
     assert outputs[0].shape == (0,) and (weight.grad == 0).all() and hidden.grad.shape == (0, 4)
 
@@ -133,7 +163,10 @@ def test_chunks_autograd_and_inplace_change_no_bit(monkeypatch, num_columns, voc
             torch.testing.assert_close(value, wanted, atol=5e-7, rtol=torch.finfo(dtype).eps)
     with torch.no_grad():
         assert torch.equal(vocab_parallel_log_probs(logits, targets, **options)[0], log_probs)
-    rows = [vocab_parallel_log_probs(logits[i : i + 1], targets[i : i + 1], **options)[0] for i in range(len(targets))]
+    rows = [
+        vocab_parallel_log_probs(logits[i : i + 1], targets[i : i + 1], **options)[0]
+        for i in range(len(targets))
+    ]
     assert torch.equal(torch.cat(rows), log_probs)
 
 
@@ -141,10 +174,16 @@ def test_triton_rows_do_not_depend_on_each_other(kernels):
     """Nor on autograd or `inplace`: the same program works on a row."""
     logits, targets, cotangents = make_case(9, 300, 283)
     options = dict(vocab_size=283, temperature=0.9, with_entropy=True)
-    log_probs, entropy, gradient = run(lambda x: vocab_parallel_log_probs(x, targets, **options), logits, cotangents)
+    log_probs, entropy, gradient = run(
+        lambda x: vocab_parallel_log_probs(x, targets, **options), logits, cotangents
+    )
     order = torch.tensor([4, 0, 8, 3])
     for inplace in (False, True):
-        actual = run(lambda x: vocab_parallel_log_probs(x, targets[order], inplace=inplace, **options), logits[order], cotangents[:, order])
+        actual = run(
+            lambda x: vocab_parallel_log_probs(x, targets[order], inplace=inplace, **options),
+            logits[order],
+            cotangents[:, order],
+        )
         for value, wanted in zip(actual, (log_probs, entropy, gradient)):
             torch.testing.assert_close(value, wanted[order], atol=5e-7 if kernels == "torch" else 0, rtol=0)
 
@@ -153,9 +192,16 @@ def test_a_nan_among_the_logits_shows(kernels):
     logits, targets, _ = make_case(3, 12, 12)
     logits[1, 5] = math.nan
     log_probs, entropy, gradient = run(
-        lambda x: vocab_parallel_log_probs(x, targets, vocab_size=12, with_entropy=True), logits, torch.ones(2, 3)
+        lambda x: vocab_parallel_log_probs(x, targets, vocab_size=12, with_entropy=True),
+        logits,
+        torch.ones(2, 3),
     )
-    assert log_probs.isnan().tolist() == entropy.isnan().tolist() == gradient.isnan().all(1).tolist() == [False, True, False]
+    assert (
+        log_probs.isnan().tolist()
+        == entropy.isnan().tolist()
+        == gradient.isnan().all(1).tolist()
+        == [False, True, False]
+    )
 
 
 def test_banned_tokens_have_probability_zero(kernels):
@@ -164,9 +210,15 @@ def test_banned_tokens_have_probability_zero(kernels):
     logits[:, 4:8] = -math.inf
     allowed = [*range(4), *range(8, 12)]
     targets = torch.tensor([0, 1, 8, 11, 3, 9])
-    log_probs, entropy, gradient = run(lambda x: vocab_parallel_log_probs(x, targets, vocab_size=12, with_entropy=True), logits, cotangents)
+    log_probs, entropy, gradient = run(
+        lambda x: vocab_parallel_log_probs(x, targets, vocab_size=12, with_entropy=True), logits, cotangents
+    )
     smaller = torch.tensor([allowed.index(target) for target in targets.tolist()])
-    expected = run(lambda x: vocab_parallel_log_probs_ref(x, smaller, vocab_size=8), logits[:, allowed].double(), cotangents)
+    expected = run(
+        lambda x: vocab_parallel_log_probs_ref(x, smaller, vocab_size=8),
+        logits[:, allowed].double(),
+        cotangents,
+    )
     for actual, wanted in zip((log_probs, entropy, gradient[:, allowed]), expected):
         torch.testing.assert_close(actual.double(), wanted, atol=2e-6, rtol=0)
     assert gradient[:, 4:8].abs().max() < 1e-28  # p is cut off at 2**-100 there
@@ -218,7 +270,9 @@ def test_inplace_is_refused_where_the_logits_are_needed_again():
 @pytest.mark.parametrize("dtype, inplace", [(torch.float32, True), (torch.bfloat16, True)])
 def test_a_second_backward_is_refused_not_wrong(kernels, dtype, inplace):
     logits, targets, _ = make_case(8, 16, 16, dtype)
-    log_probs, _ = vocab_parallel_log_probs(logits.requires_grad_().clone(), targets, vocab_size=16, inplace=inplace)
+    log_probs, _ = vocab_parallel_log_probs(
+        logits.requires_grad_().clone(), targets, vocab_size=16, inplace=inplace
+    )
     log_probs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         log_probs.sum().backward()

@@ -15,7 +15,12 @@ def test_ranks_equal_one(kernels, num_ranks, tmp_path):
     command = [sys.executable, "-P", str(SCRIPT)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
         for rank in range(num_ranks)
     ]
     try:

@@ -32,6 +32,7 @@ def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
         from megarl.kernels import partial_sums_triton, policy_loss_triton
+
         monkeypatch.setattr(policy_loss_triton, "_BLOCK", 64)
         monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
     return kernels
@@ -73,7 +74,12 @@ def test_loss_and_gradient_against_fp64(kernels, options, num_tokens):
     loss, gradient, _, _ = run(policy_loss, columns, options)
     expected, expected_gradient, _, _ = run(policy_loss_ref, columns, options)
     log_probs, old_log_probs, advantages, weights = columns
-    magnitude = (advantages * weights * (log_probs - old_log_probs).exp() * (1 + log_probs.abs() * (options.kind == "cispo"))).abs()
+    magnitude = (
+        advantages
+        * weights
+        * (log_probs - old_log_probs).exp()
+        * (1 + log_probs.abs() * (options.kind == "cispo"))
+    ).abs()
     assert loss.dtype == gradient.dtype == torch.float32 and gradient.shape == (num_tokens,)
     assert abs(loss - expected) <= 8 * EPS * magnitude.sum()
     assert ((gradient - expected_gradient).abs() <= 8 * EPS * magnitude).all()
@@ -86,24 +92,42 @@ def test_everything_at_once_against_fp64(kernels, kind, kl):
     """KL, entropy and truncated importance sampling, alone and together; statistics that enter no loss are computed all the same."""
     columns, extra = make_tokens(200)
     exists = columns[3] != 0
-    for tis_clip, entropy_coef, kl_coef in itertools.product((None, 1.2), (0.0, 0.3), (0.0, 0.2) if kl else (0.0,)):
+    for tis_clip, entropy_coef, kl_coef in itertools.product(
+        (None, 1.2), (0.0, 0.3), (0.0, 0.2) if kl else (0.0,)
+    ):
         estimator, straight_through = kl or ("k3", False)
-        options = dataclasses.replace(KINDS[kind], tis_clip=tis_clip, entropy_coef=entropy_coef, kl_coef=kl_coef,
-                                      kl_estimator=estimator, kl_straight_through=straight_through)  # fmt: skip
+        options = dataclasses.replace(
+            KINDS[kind],
+            tis_clip=tis_clip,
+            entropy_coef=entropy_coef,
+            kl_coef=kl_coef,
+            kl_estimator=estimator,
+            kl_straight_through=straight_through,
+        )
         given = extra if kl else {name: extra[name] for name in ("rollout_log_probs", "entropy")}
         loss, gradient, entropy_gradient, stats = run(policy_loss, columns, options, given)
-        expected, expected_gradient, expected_entropy_gradient, _ = run(policy_loss_ref, columns, options, given)
+        expected, expected_gradient, expected_entropy_gradient, _ = run(
+            policy_loss_ref, columns, options, given
+        )
         # Terms of at most exp(6) and 20, with weights of 1/200: their sum is rounded at 8 eps of about 5, gradients at 8 eps of 2.
         assert abs(loss - expected) <= 8 * EPS * 5, options
-        assert ((gradient - expected_gradient).abs() <= 8 * EPS * (expected_gradient.abs().max() + 0.01)).all(), options
+        assert (
+            (gradient - expected_gradient).abs() <= 8 * EPS * (expected_gradient.abs().max() + 0.01)
+        ).all(), options
         assert ((entropy_gradient - expected_entropy_gradient).abs() <= EPS).all(), options
         assert (gradient[~exists] == 0).all() and (entropy_gradient[~exists] == 0).all()
         assert stats.entropy_sum.item() == pytest.approx(extra["entropy"][exists].sum().item(), rel=1e-5)
         tis = (columns[1] - extra["rollout_log_probs"]).exp().clamp(max=1.2)[exists].sum().item()
-        assert (stats.tis_weight_sum is None) if tis_clip is None else stats.tis_weight_sum.item() == pytest.approx(tis, rel=1e-5)
+        assert (
+            (stats.tis_weight_sum is None)
+            if tis_clip is None
+            else stats.tis_weight_sum.item() == pytest.approx(tis, rel=1e-5)
+        )
         if kl:
             d = (columns[0] - extra["ref_log_probs"])[exists].double()
-            value = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": (torch.expm1(-d) + d).clamp(max=10)}[estimator]
+            value = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": (torch.expm1(-d) + d).clamp(max=10)}[
+                estimator
+            ]
             assert stats.ref_kl_sum.item() == pytest.approx(value.sum().item(), rel=1e-5, abs=1e-4)
         else:
             assert stats.ref_kl_sum is None
@@ -113,23 +137,35 @@ def test_everything_at_once_against_fp64(kernels, kind, kl):
 def test_gradcheck(monkeypatch, options):
     """fp64 on the PyTorch path, no token near a kink: the nearest is 0.02 away, the step 1e-6."""
     monkeypatch.setenv("MEGARL_KERNELS", "torch")
-    log_ratio = torch.tensor([-2.0, -0.3, -0.2, -0.05, 0.0, 0.1, 0.21, 0.3, 0.9, 1.3, 2.0], dtype=torch.float64).repeat(2)
+    log_ratio = torch.tensor(
+        [-2.0, -0.3, -0.2, -0.05, 0.0, 0.1, 0.21, 0.3, 0.9, 1.3, 2.0], dtype=torch.float64
+    ).repeat(2)
     advantages = torch.tensor([1.5] * 11 + [-0.7] * 11, dtype=torch.float64)
     old_log_probs = torch.full_like(log_ratio, -2.5)
     weights = torch.linspace(0.5, 1, 22, dtype=torch.float64)
     entropy = torch.ones_like(log_ratio, requires_grad=True)
     ref = old_log_probs + 0.1
     for estimator in ("k2", "k3"):
-        full = dataclasses.replace(options, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.1, tis_clip=1.5)
+        full = dataclasses.replace(
+            options, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.1, tis_clip=1.5
+        )
         log_probs = (old_log_probs + log_ratio).requires_grad_()
         arguments = (old_log_probs, advantages, weights, full)
         extra = dict(rollout_log_probs=old_log_probs - 0.1, ref_log_probs=ref)
-        if options.kind == "cispo":  # its loss is not what its gradient is the derivative of: the clipped ratio is a constant
-            actual, expected = (run(f, (log_probs.detach(), *arguments[:3]), full, extra | dict(entropy=entropy.detach()))[1:3]
-                                for f in (policy_loss, policy_loss_ref))  # fmt: skip
+        if (
+            options.kind == "cispo"
+        ):  # its loss is not what its gradient is the derivative of: the clipped ratio is a constant
+            actual, expected = (
+                run(f, (log_probs.detach(), *arguments[:3]), full, extra | dict(entropy=entropy.detach()))[
+                    1:3
+                ]
+                for f in (policy_loss, policy_loss_ref)
+            )
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
         else:
-            assert torch.autograd.gradcheck(lambda x, h: policy_loss(x, *arguments, entropy=h, **extra)[0], (log_probs, entropy))  # noqa: B023
+            assert torch.autograd.gradcheck(
+                lambda x, h: policy_loss(x, *arguments, entropy=h, **extra)[0], (log_probs, entropy)
+            )  # noqa: B023
 
 
 def test_statistics_by_hand(kernels):
@@ -144,7 +180,9 @@ def test_statistics_by_hand(kernels):
     assert gradient.tolist() == pytest.approx([-0.5, -1, 0, 0, 0, 1, 1.5, 0], rel=1e-6)
     assert stats.num_clipped == 3 and stats.num_dual_clipped == 1
     assert stats.ratio_deviation_max.item() == pytest.approx(3, rel=1e-6)
-    assert stats.kl_sum.item() == pytest.approx(2 * sum(r - 1 - math.log(r) for r in (0.5, 1, 1.5, 4)), rel=1e-6)
+    assert stats.kl_sum.item() == pytest.approx(
+        2 * sum(r - 1 - math.log(r) for r in (0.5, 1, 1.5, 4)), rel=1e-6
+    )
     assert policy_loss(*columns, DAPO)[1].num_dual_clipped == 0
     of_the_halves = policy_loss(*(x[::4] for x in columns), DAPO)[1]
     assert of_the_halves.ratio_deviation_max.item() == pytest.approx(0.5, rel=1e-6)
@@ -153,7 +191,12 @@ def test_statistics_by_hand(kernels):
 def test_cispo_by_hand(kernels):
     """The same tokens: the ratio is clipped to [0, 1.28] on both sides of 0, and every token keeps a gradient."""
     ratios, old_log_probs = torch.tensor([0.5, 1.0, 1.5, 4.0] * 2), torch.full((8,), -2.0)
-    columns = (old_log_probs + ratios.log(), old_log_probs, torch.tensor([1.0] * 4 + [-1.0] * 4), torch.ones(8))
+    columns = (
+        old_log_probs + ratios.log(),
+        old_log_probs,
+        torch.tensor([1.0] * 4 + [-1.0] * 4),
+        torch.ones(8),
+    )
     loss, gradient, _, stats = run(policy_loss, columns, CISPO)
     assert gradient.tolist() == pytest.approx([-0.5, -1, -1.28, -1.28, 0.5, 1, 1.28, 1.28], rel=1e-6)
     assert loss.item() == pytest.approx((gradient * columns[0]).sum().item(), abs=1e-5)
@@ -190,7 +233,9 @@ def test_repeatable_to_the_bit_and_a_token_does_not_depend_on_the_others(kernels
     again = run(policy_loss, columns, options, extra)
     assert torch.equal(again[0], loss) and torch.equal(again[1], gradient) and again[3] == stats
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    permuted = run(policy_loss, [x[order] for x in columns], options, {name: x[order] for name, x in extra.items()})
+    permuted = run(
+        policy_loss, [x[order] for x in columns], options, {name: x[order] for name, x in extra.items()}
+    )
     assert torch.equal(permuted[1], gradient[order])
     for ours, theirs in zip((permuted[0], *permuted[3]), (loss, *stats)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -201,11 +246,19 @@ def test_non_contiguous_and_bf16_inputs(kernels):
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     wide = lambda x: torch.stack([x, x.flip(0)], 1)[:, 0]  # noqa: E731
     expected = run(policy_loss, columns, options, extra)
-    actual = run(policy_loss, [wide(x) for x in columns], options, {name: wide(x) for name, x in extra.items()})
-    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1]) and actual[3] == expected[3]
+    actual = run(
+        policy_loss, [wide(x) for x in columns], options, {name: wide(x) for name, x in extra.items()}
+    )
+    assert (
+        torch.equal(actual[0], expected[0])
+        and torch.equal(actual[1], expected[1])
+        and actual[3] == expected[3]
+    )
     half = lambda x: x.bfloat16()  # noqa: E731
     result = policy_loss(*(half(x) for x in columns), options, **{name: half(x) for name, x in extra.items()})
-    rounded = policy_loss(*(half(x).float() for x in columns), options, **{name: half(x).float() for name, x in extra.items()})
+    rounded = policy_loss(
+        *(half(x).float() for x in columns), options, **{name: half(x).float() for name, x in extra.items()}
+    )
     assert result[0].dtype == torch.float32 and torch.equal(result[0], rounded[0]) and result[1] == rounded[1]
 
 
@@ -213,15 +266,25 @@ def test_non_contiguous_and_bf16_inputs(kernels):
 def test_runaway_ratios_stay_finite_without_gradient(kernels, gap):
     log_probs, old_log_probs = torch.tensor([-0.1, -0.1 - gap]), torch.tensor([-0.1 - gap, -0.1])
     options = PolicyLossOptions(clip_eps_low=1.0, clip_eps_high=9.9)
-    loss, gradient, _, stats = run(policy_loss, (log_probs, old_log_probs, -torch.ones(2), torch.ones(2)), options)
-    assert loss.item() == pytest.approx(math.exp(20) + math.exp(-20), rel=1e-5) and gradient.tolist() == [0, 0]
+    loss, gradient, _, stats = run(
+        policy_loss, (log_probs, old_log_probs, -torch.ones(2), torch.ones(2)), options
+    )
+    assert loss.item() == pytest.approx(math.exp(20) + math.exp(-20), rel=1e-5) and gradient.tolist() == [
+        0,
+        0,
+    ]
     assert stats.ratio_deviation_max.item() == pytest.approx(math.exp(20), rel=1e-5)
     if gap == math.inf:
         return  # old and now both impossible: no ratio
     weighted = dataclasses.replace(options, tis_clip=2.0)
-    columns, rollout = (log_probs, log_probs, torch.ones(2), torch.ones(2)), dict(rollout_log_probs=old_log_probs)
+    columns, rollout = (
+        (log_probs, log_probs, torch.ones(2), torch.ones(2)),
+        dict(rollout_log_probs=old_log_probs),
+    )
     loss, _, _, stats = run(policy_loss, columns, weighted, rollout)
-    assert stats.tis_weight_sum.item() == pytest.approx(2, rel=1e-5) and loss.item() == pytest.approx(-2, rel=1e-5)
+    assert stats.tis_weight_sum.item() == pytest.approx(2, rel=1e-5) and loss.item() == pytest.approx(
+        -2, rel=1e-5
+    )
 
 
 def test_kl_is_limited_without_gradient_unless_straight_through(kernels):
@@ -261,7 +324,11 @@ def test_what_does_not_exist_is_not_read(kernels, kind):
         for column in (*columns[:3], *extra.values()):
             column[columns[3] == 0] = garbage
         result = run(policy_loss, columns, options, extra)
-        assert torch.equal(result[0], clean[0]) and torch.equal(result[1], clean[1]) and torch.equal(result[2], clean[2])
+        assert (
+            torch.equal(result[0], clean[0])
+            and torch.equal(result[1], clean[1])
+            and torch.equal(result[2], clean[2])
+        )
         assert result[3] == clean[3]
 
 
@@ -269,7 +336,9 @@ def test_no_tokens(kernels):
     columns, extra = make_tokens(0)
     options = dataclasses.replace(DUAL, entropy_coef=0.1, kl_coef=0.1, tis_clip=1.5)
     loss, gradient, entropy_gradient, stats = run(policy_loss, columns, options, extra)
-    assert loss == 0 and gradient.shape == entropy_gradient.shape == (0,) and all(value == 0 for value in stats)
+    assert (
+        loss == 0 and gradient.shape == entropy_gradient.shape == (0,) and all(value == 0 for value in stats)
+    )
     nothing = (*make_tokens(40)[0][:3], torch.zeros(40))
     loss, gradient, _, stats = run(policy_loss, nothing, DUAL)
     assert loss == 0 and not gradient.any() and all(value == 0 for value in stats if value is not None)
@@ -284,21 +353,37 @@ def test_only_the_gradient_is_kept(kernels):
     assert kept == [200]
 
 
-@pytest.mark.parametrize("name", ["old_log_probs", "advantages", "weights", "rollout_log_probs", "ref_log_probs"])
+@pytest.mark.parametrize(
+    "name", ["old_log_probs", "advantages", "weights", "rollout_log_probs", "ref_log_probs"]
+)
 def test_errors_name_the_tensor(name):
     columns, extra = make_tokens(6)
-    arguments = dict(zip(("log_probs", "old_log_probs", "advantages", "weights"), columns)) | extra | dict(options=PPO)
+    arguments = (
+        dict(zip(("log_probs", "old_log_probs", "advantages", "weights"), columns))
+        | extra
+        | dict(options=PPO)
+    )
     with pytest.raises(ValueError, match=rf"{name} requires a gradient"):
         policy_loss(**arguments | {name: arguments[name].clone().requires_grad_()})
-    with pytest.raises(ValueError, match=rf"{name} must be \[N\] like log_probs, got \[5\] with log_probs \[6\]"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be \[N\] like log_probs, got \[5\] with log_probs \[6\]"
+    ):
         policy_loss(**arguments | {name: torch.zeros(5)})
 
 
 @pytest.mark.parametrize(
-    "change, name", [(dict(tis_clip=2.0), "rollout_log_probs"), (dict(kl_coef=0.1), "ref_log_probs"), (dict(entropy_coef=0.1), "entropy")]
+    "change, name",
+    [
+        (dict(tis_clip=2.0), "rollout_log_probs"),
+        (dict(kl_coef=0.1), "ref_log_probs"),
+        (dict(entropy_coef=0.1), "entropy"),
+    ],
 )
 def test_a_missing_column_is_named(change, name):
-    with pytest.raises(ValueError, match=rf"{name} is None, but {next(iter(change))} \({next(iter(change.values()))}\) needs it"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} is None, but {next(iter(change))} \({next(iter(change.values()))}\) needs it",
+    ):
         policy_loss(*make_tokens(6)[0], dataclasses.replace(PPO, **change))
 
 

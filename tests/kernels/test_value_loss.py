@@ -20,6 +20,7 @@ def kernels(kernels, monkeypatch):
     """Blocks so small that there are several, and last ones that are not full."""
     if kernels != "torch":
         from megarl.kernels import partial_sums_triton, value_loss_triton
+
         monkeypatch.setattr(value_loss_triton, "_BLOCK", 64)
         monkeypatch.setattr(partial_sums_triton, "_BLOCK", 4)
     return kernels
@@ -47,9 +48,15 @@ def run(columns, clip_eps, function=value_loss):
 @pytest.mark.parametrize("clip_eps", [None, 0.2])
 def test_against_fp64(kernels, clip_eps, num_tokens):
     columns = make_tokens(num_tokens)
-    (loss, gradient, stats), (expected, expected_gradient, _) = run(columns, clip_eps), run(columns, clip_eps, value_loss_ref)
+    (loss, gradient, stats), (expected, expected_gradient, _) = (
+        run(columns, clip_eps),
+        run(columns, clip_eps, value_loss_ref),
+    )
     values, old_values, returns, weights = columns
-    magnitude = weights * torch.maximum((values - returns).abs(), values.abs() + returns.abs() + old_values.abs()) ** 2
+    magnitude = (
+        weights
+        * torch.maximum((values - returns).abs(), values.abs() + returns.abs() + old_values.abs()) ** 2
+    )
     assert loss.dtype == gradient.dtype == torch.float32
     assert abs(loss - expected) <= 8 * EPS * magnitude.sum()
     assert ((gradient - expected_gradient).abs() <= 4 * EPS * weights * (values.abs() + returns.abs())).all()
@@ -63,7 +70,12 @@ def test_against_fp64(kernels, clip_eps, num_tokens):
 
 def test_by_hand(kernels):
     """Old 0, clip 1/2. To 1, return 2: both 1 and clipped 9/4, no gradient. To 1, return 0: the plain loss is larger, 1 to 1/4."""
-    columns = (torch.tensor([1.0, 1.0, 0.25]), torch.zeros(3), torch.tensor([2.0, 0.0, 1.25]), torch.tensor([1.0, 1.0, 2.0]))
+    columns = (
+        torch.tensor([1.0, 1.0, 0.25]),
+        torch.zeros(3),
+        torch.tensor([2.0, 0.0, 1.25]),
+        torch.tensor([1.0, 1.0, 2.0]),
+    )
     loss, gradient, stats = run(columns, 0.5)
     assert loss == (2.25 + 1 + 2 * 1) / 2 and gradient.tolist() == [0, 1, -2] and stats.num_clipped == 1
     assert stats[1:] == (-1.0, 3.0, 3.25, 4 + 1.25**2)
@@ -76,10 +88,14 @@ def test_gradcheck(monkeypatch, clip_eps):
     """fp64 on the PyTorch path, no value within 1e-3 of a kink."""
     monkeypatch.setenv("MEGARL_KERNELS", "torch")
     old_values = torch.linspace(-1, 1, 12, dtype=torch.float64)
-    values = (old_values + torch.tensor([0.05, 0.31, -0.4, -0.1], dtype=torch.float64).repeat(3)).requires_grad_()
+    values = (
+        old_values + torch.tensor([0.05, 0.31, -0.4, -0.1], dtype=torch.float64).repeat(3)
+    ).requires_grad_()
     returns = torch.tensor([1.5, -1.7, 0.23], dtype=torch.float64).repeat_interleave(4)
     weights = torch.linspace(0.5, 1, 12, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old_values, returns, weights, clip_eps=clip_eps)[0], (values,))
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, old_values, returns, weights, clip_eps=clip_eps)[0], (values,)
+    )
 
 
 def test_unmoved_values_keep_their_gradient(kernels):
@@ -116,7 +132,12 @@ def test_nan_is_not_hidden_does_not_spread_and_is_not_read_where_nothing_exists(
         poisoned[column][70] = NAN
         loss, gradient, stats = run(poisoned, 0.2)
         others = torch.arange(130) != 70
-        assert loss.isnan() and gradient[70].isnan() and stats.error_sum.isnan() and torch.equal(gradient[others], clean[1][others])
+        assert (
+            loss.isnan()
+            and gradient[70].isnan()
+            and stats.error_sum.isnan()
+            and torch.equal(gradient[others], clean[1][others])
+        )
 
 
 def test_incoming_gradient_scales_and_only_the_gradient_is_kept(kernels):
@@ -133,11 +154,20 @@ def test_incoming_gradient_scales_and_only_the_gradient_is_kept(kernels):
     "change, message",
     [
         (dict(returns=torch.zeros(5)), r"returns must be \[N\] like values, got \[5\] with values \[6\]"),
-        (dict(weights=torch.zeros(6, requires_grad=True)), r"weights requires a gradient.*weights.detach\(\)"),
+        (
+            dict(weights=torch.zeros(6, requires_grad=True)),
+            r"weights requires a gradient.*weights.detach\(\)",
+        ),
         (dict(clip_eps=0.0), r"clip_eps \(0.0\) must be above 0, e.g. 0.2, or None"),
     ],
 )
 def test_errors_name_the_value(change, message):
-    arguments = dict(values=torch.zeros(6), old_values=torch.zeros(6), returns=torch.zeros(6), weights=torch.zeros(6), clip_eps=0.2)
+    arguments = dict(
+        values=torch.zeros(6),
+        old_values=torch.zeros(6),
+        returns=torch.zeros(6),
+        weights=torch.zeros(6),
+        clip_eps=0.2,
+    )
     with pytest.raises(ValueError, match=message):
         value_loss(**arguments | change)

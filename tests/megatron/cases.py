@@ -15,11 +15,28 @@ VALUE_LAYOUTS = {
     "qwen3_moe": ("one", "tp2_sp_ep2"),
 }
 """Families of families.py -> layouts of value models."""
-VALUE_CASES = [(family, layout) for family, layouts in VALUE_LAYOUTS.items() for layout in layouts if layout != "one_bf16"]
+VALUE_CASES = [
+    (family, layout)
+    for family, layouts in VALUE_LAYOUTS.items()
+    for layout in layouts
+    if layout != "one_bf16"
+]
 
 LORA_LAYOUTS = {
-    "qwen2_tied": ("one", "one_recompute", "tp2", "tp2_sp", "tp2_sp_selective", "tp2_sp_stacked_sharded", "pp2", "pp2_vpp2", "cp2", "dp2",
-                   "dp2_sharded", "one_bf16"),
+    "qwen2_tied": (
+        "one",
+        "one_recompute",
+        "tp2",
+        "tp2_sp",
+        "tp2_sp_selective",
+        "tp2_sp_stacked_sharded",
+        "pp2",
+        "pp2_vpp2",
+        "cp2",
+        "dp2",
+        "dp2_sharded",
+        "one_bf16",
+    ),
     "gemma3": ("one", "tp2_sp"),
     "critic": ("one", "tp2_sp"),
     "qwen3_moe": ("one", "tp2_sp_ep2"),
@@ -35,7 +52,21 @@ LORA = {
 
 def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:
     """A script of this folder under torchrun; its ranks write to `out`."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
-                           str(Path(__file__).with_name(script)), str(out), *arguments],
-                          capture_output=True, text=True, timeout=1200, cwd=out)  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(count),
+            str(Path(__file__).with_name(script)),
+            str(out),
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        cwd=out,
+    )
     assert done.returncode == 0, done.stderr[-4000:]

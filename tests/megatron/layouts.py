@@ -4,28 +4,98 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-               max_position_embeddings=128, rope_theta=10000.0)  # fmt: skip
-_LATENTS = _COMMON | dict(num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
-                          num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, first_k_dense_replace=1)  # fmt: skip
+_COMMON = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rope_theta=10000.0,
+)
+_LATENTS = _COMMON | dict(
+    num_key_value_heads=4,
+    kv_lora_rank=20,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
 MODELS = {
     "qwen3": dict(model_type="qwen3", vocab_size=150, head_dim=32, tie_word_embeddings=False, **_COMMON),
     "qwen2_tied": dict(model_type="qwen2", vocab_size=130, tie_word_embeddings=True, **_COMMON),
-    "biases": dict(model_type="llama", vocab_size=150, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),
-    "llama_deep": dict(model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)),
-    "one_key": dict(model_type="qwen3", vocab_size=150, head_dim=24, tie_word_embeddings=True, **(_COMMON | {"num_key_value_heads": 1})),
-    "gemma3": dict(model_type="gemma3_text", vocab_size=150, head_dim=24, query_pre_attn_scalar=20, sliding_window=8, sliding_window_pattern=3,
-                   **(_COMMON | {"num_key_value_heads": 1})),
-    "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=150, head_dim=32, tie_word_embeddings=False, norm_topk_prob=True, num_experts=4,
-                      num_experts_per_tok=2, moe_intermediate_size=48, **_COMMON),
+    "biases": dict(
+        model_type="llama",
+        vocab_size=150,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        **_COMMON,
+    ),
+    "llama_deep": dict(
+        model_type="llama", vocab_size=128, tie_word_embeddings=False, **_COMMON | dict(num_hidden_layers=8)
+    ),
+    "one_key": dict(
+        model_type="qwen3",
+        vocab_size=150,
+        head_dim=24,
+        tie_word_embeddings=True,
+        **(_COMMON | {"num_key_value_heads": 1}),
+    ),
+    "gemma3": dict(
+        model_type="gemma3_text",
+        vocab_size=150,
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=8,
+        sliding_window_pattern=3,
+        **(_COMMON | {"num_key_value_heads": 1}),
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe",
+        vocab_size=150,
+        head_dim=32,
+        tie_word_embeddings=False,
+        norm_topk_prob=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        **_COMMON,
+    ),
     "mixtral": dict(model_type="mixtral", vocab_size=141, num_local_experts=4, **_COMMON),
-    "deepseek_v2": dict(model_type="deepseek_v2", vocab_size=103, q_lora_rank=None, topk_method="group_limited_greedy",
-                        n_group=4, topk_group=2, **_LATENTS),
-    "deepseek_v3": dict(model_type="deepseek_v3", vocab_size=107, q_lora_rank=24, topk_method="noaux_tc", scoring_func="sigmoid",
-                        rms_norm_eps=1e-6, n_group=2, topk_group=1, rope_parameters=dict(
-                            rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5),
-                        **_LATENTS),
-}  # fmt: skip
+    "deepseek_v2": dict(
+        model_type="deepseek_v2",
+        vocab_size=103,
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        **_LATENTS,
+    ),
+    "deepseek_v3": dict(
+        model_type="deepseek_v3",
+        vocab_size=107,
+        q_lora_rank=24,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rms_norm_eps=1e-6,
+        n_group=2,
+        topk_group=1,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=8.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+        ),
+        **_LATENTS,
+    ),
+}
 """config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts; experts under other names; latent attention
 and shared experts, after a dense layer. Most vocabularies need padding."""
 
@@ -46,12 +116,25 @@ class Layout:
     bf16: bool = False
 
 
-def _layout(ranks: int, model: str = "qwen3", bf16: bool = False, distributed: bool = False, overlap: bool = False, **parallel) -> Layout:
-    return Layout(ranks, parallel, dict(use_distributed_optimizer=distributed, overlap_grad_reduce=overlap), model, bf16)
+def _layout(
+    ranks: int,
+    model: str = "qwen3",
+    bf16: bool = False,
+    distributed: bool = False,
+    overlap: bool = False,
+    **parallel,
+) -> Layout:
+    return Layout(
+        ranks, parallel, dict(use_distributed_optimizer=distributed, overlap_grad_reduce=overlap), model, bf16
+    )
 
 
-def _sharded(ranks: int, model: str = "qwen3", bf16: bool = False, strategy: str = "optim_grads", **parallel) -> Layout:
-    return Layout(ranks, parallel, dict(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy), model, bf16)
+def _sharded(
+    ranks: int, model: str = "qwen3", bf16: bool = False, strategy: str = "optim_grads", **parallel
+) -> Layout:
+    return Layout(
+        ranks, parallel, dict(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy), model, bf16
+    )
 
 
 TP = dict(tensor_model_parallel_size=2)
@@ -161,8 +244,17 @@ MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp", "own_key_grad
 """Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know;
 gradients of keys and values from a rank's own queries alone."""
 
-CASES = [f"{name}/{role}/{packing}" for name, layout in LAYOUTS.items() for role in ("actor", "critic") for packing in PACKINGS
-         if role == "actor" or not (layout.bf16 or layout.model == "qwen2_tied")]  # fmt: skip
+CASES = [
+    f"{name}/{role}/{packing}"
+    for name, layout in LAYOUTS.items()
+    for role in ("actor", "critic")
+    for packing in PACKINGS
+    if role == "actor" or not (layout.bf16 or layout.model == "qwen2_tied")
+]
 """A critic's embeddings are not tied."""
-QUICK = [case for case in CASES if case.endswith(("actor/packed", "critic/single")) and case.partition("/")[0] not in LONG_TAIL]
+QUICK = [
+    case
+    for case in CASES
+    if case.endswith(("actor/packed", "critic/single")) and case.partition("/")[0] not in LONG_TAIL
+]
 PLANTED = [f"{layout}/actor/packed/{mutant}" for mutant, layout in MUTANTS.items()]

@@ -42,8 +42,11 @@ Tensors = dict[str, torch.Tensor]
 def full_weights(shape: ModelShape) -> Tensors:
     """Away from 1 and 0, so that a norm or bias that is not loaded shows."""
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1) + ("norm" in name and not shape.zero_centered_norms)
-            for name, (rows, cols) in hf_sizes(shape).items()}  # fmt: skip
+    return {
+        name: torch.randn(rows, cols, generator=generator) * (0.2 if cols == 1 else 0.1)
+        + ("norm" in name and not shape.zero_centered_norms)
+        for name, (rows, cols) in hf_sizes(shape).items()
+    }
 
 
 def make_batch(vocab_size: int, count: int = 9) -> Batch:
@@ -51,21 +54,33 @@ def make_batch(vocab_size: int, count: int = 9) -> Batch:
     generator = torch.Generator().manual_seed(3)
 
     def ids(high: int) -> list[int]:
-        return torch.randint(0, vocab_size, (int(torch.randint(1, high, (1,), generator=generator)),), generator=generator).tolist()
+        return torch.randint(
+            0, vocab_size, (int(torch.randint(1, high, (1,), generator=generator)),), generator=generator
+        ).tolist()
 
-    batch = Batch.from_samples(list(range(count)), [ids(25) for _ in range(count)], [ids(17) for _ in range(count)])
+    batch = Batch.from_samples(
+        list(range(count)), [ids(25) for _ in range(count)], [ids(17) for _ in range(count)]
+    )
     # of mean 1: a loss near 0 would have no relative precision
     batch.advantages = (1 + torch.randn(len(batch.tokens), generator=generator)) * batch.response_mask
     return batch
 
 
-def rectangles(atlas: Atlas, local: Tensors, full: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def rectangles(
+    atlas: Atlas, local: Tensors, full: Tensors
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Name of the canonical tensor, what this rank holds of it and the same of `full`, both as views."""
     for name, param in atlas.items():
         for piece in param.pieces:
             part = full[piece.hf_name][piece.row_start : piece.row_end, piece.col_start : piece.col_end]
             rows, cols = part.shape
-            yield piece.hf_name, local[name][piece.local_row : piece.local_row + rows, piece.local_col : piece.local_col + cols], part
+            yield (
+                piece.hf_name,
+                local[name][
+                    piece.local_row : piece.local_row + rows, piece.local_col : piece.local_col + cols
+                ],
+                part,
+            )
 
 
 def having(atlas: Atlas, local: Tensors) -> Atlas:
@@ -80,32 +95,56 @@ def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
     """Largest difference and where it is; relative to the largest element of the canonical tensor, or absolute."""
-    return max((distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
-               for name, mine, wanted in rectangles(atlas, local, full))  # fmt: skip
+    return max(
+        (distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
+        for name, mine, wanted in rectangles(atlas, local, full)
+    )
 
 
 def checksums(atlas: Atlas, local: Tensors) -> dict[str, int]:
     """Of every rectangle of a canonical tensor that this rank holds. Ranks that hold the same one have copies of it."""
-    return {f"{piece.hf_name}[{piece.row_start}:{piece.row_end}, {piece.col_start}:{piece.col_end}]":
-            zlib.crc32(local[name][piece.local_row :, piece.local_col :][: piece.row_end - piece.row_start, : piece.col_end - piece.col_start]
-                       .contiguous().numpy()) for name, param in atlas.items() for piece in param.pieces}  # fmt: skip
+    return {
+        f"{piece.hf_name}[{piece.row_start}:{piece.row_end}, {piece.col_start}:{piece.col_end}]": zlib.crc32(
+            local[name][piece.local_row :, piece.local_col :][
+                : piece.row_end - piece.row_start, : piece.col_end - piece.col_start
+            ]
+            .contiguous()
+            .numpy()
+        )
+        for name, param in atlas.items()
+        for piece in param.pieces
+    }
 
 
 def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]:
     """With the same full weights in every layout."""
     parallel = ParallelConfig(**layout.parallel)
-    mesh, shape = megatron_mesh(tuple(range(layout.ranks)), parallel), ModelShape.load(folder / layout.model, value_head=role == "critic")
+    mesh, shape = (
+        megatron_mesh(tuple(range(layout.ranks)), parallel),
+        ModelShape.load(folder / layout.model, value_head=role == "critic"),
+    )
     # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
     optimizer = OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5, **layout.optimizer)
-    model = (ValueModel if role == "critic" else Policy)(shape, mesh, ModelConfig(model=layout.model, bf16=layout.bf16), parallel, optimizer)
+    model = (ValueModel if role == "critic" else Policy)(
+        shape, mesh, ModelConfig(model=layout.model, bf16=layout.bf16), parallel, optimizer
+    )
     atlas = megatron_atlases(shape, mesh, qkv_layout=parallel.qkv_layout)[dist.get_rank()]
     for parameter in model.parameters.values():
         parameter.zero_()
     num_elements = sum(parameter.numel() for _, parameter in model.named_parameters())
     held = {part: model.memory.resident_bytes(part) / num_elements for part in ("parameters", "gradients")}
-    shards = mesh.cp * mesh.dp if layout.optimizer.get("use_megatron_fsdp") and optimizer.data_parallel_sharding_strategy == "optim_grads" else 1
-    assert held["parameters"] >= (2 if layout.bf16 else 4) and held["gradients"] >= 4 / shards, f"{held} bytes per element can be offloaded"
-    assert shards == 1 or held["gradients"] < 4.5 / shards, f"{held} bytes per element: gradients are not sharded"
+    shards = (
+        mesh.cp * mesh.dp
+        if layout.optimizer.get("use_megatron_fsdp")
+        and optimizer.data_parallel_sharding_strategy == "optim_grads"
+        else 1
+    )
+    assert held["parameters"] >= (2 if layout.bf16 else 4) and held["gradients"] >= 4 / shards, (
+        f"{held} bytes per element can be offloaded"
+    )
+    assert shards == 1 or held["gradients"] < 4.5 / shards, (
+        f"{held} bytes per element: gradients are not sharded"
+    )
     for _, mine, wanted in rectangles(atlas, model.parameters, full_weights(shape)):
         mine.copy_(wanted)
     model.parameters_changed()
@@ -126,12 +165,16 @@ def message_under_way(layout: Layout) -> Iterator[None]:
 
 
 def plan(model: TrainedModel, batch: Batch, max_tokens: int) -> MiniBatch:
-    samples = [Sample(i, int(n), int(r)) for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths))]
+    samples = [
+        Sample(i, int(n), int(r)) for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths))
+    ]
     (mini_batch,) = plan_mini_batches(samples, len(samples), {}, model.mesh.dp, max_tokens, 64, "a")
     return mini_batch
 
 
-def update(model: TrainedModel, micros: list[MicroBatch], num_tokens: int, token_level: bool) -> dict[str, float]:
+def update(
+    model: TrainedModel, micros: list[MicroBatch], num_tokens: int, token_level: bool
+) -> dict[str, float]:
     def policy_loss(micro, log_probs, entropy, rows):
         value = -(log_probs * micro.column("advantages")[rows] + 0.01 * entropy).sum() / num_tokens
         return value, {"loss": value.detach()}
@@ -148,10 +191,15 @@ def update(model: TrainedModel, micros: list[MicroBatch], num_tokens: int, token
 
 def forward_only(model: TrainedModel, micros: list[MicroBatch]) -> dict[int, torch.Tensor]:
     """Log-probs or values of the response tokens by sample id; {} before the last stage."""
-    outputs = model.values(micros) if isinstance(model, ValueModel) else model.log_probs(micros, temperature=0.8)
+    outputs = (
+        model.values(micros) if isinstance(model, ValueModel) else model.log_probs(micros, temperature=0.8)
+    )
     if outputs is None:
         return {}
-    ids, lengths = torch.cat([m.batch.sample_ids for m in micros]), torch.cat([m.batch.response_lengths for m in micros])
+    ids, lengths = (
+        torch.cat([m.batch.sample_ids for m in micros]),
+        torch.cat([m.batch.response_lengths for m in micros]),
+    )
     return dict(zip(ids.tolist(), torch.cat(outputs).split(lengths.tolist()), strict=True))
 
 
@@ -163,7 +211,11 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
 
     def step():
         del model.step
-        whole = gathered_gradients(model) if model.sharded else ((name, p.main_grad.clone()) for name, p in model.named_parameters())
+        whole = (
+            gathered_gradients(model)
+            if model.sharded
+            else ((name, p.main_grad.clone()) for name, p in model.named_parameters())
+        )
         gradients.update((name, gradient.view(len(gradient), -1)) for name, gradient in whole)
         return model.step()
 
@@ -177,7 +229,9 @@ def gathered_gradients(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, _, shard in ddp.optimized():
         parts = [torch.empty(0)] * group.size()
-        dist.all_gather_object(parts, torch.empty(0) if shard.grad is None else shard.grad._local_tensor.flatten(), group=group)
+        dist.all_gather_object(
+            parts, torch.empty(0) if shard.grad is None else shard.grad._local_tensor.flatten(), group=group
+        )
         yield names[parameter], torch.cat(parts).view(parameter.shape)
 
 
@@ -209,7 +263,9 @@ class Run:
 def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> Run:
     (model, atlas), batch = build(folder, layout, role), make_batch(MODELS[layout.model]["vocab_size"])
     mini_batch = plan(model, batch, PACKINGS[packing])
-    micros = [MicroBatch.of(batch.select_samples(ids)) for ids in mini_batch.micro_batches[model.groups.dp.rank()]]
+    micros = [
+        MicroBatch.of(batch.select_samples(ids)) for ids in mini_batch.micro_batches[model.groups.dp.rank()]
+    ]
     num_tokens = mini_batch.num_tokens
     if mutant == "local_token_count":
         num_tokens = model.mesh.dp * sum(len(micro.targets) for micro in micros)
@@ -219,7 +275,11 @@ def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "")
                 parameter.sequence_parallel = False
     outputs, gradients = forward_only(model, micros), gradients_at_step(model)
     report = {"tokens": [len(micro.targets) for micro in micros], "loss": [], "grad_norm": []}
-    with patch.object(dist, "reduce_scatter_tensor", own_part) if mutant == "own_key_gradient" else contextlib.nullcontext():
+    with (
+        patch.object(dist, "reduce_scatter_tensor", own_part)
+        if mutant == "own_key_gradient"
+        else contextlib.nullcontext()
+    ):
         for _ in range(2):
             metrics = update(model, micros, num_tokens, token_level=packing == "packed")
             report["loss"].append(metrics.get("loss", 0.0))
@@ -239,7 +299,9 @@ def write_reference(folder: Path, path: Path, layout: Layout, role: str) -> None
         if name.endswith(KEPT_IN_FP32):
             assert torch.equal(weight, start[name]), f"{name} is not frozen"
         else:
-            assert found["gradients"][name].any() and (weight - start[name]).abs().max() > 1e-3, f"{name} was not trained"
+            assert found["gradients"][name].any() and (weight - start[name]).abs().max() > 1e-3, (
+                f"{name} was not trained"
+            )
     torch.save(found, path)
 
 
@@ -248,11 +310,16 @@ def compare(folder: Path, layout: Layout, reference: Path, role: str, packing: s
     with message_under_way(layout):
         mine = run(folder, layout, role, packing, mutant)
     wanted = torch.load(reference)
-    outputs = [(distance(output, wanted["outputs"][sample]), f"sample {sample}") for sample, output in mine.outputs.items()]
+    outputs = [
+        (distance(output, wanted["outputs"][sample]), f"sample {sample}")
+        for sample, output in mine.outputs.items()
+    ]
     return mine.report | {
         "one_rank": wanted["report"],
         "output": max(outputs, default=(0.0, "no sample")),
-        "gradient": worst(having(mine.atlas, mine.gradients), mine.gradients, wanted["gradients"], relative=True),
+        "gradient": worst(
+            having(mine.atlas, mine.gradients), mine.gradients, wanted["gradients"], relative=True
+        ),
         "weight": worst(mine.atlas, mine.weights, wanted["weights"], relative=False),
         "copies": checksums(mine.atlas, mine.weights),
     }

@@ -43,7 +43,9 @@ class Held(Policy):
     """A policy that keeps its gradients instead of making a step."""
 
     def step(self) -> dict[str, float]:
-        self.gradients = {name: p.main_grad.view(p.shape[0], -1).clone() for name, p in self.named_parameters()}
+        self.gradients = {
+            name: p.main_grad.view(p.shape[0], -1).clone() for name, p in self.named_parameters()
+        }
         return {}
 
 
@@ -56,7 +58,14 @@ def build(folder: Path, name: str, experts: MoEConfig) -> tuple[Held, dict] | No
     if dist.get_rank() >= count:
         return None
     shape = ModelShape.load(folder)
-    policy = Held(shape, mesh, ModelConfig(model=str(folder)), parallel, OptimizerConfig(use_distributed_optimizer=False), experts=experts)
+    policy = Held(
+        shape,
+        mesh,
+        ModelConfig(model=str(folder)),
+        parallel,
+        OptimizerConfig(use_distributed_optimizer=False),
+        experts=experts,
+    )
     atlases = megatron_atlases(shape, mesh)
     load_hf(folder, atlases[dist.get_rank()], policy.parameters)
     return policy, atlases
@@ -74,8 +83,15 @@ def loss_of(batch: Batch):
 
 def check_balance(folder: Path, name: str, balance: str) -> list[dict[str, float]]:
     """Gradients to a folder; metrics of this rank of two updates, which are the same as no step was made."""
-    built = build(folder, name, MoEConfig() if balance == "none" else MoEConfig(
-        moe_router_load_balancing_type=balance, moe_aux_loss_coeff=COEFF, moe_z_loss_coeff=Z_COEFF))  # fmt: skip
+    built = build(
+        folder,
+        name,
+        MoEConfig()
+        if balance == "none"
+        else MoEConfig(
+            moe_router_load_balancing_type=balance, moe_aux_loss_coeff=COEFF, moe_z_loss_coeff=Z_COEFF
+        ),
+    )
     if built is None:
         return []
     policy, atlases = built
@@ -84,7 +100,9 @@ def check_balance(folder: Path, name: str, balance: str) -> list[dict[str, float
     metrics = []
     for _ in range(2):
         metrics.append(policy.update(micros, loss, TEMPERATURE))
-        policy.log_probs(micros, TEMPERATURE)  # a pass without gradients between them must leave nothing behind
+        policy.log_probs(
+            micros, TEMPERATURE
+        )  # a pass without gradients between them must leave nothing behind
     save_hf(folder.with_name(f"{name}_{balance}"), folder, policy.shape, atlases, policy.gradients)
     return metrics
 
@@ -107,7 +125,9 @@ def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]
     def compared(micro, log_probs, entropy, rows):
         value, metrics = loss(micro, log_probs, entropy, rows)
         ratio = (log_probs.detach() - micro.column("old_log_probs")[rows]).exp()
-        return value, metrics | {"ratio_deviation_max": (ratio - 1).abs().max() if len(ratio) else torch.zeros(())}
+        return value, metrics | {
+            "ratio_deviation_max": (ratio - 1).abs().max() if len(ratio) else torch.zeros(())
+        }
 
     metrics = [policy.update(micros, compared, TEMPERATURE)]
     load_hf(folder.with_name("moved"), atlases[dist.get_rank()], policy.parameters)
@@ -124,12 +144,17 @@ class OwnChoice:
     def __init__(self, policy: Policy) -> None:
         self.shape, self.inputs = policy.shape, []
         for router in policy.routing._all:
-            router.register_forward_pre_hook(lambda router, args: self.inputs.append((router, args[0].detach())))
+            router.register_forward_pre_hook(
+                lambda router, args: self.inputs.append((router, args[0].detach()))
+            )
 
     def take(self) -> list[set[int]]:
         """Of every router and token since it was asked last."""
-        chosen = [self._choose(token, router) for router, hidden in self.inputs
-                  for token in hidden.flatten(0, -2).double() @ router.weight.detach().double().t()]  # fmt: skip
+        chosen = [
+            self._choose(token, router)
+            for router, hidden in self.inputs
+            for token in hidden.flatten(0, -2).double() @ router.weight.detach().double().t()
+        ]
         self.inputs.clear()
         return chosen
 
@@ -149,8 +174,14 @@ def check_deepseek(out: Path, model: str) -> list[float]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     mesh, parallel = megatron_mesh((0,), ParallelConfig()), ParallelConfig()
-    policy = Held(ModelShape.load(folder), mesh, ModelConfig(model=str(folder)), parallel,
-                  OptimizerConfig(use_distributed_optimizer=False), experts=MoEConfig(moe_routing_replay="policy"))  # fmt: skip
+    policy = Held(
+        ModelShape.load(folder),
+        mesh,
+        ModelConfig(model=str(folder)),
+        parallel,
+        OptimizerConfig(use_distributed_optimizer=False),
+        experts=MoEConfig(moe_routing_replay="policy"),
+    )
     generator, found = torch.Generator().manual_seed(7), []
     for name, parameter in policy.parameters.items():
         scale = 0.3 if name.endswith("expert_bias") else 0.1
@@ -164,7 +195,9 @@ def check_deepseek(out: Path, model: str) -> list[float]:
             if part and name.endswith(part):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
         metrics, now = policy.update(micros, loss_of(batch), TEMPERATURE), own.take()
-        changed = sum(len(new - old) for old, new in zip(recorded, now, strict=True)) / sum(map(len, recorded))
+        changed = sum(len(new - old) for old, new in zip(recorded, now, strict=True)) / sum(
+            map(len, recorded)
+        )
         found += [metrics["moe/replay_changed"], changed]
     return found
 

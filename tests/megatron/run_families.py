@@ -30,16 +30,26 @@ from megarl.workers.worker import join_world
 
 TEMPERATURE = 0.8
 MESHES = {
-    "one": MeshSpec((0,)), "tp2": MeshSpec((0, 1), tp=2), "tp2_sp": MeshSpec((0, 1), tp=2), "pp2": MeshSpec((0, 1), pp=2),
-    "tp2_stacked": MeshSpec((0, 1), tp=2), "ep2": MeshSpec((0, 1), ep=2), "tp2_sp_ep2": MeshSpec((0, 1), tp=2, ep=2, etp=1),
-}  # fmt: skip
+    "one": MeshSpec((0,)),
+    "tp2": MeshSpec((0, 1), tp=2),
+    "tp2_sp": MeshSpec((0, 1), tp=2),
+    "pp2": MeshSpec((0, 1), pp=2),
+    "tp2_stacked": MeshSpec((0, 1), tp=2),
+    "ep2": MeshSpec((0, 1), ep=2),
+    "tp2_sp_ep2": MeshSpec((0, 1), tp=2, ep=2, etp=1),
+}
 
 
 def parallel(layout: str) -> ParallelConfig:
     mesh = MESHES[layout]
     return ParallelConfig(
-        tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, expert_model_parallel_size=mesh.ep,
-        expert_tensor_parallel_size=mesh.etp, sequence_parallel="sp" in layout, qkv_layout="stacked" if "stacked" in layout else "grouped")  # fmt: skip
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        sequence_parallel="sp" in layout,
+        qkv_layout="stacked" if "stacked" in layout else "grouped",
+    )
 
 
 def make_folder(folder: Path, name: str) -> None:
@@ -47,7 +57,9 @@ def make_folder(folder: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config(name), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     randomise(model, name)
     model.save_pretrained(folder)
     batch = make_batch(model.config.vocab_size)
@@ -57,10 +69,14 @@ def make_folder(folder: Path, name: str) -> None:
 @torch.no_grad()
 def randomise(model, family: str) -> None:
     """Weights away from 1 and 0, so that a norm or bias that is not loaded shows."""
-    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    corrections = [
+        (name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")
+    ]
     for name, p in [*model.named_parameters(), *corrections]:
         norm, bias = "norm" in name, "bias" in name
-        p.normal_((0.3 if "gemma" in family else 1.0) if norm else 0.0, 0.2 if norm or bias else 0.1)  # Gemma's multiply by 1 + weight
+        p.normal_(
+            (0.3 if "gemma" in family else 1.0) if norm else 0.0, 0.2 if norm or bias else 0.1
+        )  # Gemma's multiply by 1 + weight
 
 
 def make_batch(vocab_size: int, count: int = 8) -> Batch:
@@ -70,7 +86,9 @@ def make_batch(vocab_size: int, count: int = 8) -> Batch:
         length = int(torch.randint(low, high, (1,), generator=generator))
         return torch.randint(0, vocab_size, (length,), generator=generator).tolist()
 
-    return Batch.from_samples(list(range(count)), [ids(1, 13) for _ in range(count)], [ids(1, 25) for _ in range(count)])
+    return Batch.from_samples(
+        list(range(count)), [ids(1, 13) for _ in range(count)], [ids(1, 25) for _ in range(count)]
+    )
 
 
 @torch.no_grad()
@@ -87,7 +105,11 @@ def reference(model, batch: Batch) -> dict[str, torch.Tensor]:
 
 def build(folder: Path, layout: str, fault: dict[str, object] | None = None) -> tuple[Policy, dict]:
     """`fault`: what to believe of the model, in place of what its config.json says."""
-    mesh, split, shape = MESHES[layout], parallel(layout), dataclasses.replace(ModelShape.load(folder), **(fault or {}))
+    mesh, split, shape = (
+        MESHES[layout],
+        parallel(layout),
+        dataclasses.replace(ModelShape.load(folder), **(fault or {})),
+    )
     policy = Policy(shape, mesh, ModelConfig(model=str(folder), bf16=False), split)
     atlases = megatron_atlases(shape, mesh, qkv_layout=split.qkv_layout)
     load_hf(folder, atlases[dist.get_rank()], policy.parameters, shape)
@@ -101,12 +123,17 @@ def micro_batches(policy: Policy, batch: Batch) -> list[MicroBatch]:
     return [MicroBatch.of(batch.select_samples(mine[i::2])) for i in range(2)]
 
 
-def log_prob_error(policy: Policy, micros: list[MicroBatch], batch: Batch, expected: torch.Tensor) -> float | None:
+def log_prob_error(
+    policy: Policy, micros: list[MicroBatch], batch: Batch, expected: torch.Tensor
+) -> float | None:
     """The largest of this rank's; None before the last stage."""
     log_probs = policy.log_probs(micros, TEMPERATURE)
     if log_probs is None:
         return None
-    errors = [(got - at(expected, batch, micro)[micro.batch.response_mask]).abs().max() for got, micro in zip(log_probs, micros, strict=True)]
+    errors = [
+        (got - at(expected, batch, micro)[micro.batch.response_mask]).abs().max()
+        for got, micro in zip(log_probs, micros, strict=True)
+    ]
     return float(torch.stack(errors).max())
 
 
@@ -125,12 +152,17 @@ def logits_error(policy: Policy, micros: list[MicroBatch], batch: Batch, expecte
     hook.remove()
     layer = model.embedding.word_embeddings if policy.shape.tie_word_embeddings else model.output_layer
     weight = layer.weight[: policy.shape.vocab_size]
-    return max(float((h @ weight.t() - at(expected, batch, micro)).abs().max()) for h, micro in zip(hidden, micros, strict=True))
+    return max(
+        float((h @ weight.t() - at(expected, batch, micro)).abs().max())
+        for h, micro in zip(hidden, micros, strict=True)
+    )
 
 
 def main(out: Path, *only: str) -> None:
     rank, report, names = int(os.environ["RANK"]), {}, only or tuple(CONFIGS)
-    for name in names[rank :: int(os.environ["WORLD_SIZE"])]:  # before the world is there: in one, transformers writes on rank 0 only
+    for name in names[
+        rank :: int(os.environ["WORLD_SIZE"])
+    ]:  # before the world is there: in one, transformers writes on rank 0 only
         make_folder(out / name, name)
     join_world(60)
     for mesh in MESHES.values():
@@ -143,11 +175,15 @@ def main(out: Path, *only: str) -> None:
                 continue
             policy, atlases = build(out / name, layout)
             micros = micro_batches(policy, batch)
-            case = report[f"{name}/{layout}"] = {"log_probs": log_prob_error(policy, micros, batch, expected["log_probs"])}
+            case = report[f"{name}/{layout}"] = {
+                "log_probs": log_prob_error(policy, micros, batch, expected["log_probs"])
+            }
             if layout == "one":
                 case["logits"] = logits_error(policy, micros, batch, expected["logits"])
-                case["faults"] = [log_prob_error(build(out / name, layout, fault)[0], micros, batch, expected["log_probs"])
-                                  for fault in FAULTS.get(name, ())]  # fmt: skip
+                case["faults"] = [
+                    log_prob_error(build(out / name, layout, fault)[0], micros, batch, expected["log_probs"])
+                    for fault in FAULTS.get(name, ())
+                ]
             save_hf(out / f"{name}_{layout}", out / name, policy.shape, atlases, policy.parameters)
     (out / f"report_{rank}.json").write_text(json.dumps(report))
     dist.barrier()

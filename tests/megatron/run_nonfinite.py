@@ -38,7 +38,9 @@ def state(model: TrainedModel) -> dict[str, torch.Tensor]:
     for i, inner in enumerate(getattr(model.optimizer, "chained_optimizers", [model.optimizer])):
         for j, p in enumerate(p for group in inner.optimizer.param_groups for p in group["params"]):
             kept = [("main", p.data), *inner.optimizer.state[p].items()]
-            found |= {f"{i}/{j}/{k}": torch.as_tensor(getattr(v, "_local_tensor", v)).clone() for k, v in kept}
+            found |= {
+                f"{i}/{j}/{k}": torch.as_tensor(getattr(v, "_local_tensor", v)).clone() for k, v in kept
+            }
     return found
 
 
@@ -56,7 +58,10 @@ class Trained:
         batch = make_batch(MODELS[layout.model]["vocab_size"])
         mini_batch = plan(self.model, batch, 60)
         self.num_tokens = mini_batch.num_tokens
-        self.micros = [MicroBatch.of(batch.select_samples(ids)) for ids in mini_batch.micro_batches[self.model.groups.dp.rank()]]
+        self.micros = [
+            MicroBatch.of(batch.select_samples(ids))
+            for ids in mini_batch.micro_batches[self.model.groups.dp.rank()]
+        ]
 
     def update(self, micros: list[MicroBatch] | None = None) -> dict[str, float]:
         return update(self.model, micros or self.micros, self.num_tokens, token_level=True)
@@ -67,13 +72,19 @@ class Trained:
         here = dist.get_rank() == min(RANK, dist.get_world_size() - 1, len(self.model.mesh.ranks) - 1)
         trained = [p for _, p in self.model.named_parameters() if p.requires_grad]
         if fault == "loss":
-            if self.model.is_last_stage and here:  # the mini-batch's last micro-batch, on one data-parallel rank
+            if (
+                self.model.is_last_stage and here
+            ):  # the mini-batch's last micro-batch, on one data-parallel rank
                 last = micros[-1].batch.select(range(len(micros[-1].batch)))
                 last.advantages = last.advantages.clone()
-                last.advantages[last.response_mask] = math.nan  # of all tokens: each context-parallel rank has some
+                last.advantages[last.response_mask] = (
+                    math.nan
+                )  # of all tokens: each context-parallel rank has some
                 micros[-1], sample = MicroBatch.of(last), int(last.sample_ids[0])
         elif fault == "gradient" and here:  # before ranks sum theirs
-            weight = next(p for name, p in self.model.named_parameters() if name.endswith("linear_fc1.weight"))
+            weight = next(
+                p for name, p in self.model.named_parameters() if name.endswith("linear_fc1.weight")
+            )
             undo.append(weight.register_hook(lambda gradient: gradient * math.nan).remove)
         elif fault in ("copy", "overflow"):  # after ranks have summed theirs
             step = self.model.step
@@ -83,7 +94,11 @@ class Trained:
                     for p in trained:
                         p.main_grad.fill_(1e30)
                 elif here:
-                    norm = next(p for name, p in self.model.named_parameters() if "layernorm" in name or "layer_norm" in name)
+                    norm = next(
+                        p
+                        for name, p in self.model.named_parameters()
+                        if "layernorm" in name or "layer_norm" in name
+                    )
                     norm.main_grad.view(-1)[0] = math.inf
                 return step()
 
@@ -105,12 +120,19 @@ def check(folder: Path, case: str) -> dict:
         trained.update()
     before = state(mine.model)
     message, sample = mine.faulty_update(case.split("/")[2])
-    report = {"message": message, "sample": sample, "unchanged": equal(before, state(mine.model)),
-              "lr": [p["lr"] for p in mine.model.optimizer.param_groups[:1]]}
+    report = {
+        "message": message,
+        "sample": sample,
+        "unchanged": equal(before, state(mine.model)),
+        "lr": [p["lr"] for p in mine.model.optimizer.param_groups[:1]],
+    }
     other.model.advance_schedule()  # what is left of an update that is left out
     for trained in (mine, other):
         trained.update()
-    return report | {"as_if_never": equal(state(mine.model), state(other.model)), "moved": not equal(before, state(mine.model))}
+    return report | {
+        "as_if_never": equal(state(mine.model), state(other.model)),
+        "moved": not equal(before, state(mine.model)),
+    }
 
 
 def check_role(out: Path, on_nonfinite: str) -> list:
@@ -120,13 +142,34 @@ def check_role(out: Path, on_nonfinite: str) -> list:
         write_model_folder(out / "sums", 0)
         (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dist.barrier()
-    flags = ["--algorithm", "sft", "--model", out / "sums", "--train-data", out / "rows.jsonl", "--save", out / "run",
-             "--nproc-per-node", 2, "--train-iters", 5, "--num-epochs", 2, "--lr", 1e-3, "--on-nonfinite", on_nonfinite]  # fmt: skip
+    flags = [
+        "--algorithm",
+        "sft",
+        "--model",
+        out / "sums",
+        "--train-data",
+        out / "rows.jsonl",
+        "--save",
+        out / "run",
+        "--nproc-per-node",
+        2,
+        "--train-iters",
+        5,
+        "--num-epochs",
+        2,
+        "--lr",
+        1e-3,
+        "--on-nonfinite",
+        on_nonfinite,
+    ]
     actor = build_roles(load_config([*map(str, flags)], REGISTRY), 2)["actor"]
     actor.setup()
     actor.load_dataset()
     texts = zip(actor.prompts, actor.responses, strict=True)
-    samples = [Sample(row, len(prompt) + len(response), len(response)) for row, (prompt, response) in enumerate(texts)]
+    samples = [
+        Sample(row, len(prompt) + len(response), len(response))
+        for row, (prompt, response) in enumerate(texts)
+    ]
     actor.receive_rows(plan_mini_batches(samples, 4, {}, 2, 64, actor.shape.hidden_size, "a"))
     update, faulty = actor.model.update, []
 

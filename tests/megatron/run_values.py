@@ -1,6 +1,6 @@
 """Run under torchrun with 4 ranks: value models in every layout. Writes JSON reports and Hugging Face folders for test_values.py.
 
-    torchrun --nproc-per-node 4 tests/megatron/run_values.py OUT_FOLDER
+torchrun --nproc-per-node 4 tests/megatron/run_values.py OUT_FOLDER
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def make_folders(folder: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(2)
-    for kind, place in ((AutoModelForSequenceClassification, folder), (AutoModelForCausalLM, folder.with_name(f"{family}_causal"))):
+    for kind, place in (
+        (AutoModelForSequenceClassification, folder),
+        (AutoModelForCausalLM, folder.with_name(f"{family}_causal")),
+    ):
         of_family = config(family)
         of_family.num_labels, of_family.pad_token_id = 1, None
         model = kind.from_config(of_family, dtype=torch.float32)
@@ -48,7 +51,9 @@ def hf_values(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
     """By transformers, one unpadded sequence at a time: values [T] at every token, scores [B] as the classifier gives them."""
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     values, scores = [], []
     for row in range(len(batch)):
         tokens = batch.select([row]).tokens[None]
@@ -60,7 +65,9 @@ def hf_values(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
 
 def build(folder: Path, layout: str) -> tuple[ValueModel, dict]:
     mesh, shape = MESHES[layout], ModelShape.load(folder, value_head=True)
-    critic = ValueModel(shape, mesh, ModelConfig(model=str(folder), bf16=layout == "one_bf16"), parallel(layout))
+    critic = ValueModel(
+        shape, mesh, ModelConfig(model=str(folder), bf16=layout == "one_bf16"), parallel(layout)
+    )
     atlases = megatron_atlases(shape, mesh)
     load_hf(folder, atlases[dist.get_rank()], critic.parameters, shape)
     return critic, atlases
@@ -79,9 +86,13 @@ def check_outputs(folder: Path, layout: str, batch: Batch, expected: dict[str, t
     state_before[1:] = expected["values"][:-1]  # what token i was chosen in is where token i - 1 is
     wanted = torch.cat([at(state_before, batch, m)[m.batch.response_mask] for m in micros])
     wanted_scores = torch.cat([expected["scores"][m.batch.sample_ids] for m in micros])
-    assert [len(v) for v in values] == [len(m.response_positions) for m in micros] and values[0].dtype == torch.float32
-    return {"value_error": (torch.cat(values) - wanted).abs().max().item(),
-            "score_error": (torch.cat(scores) - wanted_scores).abs().max().item()}  # fmt: skip
+    assert [len(v) for v in values] == [len(m.response_positions) for m in micros] and values[
+        0
+    ].dtype == torch.float32
+    return {
+        "value_error": (torch.cat(values) - wanted).abs().max().item(),
+        "score_error": (torch.cat(scores) - wanted_scores).abs().max().item(),
+    }
 
 
 def check_fresh(causal: Path, layout: str, batch: Batch) -> dict:

@@ -18,7 +18,9 @@ LENGTHS = ((3, 5), (1, 1), (9, 2), (1, 15))
 def make_micro(lengths=LENGTHS) -> MicroBatch:
     """Every token's id is where it is, from 1 on."""
     ids = iter(range(1, 1000))
-    prompts, responses = ([[next(ids) for _ in range(n)] for n in sizes] for sizes in (zip(*lengths) if lengths else ((), ())))
+    prompts, responses = (
+        [[next(ids) for _ in range(n)] for n in sizes] for sizes in (zip(*lengths) if lengths else ((), ()))
+    )
     batch = Batch.from_samples(list(range(len(lengths))), prompts, responses)
     batch.tokens = torch.arange(1, len(batch.tokens) + 1)
     return MicroBatch.of(batch)
@@ -26,7 +28,10 @@ def make_micro(lengths=LENGTHS) -> MicroBatch:
 
 def test_the_example_of_the_docstring():
     batch = make_micro(((3, 5),)).batch
-    assert [ContextShard.of(batch, 2, rank, 1).take(batch.tokens, 0).tolist() for rank in (0, 1)] == [[1, 2, 7, 8], [3, 4, 5, 6]]
+    assert [ContextShard.of(batch, 2, rank, 1).take(batch.tokens, 0).tolist() for rank in (0, 1)] == [
+        [1, 2, 7, 8],
+        [3, 4, 5, 6],
+    ]
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, ()])
@@ -36,9 +41,15 @@ def test_shards_make_up_the_padded_sequences(size, multiple, lengths):
     shards = [ContextShard.of(batch, size, rank, multiple) for rank in range(size)]
     whole = shards[0]
     assert all(shard.lengths == whole.lengths and shard.num_tokens == whole.num_tokens for shard in shards)
-    assert whole.num_tokens * size == sum(whole.lengths) and whole.num_tokens % multiple == 0 and whole.num_tokens > 0
+    assert (
+        whole.num_tokens * size == sum(whole.lengths)
+        and whole.num_tokens % multiple == 0
+        and whole.num_tokens > 0
+    )
     assert all(length % (2 * size) == 0 for length in whole.lengths) or size == 1
-    assert sum(whole.lengths) - len(batch.tokens) <= 2 * size * (len(lengths) + multiple)  # no more padding than that takes
+    assert sum(whole.lengths) - len(batch.tokens) <= 2 * size * (
+        len(lengths) + multiple
+    )  # no more padding than that takes
     gathered = torch.cat([shard.take(batch.tokens, 0) for shard in shards])
     if size > 1:
         assert all(torch.equal(shard.gather_order, whole.gather_order) for shard in shards)
@@ -75,4 +86,6 @@ def test_transformer_engine_is_not_asked_for_a_sliding_window(monkeypatch):
 def test_under_a_causal_mask_all_ranks_have_the_same_work():
     """Token i of a sequence looks at i + 1 of them."""
     batch = make_micro(((16, 32),)).batch
-    assert {int(ContextShard.of(batch, 4, rank, 1).take(batch.tokens, 0).sum()) for rank in range(4)} == {48 * 49 // 2 // 4}
+    assert {int(ContextShard.of(batch, 4, rank, 1).take(batch.tokens, 0).sum()) for rank in range(4)} == {
+        48 * 49 // 2 // 4
+    }

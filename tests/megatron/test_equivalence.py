@@ -51,12 +51,26 @@ def faults(reports: list[dict], case: str) -> Iterator[str]:
             if not error <= limits[kind]:
                 yield f"{kind} {error:.1e} of update {step}"
     for kind in ("output", "gradient", "weight"):
-        yield from (f"{kind} {error:.1e} of {name}" for error, name in (part[kind] for part in parts) if not error <= limits[kind])
+        yield from (
+            f"{kind} {error:.1e} of {name}"
+            for error, name in (part[kind] for part in parts)
+            if not error <= limits[kind]
+        )
     copies = {(where, checksum) for part in parts for where, checksum in part["copies"].items()}
-    yield from (f"copies of {where} differ" for where, count in Counter(where for where, _ in copies).items() if count > 1)
+    yield from (
+        f"copies of {where} differ"
+        for where, count in Counter(where for where, _ in copies).items()
+        if count > 1
+    )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else (pytest.mark.slow, pytest.mark.tail)) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in QUICK else (pytest.mark.slow, pytest.mark.tail))
+        for case in CASES
+    ],
+)
 def test_layout_equals_one_rank(reports, case):
     assert [*faults(reports, case)] == []
 
@@ -65,7 +79,10 @@ def test_layout_equals_one_rank(reports, case):
 def test_bf16_gradient_norm_is_that_of_fp32_rounded(reports, case):
     """Of one rank: that several micro-batches, and both uses of tied embeddings, are summed in fp32."""
     fp32 = case.replace("_bf16", "")
-    here, there = (next(report[name]["one_rank"]["grad_norm"][0] for report in reports if name in report) for name in (case, fp32))
+    here, there = (
+        next(report[name]["one_rank"]["grad_norm"][0] for report in reports if name in report)
+        for name in (case, fp32)
+    )
     assert here == pytest.approx(there, rel=0.03)  # lost, or added twice, would be off by a third or more
 
 

@@ -58,14 +58,18 @@ class Reference:
         """choices: [T, layers, topk] experts of every token, in place of the router's."""
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager",
-                                                          experts_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         self.model.train()
         self.batch = make_batch(CONFIG["vocab_size"])
         seen: list[torch.Tensor] = []
         for layer in self.model.model.layers:
             layer.mlp.gate.register_forward_pre_hook(
-                lambda gate, args: seen.append(F.linear(args[0].reshape(-1, CONFIG["hidden_size"]), gate.weight)))
+                lambda gate, args: seen.append(
+                    F.linear(args[0].reshape(-1, CONFIG["hidden_size"]), gate.weight)
+                )
+            )
         self.logits, losses = [], []
         for row in range(len(self.batch)):
             sample = self.batch.select([row])
@@ -85,7 +89,9 @@ class Reference:
         total = 0.0
         for rows, weight in zip(groups, weights, strict=True):
             probs = torch.cat([self.logits[row] for row in rows], dim=1).softmax(-1)
-            chosen = F.one_hot(probs.topk(CONFIG["num_experts_per_tok"]).indices, CONFIG["num_experts"]).sum(2)
+            chosen = F.one_hot(probs.topk(CONFIG["num_experts_per_tok"]).indices, CONFIG["num_experts"]).sum(
+                2
+            )
             shares = chosen.double().mean(1) / CONFIG["num_experts_per_tok"]
             total = total + weight * CONFIG["num_experts"] * (shares * probs.mean(1)).sum()
         return total
@@ -97,7 +103,12 @@ class Reference:
             return self.balance([[row] for row in range(count)], [1 / count] * count)
         if balance == "global_aux_loss":
             return self.balance([list(range(count))], [1.0])
-        groups = [m.batch.sample_ids.tolist() for of_rank in micro_batches(self.batch, dp, MAX_TOKENS) for m in of_rank if len(m.batch)]
+        groups = [
+            m.batch.sample_ids.tolist()
+            for of_rank in micro_batches(self.batch, dp, MAX_TOKENS)
+            for m in of_rank
+            if len(m.batch)
+        ]
         return self.balance(groups, [float(lengths[rows].sum() / lengths.sum()) for rows in groups])
 
     @property
@@ -150,8 +161,15 @@ def test_gradients_are_those_of_the_formula(folder, reference, layout, balance):
     the loss added in passes without gradients."""
     loss = reference.loss
     if balance != "none":
-        loss = loss + COEFF * reference.of(balance, data_parallel(layout)) + Z_COEFF * reference.z.square().mean(1).sum()
-    wanted, got = exported_names(reference.gradients(loss)), load_file(folder / f"{layout}_{balance}" / "model.safetensors")
+        loss = (
+            loss
+            + COEFF * reference.of(balance, data_parallel(layout))
+            + Z_COEFF * reference.z.square().mean(1).sum()
+        )
+    wanted, got = (
+        exported_names(reference.gradients(loss)),
+        load_file(folder / f"{layout}_{balance}" / "model.safetensors"),
+    )
     assert_close(got, wanted)
 
 
@@ -163,7 +181,10 @@ def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 
 def updates(folder: Path, layout: str, case: str) -> list[dict[str, float]]:
     """The metrics of the two updates, of all ranks together."""
-    reports = [json.loads((folder / f"report_{rank}.json").read_text())[f"{layout}/{case}"] for rank in range(LAYOUTS[layout][0])]
+    reports = [
+        json.loads((folder / f"report_{rank}.json").read_text())[f"{layout}/{case}"]
+        for rank in range(LAYOUTS[layout][0])
+    ]
     return [combine(of_ranks) for of_ranks in zip(*reports, strict=True)]
 
 
@@ -171,15 +192,28 @@ def updates(folder: Path, layout: str, case: str) -> list[dict[str, float]]:
 def test_metrics_are_of_all_ranks_layers_and_tokens(folder, reference, layout, balance):
     first, second = updates(folder, layout, balance)
     logits = torch.cat(reference.logits, dim=1).detach()
-    load = F.one_hot(logits.topk(CONFIG["num_experts_per_tok"]).indices, CONFIG["num_experts"]).sum((1, 2)).double()
+    load = (
+        F.one_hot(logits.topk(CONFIG["num_experts_per_tok"]).indices, CONFIG["num_experts"])
+        .sum((1, 2))
+        .double()
+    )
     share, layers = load.amax(1) / load.sum(1), len(logits)
     wanted = {
-        "moe/load_ratio": (share * CONFIG["num_experts"]).mean(), "moe/max_share": share.max(), "moe/dead_experts": (load == 0).sum(),
-        "moe/entropy": torch.special.entr(logits.softmax(-1)).sum(-1).mean(), "moe/z": reference.z.mean(), "loss": reference.loss,
-    }  # fmt: skip
+        "moe/load_ratio": (share * CONFIG["num_experts"]).mean(),
+        "moe/max_share": share.max(),
+        "moe/dead_experts": (load == 0).sum(),
+        "moe/entropy": torch.special.entr(logits.softmax(-1)).sum(-1).mean(),
+        "moe/z": reference.z.mean(),
+        "loss": reference.loss,
+    }
     if balance != "none":
-        wanted |= {"moe/balance_loss": reference.of(balance, data_parallel(layout)) / layers, "moe/z_loss": reference.z.square().mean()}
-    assert first == pytest.approx({name: float(torch.as_tensor(value).detach()) for name, value in wanted.items()}, rel=1e-5)
+        wanted |= {
+            "moe/balance_loss": reference.of(balance, data_parallel(layout)) / layers,
+            "moe/z_loss": reference.z.square().mean(),
+        }
+    assert first == pytest.approx(
+        {name: float(torch.as_tensor(value).detach()) for name, value in wanted.items()}, rel=1e-5
+    )
     assert second == pytest.approx(first, rel=1e-6)  # nothing piles up
 
 
@@ -205,7 +239,9 @@ def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder
     assert_close(load_file(folder / f"{layout}_{source}" / "model.safetensors"), wanted)
     unmoved, moved = updates(folder, layout, source)
     assert unmoved["ratio_deviation_max"] == 0 < moved["ratio_deviation_max"]
-    assert (unmoved["moe/replay_changed"] == 0) == (source == "policy") and 0.02 < moved["moe/replay_changed"] < 1
+    assert (unmoved["moe/replay_changed"] == 0) == (source == "policy") and 0.02 < moved[
+        "moe/replay_changed"
+    ] < 1
     assert moved["moe/load_ratio"] == unmoved["moe/load_ratio"]
 
 
@@ -214,7 +250,9 @@ def test_changed_choices_are_counted_among_the_groups_and_with_the_corrections(f
     """Against the choices of every token, written out. Failed with Megatron's score of a group and without the correction."""
     report = json.loads((folder / "report_0.json").read_text())[model]
     for number, wanted in zip(report[::2], report[1::2], strict=True):
-        assert number == pytest.approx(wanted, abs=1e-12)  # both count choices; a tie would take two scores that are equal in float64
+        assert number == pytest.approx(
+            wanted, abs=1e-12
+        )  # both count choices; a tie would take two scores that are equal in float64
     unmoved, moved, corrected = report[::2]
     assert unmoved == 0 and 0.02 < moved < 0.9
     assert (corrected == moved) == (model == "deepseek_v2")  # which has no corrections

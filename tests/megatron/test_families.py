@@ -34,14 +34,18 @@ def reports(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("family, layout", CASES)
 def test_log_probs_equal_transformers(reports, family, layout):
     # fp32: observed <= 3.9e-6; a wrong rope, norm, head order or temperature is above 0.1.
-    errors = [report[f"{family}/{layout}"]["log_probs"] for report in reports if f"{family}/{layout}" in report]
+    errors = [
+        report[f"{family}/{layout}"]["log_probs"] for report in reports if f"{family}/{layout}" in report
+    ]
     errors = [error for error in errors if error is not None]
     assert errors and max(errors) <= 1e-5
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_equal_transformers(reports, family):
-    assert reports[0][f"{family}/one"]["logits"] <= 1e-5  # of about 1 to 10, at every token; observed <= 6.3e-6
+    assert (
+        reports[0][f"{family}/one"]["logits"] <= 1e-5
+    )  # of about 1 to 10, at every token; observed <= 6.3e-6
 
 
 @pytest.mark.parametrize("family", FAULTS)
@@ -53,6 +57,9 @@ def test_a_fault_shows(reports, family):
 
 @pytest.mark.parametrize("family, layout", CASES)
 def test_hugging_face_round_trip_is_bit_equal(folder, family, layout):
-    original, back = load_file(folder / family / "model.safetensors"), load_file(folder / f"{family}_{layout}" / "model.safetensors")
+    original, back = (
+        load_file(folder / family / "model.safetensors"),
+        load_file(folder / f"{family}_{layout}" / "model.safetensors"),
+    )
     assert back.keys() == original.keys()
     assert [name for name in back if not torch.equal(back[name], original[name])] == []

@@ -31,7 +31,9 @@ def test_gathers_of_fsdp_are_started_one_by_one(monkeypatch):
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import _coalescing_manager
 
     waited = []
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda name: SimpleNamespace(wait=lambda: waited.append(name)))
+    monkeypatch.setattr(
+        dist, "all_gather_into_tensor", lambda name: SimpleNamespace(wait=lambda: waited.append(name))
+    )
     with _coalescing_manager(dist.group.WORLD, async_ops=True) as gathers:
         assert dist.all_gather_into_tensor("first").wait() is None and waited == ["first"]
         dist.all_gather_into_tensor("second")
@@ -43,7 +45,9 @@ def test_gathers_of_fsdp_are_started_one_by_one(monkeypatch):
 def test_another_version_is_refused_before_anything_is_replaced(monkeypatch):
     monkeypatch.setattr(installed.importlib.metadata, "version", lambda name: "0.15.3")
     monkeypatch.setattr(fixes, "FIXES", [])
-    with pytest.raises(RuntimeError, match=r"^megatron-core \(0.15.3\): .* Run pip install megatron-core==0.16.1.$"):
+    with pytest.raises(
+        RuntimeError, match=r"^megatron-core \(0.15.3\): .* Run pip install megatron-core==0.16.1.$"
+    ):
         fixes.fix_megatron.__wrapped__()
 
 
@@ -52,12 +56,26 @@ def test_nothing_else_writes_into_megatron():
     found = []
     for path in PACKAGE.glob("*.py"):
         tree = ast.parse(path.read_text())
-        modules = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-                   if alias.name.startswith("megatron") and alias.asname}  # fmt: skip
-        modules |= {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "megatron") for alias in node.names}  # fmt: skip
+        modules = {
+            alias.asname
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.name.startswith("megatron") and alias.asname
+        }
+        modules |= {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron")
+            for alias in node.names
+        }
         for node in ast.walk(tree):
             targets = node.targets if isinstance(node, ast.Assign) else []
-            names = [t for target in targets for t in ast.walk(target) if isinstance(t, ast.Attribute) and isinstance(t.ctx, ast.Store)]
+            names = [
+                t
+                for target in targets
+                for t in ast.walk(target)
+                if isinstance(t, ast.Attribute) and isinstance(t.ctx, ast.Store)
+            ]
             found += [path.name for t in names if isinstance(t.value, ast.Name) and t.value.id in modules]
     assert set(found) == {"fixes.py", "cpu_shim.py"}

@@ -34,7 +34,10 @@ def apex(tmp_path, monkeypatch):
 def test_an_apex_of_another_kind_is_told_by_name(apex):
     assert apex_finding() is None  # none is installed
     apex()
-    assert "is not NVIDIA's, as it has no apex.optimizers" in apex_finding() and "pip uninstall apex" in apex_finding()
+    assert (
+        "is not NVIDIA's, as it has no apex.optimizers" in apex_finding()
+        and "pip uninstall apex" in apex_finding()
+    )
     assert libraries()["apex"] == apex_finding()
 
 
@@ -49,7 +52,17 @@ def shape() -> ModelShape:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU does")
 def test_without_a_gpu_there_is_no_fp8_and_nothing_is_fused():
-    with pytest.raises(ValueError, match=r"^--fp8 \(hybrid\): needs an NVIDIA GPU and Transformer Engine, and this machine has no GPU."):
+    with pytest.raises(
+        ValueError,
+        match=r"^--fp8 \(hybrid\): needs an NVIDIA GPU and Transformer Engine, and this machine has no GPU.",
+    ):
         transformer_config(shape(), ModelConfig(model="x", bf16=True), ParallelConfig(), {"fp8": "hybrid"})
-    assert not transformer_config(shape(), ModelConfig(model="x"), ParallelConfig(), {}).gradient_accumulation_fusion
-    assert libraries() == {"transformer_engine": "none", "apex": "none", "adam": "torch AdamW", "gradient_accumulation_fusion": "off"}
+    assert not transformer_config(
+        shape(), ModelConfig(model="x"), ParallelConfig(), {}
+    ).gradient_accumulation_fusion
+    assert libraries() == {
+        "transformer_engine": "none",
+        "apex": "none",
+        "adam": "torch AdamW",
+        "gradient_accumulation_fusion": "off",
+    }

@@ -54,19 +54,32 @@ def totals(parts: list[dict], name: str) -> list[float]:
 def worst(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """Largest difference of any tensor, relative to that tensor's largest element."""
     assert got.keys() == wanted.keys() and len(wanted) > 0
-    return max(((got[name].double() - w.double()).abs().max() / w.abs().max()).item() for name, w in wanted.items())
+    return max(
+        ((got[name].double() - w.double()).abs().max() / w.abs().max()).item() for name, w in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("family", REFERENCES)
 def test_log_probs_loss_and_gradients_equal_transformers_with_lora(folder, reports, family):
     """fp32 against fp64: observed 2e-6 everywhere. Shared between q, k and v (gate and up), lora_A gets the sum of their gradients."""
-    reference, (one,) = json.loads((folder / f"{family}_reference.json").read_text()), of_case(reports, family, "one")
+    reference, (one,) = (
+        json.loads((folder / f"{family}_reference.json").read_text()),
+        of_case(reports, family, "one"),
+    )
     assert distance(outputs([one]), reference["outputs"]) <= 1e-5
     assert one["updates"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-6)
-    assert worst(load_file(folder / f"{family}_one_grads" / ADAPTER), load_file(folder / f"{family}_reference_grads.safetensors")) <= 1e-5
+    assert (
+        worst(
+            load_file(folder / f"{family}_one_grads" / ADAPTER),
+            load_file(folder / f"{family}_reference_grads.safetensors"),
+        )
+        <= 1e-5
+    )
 
 
-@pytest.mark.parametrize("family, layout", [case for case in CASES if case[0] in REFERENCES and case[1] != "one_bf16"])
+@pytest.mark.parametrize(
+    "family, layout", [case for case in CASES if case[0] in REFERENCES and case[1] != "one_bf16"]
+)
 def test_adapters_off_is_the_model_that_training_started_from(reports, family, layout):
     assert distance(outputs(of_case(reports, family, layout), "outputs_off"), reports[0][family]) <= 1e-5
 
@@ -102,17 +115,26 @@ def test_base_weights_keep_their_bits_and_cost_no_gradients(reports, family, lay
         assert part["changed"] == [] and part["unchanged"] == []
         # fp32, padded by DDP where it is sharded; Adam's two moments, and under bf16 the fp32 masters
         ranks, masters = 2 if layout == "dp2_sharded" else 1, 1 if layout.endswith("_bf16") else 0
-        assert 4 * part["adapter_elements"] <= part["bytes"]["gradients"] <= 4 * part["adapter_elements"] + 4096
+        assert (
+            4 * part["adapter_elements"] <= part["bytes"]["gradients"] <= 4 * part["adapter_elements"] + 4096
+        )
         assert part["bytes"]["optimizer"] <= (8 + 4 * masters) * part["adapter_elements"] / ranks + 4096
-        assert part["output_weight_gradients"] == 0  # the fused loss leaves out the product for a frozen output layer
+        assert (
+            part["output_weight_gradients"] == 0
+        )  # the fused loss leaves out the product for a frozen output layer
 
 
 @pytest.mark.parametrize("family, layout", CASES)
 def test_the_peft_export_added_by_hand_is_the_merged_export(folder, family, layout):
     """W + (alpha / r) B A of the files, in fp32 and rounded once: bit-equal in bf16 but for ties, in fp32 to the sum's order."""
-    adapter, config = (folder / f"{family}_{layout}_updated" / name for name in (ADAPTER, "adapter_config.json"))
+    adapter, config = (
+        folder / f"{family}_{layout}_updated" / name for name in (ADAPTER, "adapter_config.json")
+    )
     config, tensors = json.loads(config.read_text()), load_file(adapter)
-    base, merged = load_file(folder / family / "model.safetensors"), load_file(folder / f"{family}_{layout}_merged" / "model.safetensors")
+    base, merged = (
+        load_file(folder / family / "model.safetensors"),
+        load_file(folder / f"{family}_{layout}_merged" / "model.safetensors"),
+    )
     assert (config["r"], config["lora_alpha"]) == (LORA[family].lora_rank, LORA[family].lora_alpha)
     added = set()
     for name, down in tensors.items():
@@ -120,11 +142,15 @@ def test_the_peft_export_added_by_hand_is_the_merged_export(folder, family, layo
             path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             assert path.rpartition(".")[2] in config["target_modules"]
             up = tensors[name.replace("lora_A", "lora_B")].float()
-            base[f"{path}.weight"] = base[f"{path}.weight"].to(down.dtype).float() + config["lora_alpha"] / config["r"] * (up @ down.float())
+            base[f"{path}.weight"] = base[f"{path}.weight"].to(down.dtype).float() + config[
+                "lora_alpha"
+            ] / config["r"] * (up @ down.float())
             added.add(f"{path}.weight")
     if family == "critic":
         base["score.weight"] = tensors.pop("base_model.model.score.weight")
-        assert config["modules_to_save"] == ["score"] and not torch.equal(base["score.weight"], torch.zeros_like(base["score.weight"]))
+        assert config["modules_to_save"] == ["score"] and not torch.equal(
+            base["score.weight"], torch.zeros_like(base["score.weight"])
+        )
         base.pop("lm_head.weight")
     assert len(tensors) == 2 * len(added) > 0
     assert base.keys() == merged.keys()
@@ -139,7 +165,9 @@ def test_the_peft_export_added_by_hand_is_the_merged_export(folder, family, layo
 @pytest.mark.parametrize("family", REFERENCES)
 def test_the_merged_model_has_the_log_probs_of_the_adapted_one(reports, family):
     """By transformers, which knows nothing of adapters: the weights that the engine gets."""
-    assert distance(outputs(of_case(reports, family, "one")), reports[0][f"{family}_one_merged_start"]) <= 1e-5
+    assert (
+        distance(outputs(of_case(reports, family, "one")), reports[0][f"{family}_one_merged_start"]) <= 1e-5
+    )
 
 
 def test_bf16_gradients_are_those_of_fp32_rounded(reports):

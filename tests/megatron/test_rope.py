@@ -15,16 +15,43 @@ HEAD_DIM = 64
 CASES = {
     "default": dict(rope_type="default", rope_theta=1e6),
     "linear": dict(rope_type="linear", rope_theta=1e4, factor=8.0),
-    "llama 3.1": dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                      original_max_position_embeddings=8192),
-    "llama3, other bands": dict(rope_type="llama3", rope_theta=1e4, factor=32.0, low_freq_factor=2.0, high_freq_factor=3.0,
-                                original_max_position_embeddings=512),
+    "llama 3.1": dict(
+        rope_type="llama3",
+        rope_theta=5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+    "llama3, other bands": dict(
+        rope_type="llama3",
+        rope_theta=1e4,
+        factor=32.0,
+        low_freq_factor=2.0,
+        high_freq_factor=3.0,
+        original_max_position_embeddings=512,
+    ),
     "qwen's yarn": dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768),
-    "yarn, its own factor": dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=512, attention_factor=1.5),
-    "yarn, every key": dict(rope_type="yarn", rope_theta=1e5, factor=16.0, original_max_position_embeddings=256, beta_fast=16, beta_slow=2,
-                            mscale=0.7, mscale_all_dim=1.2, truncate=False),
+    "yarn, its own factor": dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=2.0,
+        original_max_position_embeddings=512,
+        attention_factor=1.5,
+    ),
+    "yarn, every key": dict(
+        rope_type="yarn",
+        rope_theta=1e5,
+        factor=16.0,
+        original_max_position_embeddings=256,
+        beta_fast=16,
+        beta_slow=2,
+        mscale=0.7,
+        mscale_all_dim=1.2,
+        truncate=False,
+    ),
     "yarn, one bound": dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8),
-}  # fmt: skip
+}
 
 
 def ours(parameters: dict) -> tuple[torch.Tensor, float]:
@@ -38,7 +65,9 @@ def test_transformers_has_the_same(name):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=2 * HEAD_DIM, num_attention_heads=2, rope_parameters=dict(CASES[name])))
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=2 * HEAD_DIM, num_attention_heads=2, rope_parameters=dict(CASES[name]))
+    )
     frequencies, factor = ours(CASES[name])
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-6, atol=0)  # a few roundings in fp32
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
@@ -55,4 +84,6 @@ def test_vllm_has_the_same(name):
     frequencies, factor = ours(CASES[name])
     angles = torch.outer(torch.arange(32.0), frequencies)
     wanted = torch.cat([angles.cos(), angles.sin()], -1) * factor
-    torch.testing.assert_close(theirs.cos_sin_cache[:32].float(), wanted, rtol=0, atol=2e-5)  # angles up to 32 in fp32
+    torch.testing.assert_close(
+        theirs.cos_sin_cache[:32].float(), wanted, rtol=0, atol=2e-5
+    )  # angles up to 32 in fp32

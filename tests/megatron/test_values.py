@@ -42,7 +42,9 @@ def test_values_and_scores_equal_transformers(reports, family, layout, error):
 
 def test_bf16_values_are_those_of_fp32_rounded(reports):
     (part,) = of_case(reports, "qwen3", "one_bf16")
-    assert part["value_error"] <= 0.1 and part["score_error"] <= 0.1  # bf16 has 8 bits: values of about 1 through four layers
+    assert (
+        part["value_error"] <= 0.1 and part["score_error"] <= 0.1
+    )  # bf16 has 8 bits: values of about 1 through four layers
 
 
 def test_a_head_that_no_folder_has_starts_at_zero(reports):
@@ -51,7 +53,10 @@ def test_a_head_that_no_folder_has_starts_at_zero(reports):
 
 @pytest.mark.parametrize("family, layout", VALUE_CASES)
 def test_hugging_face_round_trip_is_bit_equal(folder, family, layout):
-    original, back = load_file(folder / family / "model.safetensors"), load(folder, family, layout, "roundtrip")
+    original, back = (
+        load_file(folder / family / "model.safetensors"),
+        load(folder, family, layout, "roundtrip"),
+    )
     assert back.keys() == original.keys() and "score.weight" in back
     assert [name for name in back if not torch.equal(back[name], original[name])] == []
 
@@ -60,8 +65,12 @@ def test_hugging_face_round_trip_is_bit_equal(folder, family, layout):
 def test_transformers_loads_an_export(folder, family):
     from transformers import AutoModelForSequenceClassification
 
-    model, loading = AutoModelForSequenceClassification.from_pretrained(folder / f"{family}_one_roundtrip", output_loading_info=True)
-    assert model.config.num_labels == 1 and not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        folder / f"{family}_one_roundtrip", output_loading_info=True
+    )
+    assert model.config.num_labels == 1 and not any(
+        loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
 
 
 def load(folder: Path, family: str, layout: str, kind: str) -> dict[str, torch.Tensor]:

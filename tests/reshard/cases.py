@@ -22,7 +22,9 @@ def matrix(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 50).to(dtype)
 
 
-def rectangles(src_dtype: torch.dtype, dst_dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+def rectangles(
+    src_dtype: torch.dtype, dst_dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """(destination, what it must become, destination views, source views).
 
     Both leading dimensions odd, both multiples of 16 bytes, and one of each, so that rows are misaligned alike, by a constant or
@@ -42,7 +44,11 @@ def rectangles(src_dtype: torch.dtype, dst_dtype: torch.dtype, device: str) -> t
         on_device = src.to(device)
         for width in (*WIDTHS, src_ld):
             rows = rng.choice((1, 2, 5, 16, 40))
-            row, col, start = rng.randint(0, 64 - rows), rng.randint(0, src_ld - width), at + rng.randint(0, 20)
+            row, col, start = (
+                rng.randint(0, 64 - rows),
+                rng.randint(0, src_ld - width),
+                at + rng.randint(0, 20),
+            )
             part = slice(row, row + rows), slice(col, col + width)
             add(src[part], on_device[part], start, max(dst_ld, width))
             at = start + rows * max(dst_ld, width)

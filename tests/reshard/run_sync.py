@@ -1,6 +1,6 @@
 """One of two gloo ranks: shards of Megatron TP=2 become two TP=1 engines, one per rank, by a WeightSync.
 
-    python tests/reshard/run_sync.py FOLDER RANK"""
+python tests/reshard/run_sync.py FOLDER RANK"""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from megarl.reshard.sync import SyncError, WeightSync, tensors_of
 from megarl.reshard.vllm_atlas import vllm_atlas
 
 SHAPE = make_shape("qwen3", layers=2, vocab=61)
-PLAN = make_plan({r: megatron_atlas(SHAPE, 2, r) for r in (0, 1)}, {r: vllm_atlas(SHAPE, 1, 0) for r in (0, 1)})
+PLAN = make_plan(
+    {r: megatron_atlas(SHAPE, 2, r) for r in (0, 1)}, {r: vllm_atlas(SHAPE, 1, 0) for r in (0, 1)}
+)
 
 
 class Engine:
@@ -74,22 +76,40 @@ def sync(part: WeightSync, version: int) -> str:
 def shards(rank: int, seed: int) -> dict[str, torch.Tensor]:
     """Views of one buffer, as Megatron's."""
     shard = megatron_shard(SHAPE, hf_model(SHAPE, seed=seed), 2, rank)
-    parts = torch.cat([tensor.flatten() for tensor in shard.values()]).split([tensor.numel() for tensor in shard.values()])
+    parts = torch.cat([tensor.flatten() for tensor in shard.values()]).split(
+        [tensor.numel() for tensor in shard.values()]
+    )
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(shard.items(), parts)}
 
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     out, held = {}, shards(rank, seed=0)
-    for generation, (name, transport, dtype) in enumerate([("auto", "auto", torch.float32), ("messages", "messages", torch.bfloat16)]):
+    for generation, (name, transport, dtype) in enumerate(
+        [("auto", "auto", torch.float32), ("messages", "messages", torch.bfloat16)]
+    ):
         engine = Engine(rank, dtype)
-        part = WeightSync(PLAN, rank, {0: 0, 1: 1}, held, engine, ReshardConfig(reshard_transport=transport, check_weight_sync=True), generation)
+        part = WeightSync(
+            PLAN,
+            rank,
+            {0: 0, 1: 1},
+            held,
+            engine,
+            ReshardConfig(reshard_transport=transport, check_weight_sync=True),
+            generation,
+        )
         out[name] = {"transports": None}
         for version in (1, 2):
             for key, tensor in shards(rank, seed=version).items():
                 held[key].copy_(tensor)
-            out[name][version] = sync(part, version), engine.version, {key: tensor.clone() for key, tensor in engine.tensors[rank].items()}
+            out[name][version] = (
+                sync(part, version),
+                engine.version,
+                {key: tensor.clone() for key, tensor in engine.tensors[rank].items()},
+            )
         out[name]["transports"] = dict(part._transports)
 
     engine = Engine(rank, torch.float32)

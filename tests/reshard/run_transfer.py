@@ -49,7 +49,12 @@ def pipeline_to_tensor_parallel(rank: int) -> dict:
     sources = {r: megatron_atlas(TIED, 1, 0, 3, r) for r in range(3)}
     destinations = {r: vllm_atlas(TIED, 2, r - 1) for r in (1, 2)}
     got = empty(destinations[rank], torch.float32) if rank else {}
-    Transfer(make_plan(sources, destinations), rank, megatron_shard(TIED, hf_model(TIED, seed=3), 1, 0, 3, rank), got).run()
+    Transfer(
+        make_plan(sources, destinations),
+        rank,
+        megatron_shard(TIED, hf_model(TIED, seed=3), 1, 0, 3, rank),
+        got,
+    ).run()
     return {"got": got}
 
 
@@ -66,7 +71,10 @@ def only_two_ranks(rank: int) -> dict:
 def in_many_rounds(rank: int) -> dict:
     """The first two again with so little staging that rectangles are cut, and some of their parts travel in place."""
     enough, transfer_module.STAGING_BYTES = transfer_module.STAGING_BYTES, 3 << 12
-    out = {scenario.__name__: scenario(rank) for scenario in (tensor_parallel_to_bf16_engines, pipeline_to_tensor_parallel)}
+    out = {
+        scenario.__name__: scenario(rank)
+        for scenario in (tensor_parallel_to_bf16_engines, pipeline_to_tensor_parallel)
+    }
     transfer_module.STAGING_BYTES = enough
     return out
 
@@ -78,7 +86,11 @@ def export(rank: int, folder: Path) -> dict:
     save_hf(folder / "fp32", folder / "source", TIED, stages, shard, max_shard_bytes=20_000)
     if rank == 0:
         save_hf(
-            folder / "bf16", folder / "source", TIED, {0: megatron_atlas(TIED, 1, 0)}, megatron_shard(TIED, hf_model(TIED, seed=5), 1, 0)
+            folder / "bf16",
+            folder / "source",
+            TIED,
+            {0: megatron_atlas(TIED, 1, 0)},
+            megatron_shard(TIED, hf_model(TIED, seed=5), 1, 0),
         )
     else:
         halves = {r: megatron_atlas(TIED, 2, r - 1) for r in (1, 2)}
@@ -89,7 +101,9 @@ def export(rank: int, folder: Path) -> dict:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=30)
+    )
     scenarios = (tensor_parallel_to_bf16_engines, pipeline_to_tensor_parallel, only_two_ranks, in_many_rounds)
     out = {scenario.__name__: scenario(rank) for scenario in scenarios}
     export(rank, folder)

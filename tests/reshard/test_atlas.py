@@ -23,19 +23,30 @@ def cut_by(atlas: Atlas, model: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         shard[name][param.rows - param.padding_rows :] = 0
         for p in param.pieces:
             part = matrix(model[p.hf_name])[p.row_start : p.row_end, p.col_start : p.col_end]
-            shard[name][p.local_row : p.local_row + part.shape[0], p.local_col : p.local_col + part.shape[1]] = part
+            shard[name][
+                p.local_row : p.local_row + part.shape[0], p.local_col : p.local_col + part.shape[1]
+            ] = part
     return shard
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert got.keys() == expected.keys()
-    different = [name for name in expected if got[name].shape != expected[name].shape or not torch.equal(got[name], expected[name])]
+    different = [
+        name
+        for name in expected
+        if got[name].shape != expected[name].shape or not torch.equal(got[name], expected[name])
+    ]
     assert not different
 
 
 CASES = [  # heads, groups, tp: one key head per rank, several, a shared one
-    ("qwen2", 4, 2, 2), ("qwen3", 4, 2, 1), ("qwen3", 8, 2, 4), ("llama", 8, 8, 4), ("llama", 6, 3, 3), ("qwen2", 8, 1, 8),
-]  # fmt: skip
+    ("qwen2", 4, 2, 2),
+    ("qwen3", 4, 2, 1),
+    ("qwen3", 8, 2, 4),
+    ("llama", 8, 8, 4),
+    ("llama", 6, 3, 3),
+    ("qwen2", 8, 1, 8),
+]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -48,7 +59,10 @@ def test_shards_are_those_cut_by_hand(model_type, heads, groups, tp, tied):
         assert_same(cut_by(vllm_atlas(shape, tp, r), model), vllm_shard(shape, model, tp, r))
         for pp in (1, 2, 4):
             for stage in range(pp):
-                assert_same(cut_by(megatron_atlas(shape, tp, r, pp, stage), model), megatron_shard(shape, model, tp, r, pp, stage))
+                assert_same(
+                    cut_by(megatron_atlas(shape, tp, r, pp, stage), model),
+                    megatron_shard(shape, model, tp, r, pp, stage),
+                )
 
 
 def test_transformer_engine_fuses_the_norms_into_other_names():
@@ -67,7 +81,12 @@ def test_transformer_engine_fuses_the_norms_into_other_names():
 def test_engines_are_consecutive_blocks_of_ranks():
     shape = make_shape("qwen3")
     atlases = vllm_atlases(shape, ranks=(3, 4, 7, 8), tp_size=2)
-    assert atlases == {3: vllm_atlas(shape, 2, 0), 4: vllm_atlas(shape, 2, 1), 7: vllm_atlas(shape, 2, 0), 8: vllm_atlas(shape, 2, 1)}
+    assert atlases == {
+        3: vllm_atlas(shape, 2, 0),
+        4: vllm_atlas(shape, 2, 1),
+        7: vllm_atlas(shape, 2, 0),
+        8: vllm_atlas(shape, 2, 1),
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -78,8 +97,18 @@ def test_hf_atlas_is_what_transformers_saves(model_type, tied, tmp_path):
 
     shape = make_shape(model_type, vocab=61, tied=tied)
     config = transformers.AutoConfig.for_model(
-        model_type, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=61, tie_word_embeddings=tied, num_experts=4, moe_intermediate_size=48)  # fmt: skip
+        model_type,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=61,
+        tie_word_embeddings=tied,
+        num_experts=4,
+        moe_intermediate_size=48,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     saved = {name: tuple(matrix(t).shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
     assert {name: (param.rows, param.cols) for name, param in hf_atlas(shape).items()} == saved
@@ -91,9 +120,21 @@ def test_hf_atlas_of_a_value_model_is_what_transformers_saves(model_type, tmp_pa
     from safetensors.torch import load_file
 
     config = transformers.AutoConfig.for_model(
-        model_type, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=61, tie_word_embeddings=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
-        num_labels=1, sliding_window=None)  # fmt: skip
+        model_type,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=61,
+        tie_word_embeddings=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        num_labels=1,
+        sliding_window=None,
+    )
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     shape = ModelShape.load(tmp_path, value_head=True)
     saved = {name: tuple(matrix(t).shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
@@ -110,14 +151,17 @@ def test_a_value_head_is_whole_on_the_last_stage_and_replaces_the_output_layer(p
             expected, prefix = place_atlas(policy, place), f"chunks.{vpp - 1}." if vpp > 1 else ""
             if stage == pp - 1:
                 del expected[f"{prefix}output_layer.weight"]
-                expected[f"{prefix}value_head.weight"] = LocalParam(1, 32, (Piece("score.weight", 0, 1, 0, 32, 0, 0),))
+                expected[f"{prefix}value_head.weight"] = LocalParam(
+                    1, 32, (Piece("score.weight", 0, 1, 0, 32, 0, 0),)
+                )
             assert place_atlas(shape, place) == expected
 
 
 def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
     shape = make_shape("qwen3", heads=6, groups=2, ffn=48, vocab=61)
     with pytest.raises(
-        ValueError, match=r"--rollout-tensor-parallel-size \(4\): num_attention_heads \(6\) must be a multiple of it\. .*work: 1, 2\."
+        ValueError,
+        match=r"--rollout-tensor-parallel-size \(4\): num_attention_heads \(6\) must be a multiple of it\. .*work: 1, 2\.",
     ):
         vllm_atlas(shape, 4, 0)
     with pytest.raises(
@@ -125,17 +169,31 @@ def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
         match=r"the padded vocabulary \(64\) must be a multiple of it; linear_qkv_rows \(80\) .*; num_query_groups \(2\) must be a mult",
     ):
         megatron_atlas(shape, 3, 0)
-    with pytest.raises(ValueError, match=r"--pipeline-model-parallel-size \(3\) must divide num_layers \(2\)\. Sizes that work: 1, 2\."):
+    with pytest.raises(
+        ValueError,
+        match=r"--pipeline-model-parallel-size \(3\) must divide num_layers \(2\)\. Sizes that work: 1, 2\.",
+    ):
         megatron_atlas(shape, 1, 0, pp_size=3)
 
 
 def test_expert_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
     shape = make_shape("qwen3_moe", experts=6, ffn=20)
-    with pytest.raises(ValueError, match=r"--expert-model-parallel-size \(4\) must divide num_experts \(6\)\. .* work: 1, 2, 3, 6\."):
+    with pytest.raises(
+        ValueError,
+        match=r"--expert-model-parallel-size \(4\) must divide num_experts \(6\)\. .* work: 1, 2, 3, 6\.",
+    ):
         place_atlas(shape, MegatronPlace(ep_size=4))
-    with pytest.raises(ValueError, match=r"--expert-tensor-parallel-size \(8\) must divide moe_intermediate_size \(20\)"):
+    with pytest.raises(
+        ValueError, match=r"--expert-tensor-parallel-size \(8\) must divide moe_intermediate_size \(20\)"
+    ):
         place_atlas(shape, MegatronPlace(etp_size=8, etp_rank=0))
-    with pytest.raises(ValueError, match=r"--virtual-pipeline-model-parallel-size \(2\) must divide the layers of a pipeline stage \(1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"--virtual-pipeline-model-parallel-size \(2\) must divide the layers of a pipeline stage \(1\)",
+    ):
         place_atlas(shape, MegatronPlace(pp_size=2, vpp_size=2))
-    with pytest.raises(ValueError, match=r"--rollout-tensor-parallel-size \(2\): moe_intermediate_size \(21\) must be a multiple of it"):
+    with pytest.raises(
+        ValueError,
+        match=r"--rollout-tensor-parallel-size \(2\): moe_intermediate_size \(21\) must be a multiple of it",
+    ):
         vllm_atlas(make_shape("qwen3_moe", ffn=21), 2, 0)

@@ -18,7 +18,18 @@ from megarl.reshard.digest import Digest
 from megarl.reshard.packed import PackedView
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-PAIRS = [(dtype, dtype) for dtype in (torch.int8, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float64)]
+PAIRS = [
+    (dtype, dtype)
+    for dtype in (
+        torch.int8,
+        torch.bool,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.int64,
+        torch.float64,
+    )
+]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS += [(src, dst) for src in FLOATS for dst in FLOATS if src != dst]
 PACKED_PAIRS = [pair for pair in PAIRS if pair[1].itemsize <= 4]
@@ -75,7 +86,9 @@ def test_extension_is_built_where_it_can_be():
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_random_rectangles_equal_foreach_copy(src_dtype, dst_dtype, num_threads, device):
     rng, generator = random.Random(num_threads), torch.Generator().manual_seed(0)
     # 1.5 MB of bytes or more, so that three threads do share it, and splits fall inside rows.
@@ -85,7 +98,10 @@ def test_random_rectangles_equal_foreach_copy(src_dtype, dst_dtype, num_threads,
     expected = dst.clone()
     views, src_views = random_views(dst, src, rng)
     offsets = [divmod(view.storage_offset(), shape[1]) for view in views]
-    torch._foreach_copy_([expected[r : r + v.shape[0], c : c + v.shape[1]] for (r, c), v in zip(offsets, views, strict=True)], src_views)
+    torch._foreach_copy_(
+        [expected[r : r + v.shape[0], c : c + v.shape[1]] for (r, c), v in zip(offsets, views, strict=True)],
+        src_views,
+    )
 
     plan = CopyPlan(views, src_views, num_threads)
     plan.run()
@@ -109,7 +125,9 @@ def test_whole_and_aligned_matrices(device, executor):
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_large_plans_bypass_the_caches(src_dtype, dst_dtype, num_threads):
     """From 16 MB on rows are written with non-temporal stores, whose heads and tails differ from row to row here."""
     cols = 2001
@@ -129,7 +147,9 @@ def packed(matrix):
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PACKED_PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PACKED_PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_packed_destinations(src_dtype, dst_dtype, num_threads, executor):
     """Two experts [2, 208, 1100]: random disjoint rectangles of both as one matrix of 416 rows; then one that fills it."""
     rng, generator = random.Random(7), torch.Generator().manual_seed(0)
@@ -144,7 +164,10 @@ def test_packed_destinations(src_dtype, dst_dtype, num_threads, executor):
         view.copy_(values)
     copy_rects(destinations, src_views, num_threads)
     assert torch.equal(bits(storage.flatten()), bits(packed(expected)))
-    assert all(torch.equal(bits(destination.read()), bits(view)) for destination, view in zip(destinations, views, strict=True))
+    assert all(
+        torch.equal(bits(destination.read()), bits(view))
+        for destination, view in zip(destinations, views, strict=True)
+    )
 
     copy_rects([PackedView(storage, 1100, 0, 0, 416, 1100)], [src], num_threads)
     assert torch.equal(bits(storage.flatten()), bits(packed(src.to(dst_dtype))))
@@ -165,7 +188,9 @@ def test_packed_views_that_leave_their_matrix_are_refused():
 def sparse(rows, cols):
     """A matrix of bfloat16 that takes memory only where it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    return torch.frombuffer(mmap.mmap(-1, 2 * rows * cols, flags=flags), dtype=torch.bfloat16).view(rows, cols)
+    return torch.frombuffer(mmap.mmap(-1, 2 * rows * cols, flags=flags), dtype=torch.bfloat16).view(
+        rows, cols
+    )
 
 
 def test_offsets_beyond_32_bits(executor):
@@ -187,7 +212,9 @@ def test_offsets_beyond_32_bits(executor):
 def special_floats():
     """Bit patterns of float32 around everything that rounding can get wrong, and a million random ones."""
     edges = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000], dtype=torch.int64)
-    exponents = torch.arange(0, 0x8000, 0x40, dtype=torch.int64) << 16  # denormal to infinity and NaN, even mantissas
+    exponents = (
+        torch.arange(0, 0x8000, 0x40, dtype=torch.int64) << 16
+    )  # denormal to infinity and NaN, even mantissas
     odd = exponents + (1 << 16)
     patterns = torch.cat([(base[:, None] + edges).flatten() for base in (exponents, odd)])
     random_patterns = torch.randint(0, 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0))
@@ -226,7 +253,10 @@ def test_float32_to_float16_is_nearest_even(device):
     """PyTorch converts with the processor's instruction; rows of one element go through the copier's own arithmetic."""
     values = special_floats()
     expected = values.half()
-    in_one_row, in_rows = torch.empty_like(expected, device=device), torch.empty(len(values), 2, dtype=torch.float16, device=device)
+    in_one_row, in_rows = (
+        torch.empty_like(expected, device=device),
+        torch.empty(len(values), 2, dtype=torch.float16, device=device),
+    )
     copy_rects([in_one_row, in_rows[:, :1]], [values.to(device), values[:, None].to(device)])
     for result in (in_one_row.cpu(), in_rows[:, 0].cpu()):
         assert torch.equal(bits(result)[~values.isnan()], bits(expected)[~values.isnan()])
@@ -236,10 +266,15 @@ def test_float32_to_float16_is_nearest_even(device):
 def test_every_16_bit_float_to_the_others(device):
     """65536 values of each format, in one row and in rows of one."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    for src_dtype, dst_dtype in [(a, b) for a, b in PAIRS if a.itemsize == 2 and a.is_floating_point and a != b]:
+    for src_dtype, dst_dtype in [
+        (a, b) for a, b in PAIRS if a.itemsize == 2 and a.is_floating_point and a != b
+    ]:
         values = patterns.view(src_dtype)
         expected = values.to(dst_dtype)
-        in_one_row, in_rows = torch.empty_like(expected, device=device), torch.empty(len(values), 2, dtype=dst_dtype, device=device)
+        in_one_row, in_rows = (
+            torch.empty_like(expected, device=device),
+            torch.empty(len(values), 2, dtype=dst_dtype, device=device),
+        )
         copy_rects([in_one_row, in_rows[:, :1]], [values.to(device), values[:, None].to(device)])
         for result in (in_one_row.cpu(), in_rows[:, 0].cpu()):
             assert torch.equal(bits(result)[~values.isnan()], bits(expected)[~values.isnan()])
@@ -324,7 +359,11 @@ WIDE = torch.zeros(4, 6)
         ([WIDE], [WIDE.double()], "pair 0: torch.float64 to torch.float32 is neither"),
         ([WIDE], [torch.zeros(4, 6, dtype=torch.int32)], "pair 0: torch.int32 to torch.float32 is neither"),
         ([WIDE], [torch.zeros(6, 4).t()], r"pair 0: src strides \[1, 4\] must end in 1"),
-        ([torch.zeros(1, 6).expand(4, 6)], [WIDE], r"pair 0: dst strides \[0, 1\] make rows of 6 elements overlap"),
+        (
+            [torch.zeros(1, 6).expand(4, 6)],
+            [WIDE],
+            r"pair 0: dst strides \[0, 1\] make rows of 6 elements overlap",
+        ),
         ([WIDE[None]], [WIDE[None]], r"pair 0: a view must have 1 or 2 dimensions, not shape \[1, 4, 6\]"),
         ([WIDE.to("meta")], [WIDE.to("meta")], r"pair 0: dst \(meta\)"),
     ],
@@ -350,7 +389,10 @@ GOOD = {"src": 64, "dst": 64, "rows": 2, "cols": 3, "src_ld": 3, "dst_ld": 3, "m
         ({"mode": 108}, r"rect 1: mode \(108\) must be 1, 2, 4, 8"),
         ({"src": 0}, r"rect 1: src \(0\) must be an address"),
         ({"dst": 66}, r"rect 1: dst \(66\) must be an address aligned"),
-        ({"rows": 2**40, "src_ld": 2**40, "dst_ld": 2**40}, r"rect 1: rows \(1099511627776\) x leading dimension must fit"),
+        (
+            {"rows": 2**40, "src_ld": 2**40, "dst_ld": 2**40},
+            r"rect 1: rows \(1099511627776\) x leading dimension must fit",
+        ),
     ],
 )
 def test_extension_checks_every_rectangle(change, message):

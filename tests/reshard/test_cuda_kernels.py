@@ -53,11 +53,23 @@ def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "entries.cpp").write_text(ENTRIES)
     for file in ("copy_plan.cu", "digest.cu"):
-        text, launches = re.subn(r"(\w+)<<<(.*)>>>\((.*?)\);", r"launch(\2, [&] { \1(\3); });", (CSRC / file).read_text())
+        text, launches = re.subn(
+            r"(\w+)<<<(.*)>>>\((.*?)\);", r"launch(\2, [&] { \1(\3); });", (CSRC / file).read_text()
+        )
         assert launches
         (folder / f"{file}.cpp").write_text(text)
     sources = [*folder.glob("*.cpp"), *(CSRC / f"{name}.cpp" for name in ("copy_plan", "convert", "digest"))]
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", f"-I{HEADERS}", f"-I{CSRC}", *map(str, sources)]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-I{HEADERS}",
+        f"-I{CSRC}",
+        *map(str, sources),
+    ]
     command += ["-o", str(folder / "kernels.so")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -68,7 +80,9 @@ def array(rows, columns):
     return torch.tensor(rows, dtype=torch.int64).view(-1, columns)
 
 
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_copies_equal_pytorch(kernels, src_dtype, dst_dtype):
     dst, expected, views, sources = rectangles(src_dtype, dst_dtype, "cpu")
     rects = array(copier._rects(views, sources), 7)
@@ -76,15 +90,26 @@ def test_copies_equal_pytorch(kernels, src_dtype, dst_dtype):
     assert torch.equal(bits(dst), bits(expected))
 
 
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 def test_digests_equal_the_cpu_s(kernels, src_dtype, dst_dtype):
     _, _, _, sources = rectangles(src_dtype, dst_dtype, "cpu")
     digest = Digest(sources, dst_dtype)
     rows = digest._table
-    for sampled, seed, expected in ((False, 0, digest.full()), (True, digest_module._mix(5), digest.sampled(5))):
+    for sampled, seed, expected in (
+        (False, 0, digest.full()),
+        (True, digest_module._mix(5), digest.sampled(5)),
+    ):
         out = torch.zeros(len(rows), dtype=torch.int64)
         seed, size = ctypes.c_uint64(seed), ctypes.c_int64(len(rows))
-        kernels.digest(ctypes.c_void_p(rows.data_ptr()), size, seed, ctypes.c_bool(sampled), ctypes.c_void_p(out.data_ptr()))
+        kernels.digest(
+            ctypes.c_void_p(rows.data_ptr()),
+            size,
+            seed,
+            ctypes.c_bool(sampled),
+            ctypes.c_void_p(out.data_ptr()),
+        )
         assert [value & (2**64 - 1) for value in out.tolist()] == expected
 
 
@@ -98,8 +123,15 @@ ptxas info    : Used 80 registers, used 0 barriers, 24 bytes cumulative stack si
 def test_no_kernel_spills():
     """On one architecture; tools/check_cuda.py without arguments tries all that are built."""
     check = runpy.run_path(str(CSRC.parent / "tools" / "check_cuda.py"))
-    assert check["parse"](REPORT) == [{"kernel": "f", "stack": 24, "stores": 36, "loads": 12, "registers": 80}]
-    done = subprocess.run([sys.executable, CSRC.parent / "tools" / "check_cuda.py", "--archs", "90"], capture_output=True, text=True, check=False)
+    assert check["parse"](REPORT) == [
+        {"kernel": "f", "stack": 24, "stores": 36, "loads": 12, "registers": 80}
+    ]
+    done = subprocess.run(
+        [sys.executable, CSRC.parent / "tools" / "check_cuda.py", "--archs", "90"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode == check["SKIPPED"]:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,11 +38,18 @@ def defined(values, version=None):
     seed = 0 if version is None else mix(version)
     size = values.element_size()
     raw = [bytes(values[row].contiguous().view(torch.uint8).tolist()) for row in range(rows)]
-    words = [struct.unpack("<Q", row[at : at + 8].ljust(8, b"\0"))[0] for row in raw for at in range(0, cols * size, 8)]
+    words = [
+        struct.unpack("<Q", row[at : at + 8].ljust(8, b"\0"))[0]
+        for row in raw
+        for at in range(0, cols * size, 8)
+    ]
     chosen = range(len(words))
     if version is not None and len(words) > 16:
         bounds = [len(words) * part // 16 for part in range(17)]
-        chosen = [a + (mix((seed + s * 0x9E3779B97F4A7C15) & MASK) >> 1) % (b - a) for s, (a, b) in enumerate(zip(bounds, bounds[1:]))]
+        chosen = [
+            a + (mix((seed + s * 0x9E3779B97F4A7C15) & MASK) >> 1) % (b - a)
+            for s, (a, b) in enumerate(zip(bounds, bounds[1:]))
+        ]
     total = 0
     for index in chosen:
         x = words[index] ^ (((index + 1) * 0x9E3779B97F4A7C15 + seed) & MASK)
@@ -56,7 +63,10 @@ def matrix(rows, cols, dtype, seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_digests_are_as_defined(dtype, executor):
-    views = [matrix(rows, cols + 3, dtype)[:, 2 : 2 + cols] for rows, cols in ((1, 1), (1, 65), (7, 1), (5, 8), (33, 37), (3, 2501), (40, 128))]
+    views = [
+        matrix(rows, cols + 3, dtype)[:, 2 : 2 + cols]
+        for rows, cols in ((1, 1), (1, 65), (7, 1), (5, 8), (33, 37), (3, 2501), (40, 128))
+    ]
     views += [matrix(6, 64, dtype), matrix(9, 5, dtype)]
     digest = Digest(views)
     assert digest.full() == [defined(view) for view in views]
@@ -71,7 +81,12 @@ def test_both_ends_of_a_copy_agree(src_dtype, dst_dtype, executor):
     src, dst = matrix(48, 301, src_dtype), torch.zeros(64, 500, dtype=dst_dtype)
     packed = torch.zeros(2, 32, 300, dtype=dst_dtype)
     sources = [src[3:40, 5:282], src[:, :7], src[0], src[5:38, 1:251]]
-    destinations = [dst[:37, 100:377], dst[2:50, 480:487], dst[60, :301], PackedView(packed, 300, 21, 7, 33, 250)]
+    destinations = [
+        dst[:37, 100:377],
+        dst[2:50, 480:487],
+        dst[60, :301],
+        PackedView(packed, 300, 21, 7, 33, 250),
+    ]
     copy_rects(destinations, sources)
     sent, received = Digest(sources, dst_dtype), Digest(destinations)
     assert sent.full() == received.full() == [defined(s.to(dst_dtype).view(-1, s.shape[-1])) for s in sources]
@@ -80,7 +95,11 @@ def test_both_ends_of_a_copy_agree(src_dtype, dst_dtype, executor):
 
 
 def test_threads_do_not_change_the_digest():
-    views = [matrix(700, 2501, torch.bfloat16)[:, 1:2400], matrix(300, 1024, torch.float32), matrix(1, 9, torch.float32)]
+    views = [
+        matrix(700, 2501, torch.bfloat16)[:, 1:2400],
+        matrix(300, 1024, torch.float32),
+        matrix(1, 9, torch.float32),
+    ]
     expected = Digest(views).full()
     assert all(Digest(views, num_threads=n).full() == expected for n in (2, 3, 7))
     many = list(matrix(4000, 80, torch.float32))  # enough for three threads
@@ -104,7 +123,10 @@ def test_any_changed_element_is_found(executor):
         kept = values.clone()
         (a, b), (c, d) = [(rng.randrange(4), rng.randrange(9)) for _ in range(2)]
         if (a, b) != (c, d):
-            for changed in (torch.stack([-values[a, b], -values[c, d]]), torch.stack([values[c, d], values[a, b]])):
+            for changed in (
+                torch.stack([-values[a, b], -values[c, d]]),
+                torch.stack([values[c, d], values[a, b]]),
+            ):
                 values[a, b], values[c, d] = changed[0].clone(), changed[1].clone()
                 assert Digest([values]).full() != before
                 values.copy_(kept)
@@ -135,7 +157,10 @@ def test_digests_follow_the_values(executor):
 
 def test_nothing_to_digest(executor):
     assert Digest([]).full() == Digest([]).sampled(3) == []
-    assert Digest([torch.empty(0, 4), torch.empty(4, 0)]).sampled(3) == [defined(torch.empty(0, 4), 3), defined(torch.empty(4, 0), 3)]
+    assert Digest([torch.empty(0, 4), torch.empty(4, 0)]).sampled(3) == [
+        defined(torch.empty(0, 4), 3),
+        defined(torch.empty(4, 0), 3),
+    ]
 
 
 WIDE = torch.zeros(4, 6)
@@ -160,7 +185,12 @@ def test_bad_views_are_refused(views, dtypes, message):
 def test_extension_checks_every_view():
     extension = pytest.importorskip("megarl._C")
     good, out = [64, 2, 3, 3, 4], torch.empty(2, dtype=torch.int64)
-    for change, message in (((0, 66), "aligned to its elements"), ((1, -1), ">= 0"), ((3, 2), "ld >= cols"), ((4, 3), r"mode \(3\) must be")):
+    for change, message in (
+        ((0, 66), "aligned to its elements"),
+        ((1, -1), ">= 0"),
+        ((3, 2), "ld >= cols"),
+        ((4, 3), r"mode \(3\) must be"),
+    ):
         bad = list(good)
         bad[change[0]] = change[1]
         with pytest.raises(ValueError, match="view 1: .*" + message):

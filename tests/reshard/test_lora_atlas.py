@@ -1,6 +1,6 @@
 """Adapters in every layout are rectangles of the same canonical tensors, cut as the matrices that they adapt. Torch only.
 
-    pytest tests/reshard/test_lora_atlas.py"""
+pytest tests/reshard/test_lora_atlas.py"""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from megarl.reshard.plan import make_plan
 from tests.reshard.cuts import make_shape
 
 LORA = LoRAConfig(lora_rank=3, lora_alpha=6.0)
-SHAPES = {"qwen2": make_shape("qwen2", heads=8, groups=2, layers=4), "llama": make_shape("llama", heads=4, groups=4, layers=4),
-          "qwen3_moe": make_shape("qwen3_moe", heads=4, groups=2, layers=4)}  # fmt: skip
+SHAPES = {
+    "qwen2": make_shape("qwen2", heads=8, groups=2, layers=4),
+    "llama": make_shape("llama", heads=4, groups=4, layers=4),
+    "qwen3_moe": make_shape("qwen3_moe", heads=4, groups=2, layers=4),
+}
 MESHES = {  # name -> (mesh, layout of linear_qkv)
     "one": (MeshSpec((0,)), "grouped"),
     "tp2_pp2": (MeshSpec((0, 1, 2, 3), tp=2, pp=2), "grouped"),
@@ -67,14 +70,20 @@ def test_the_product_of_a_ranks_parts_is_its_part_of_the_product(model, mesh):
             torch.testing.assert_close(product, cut(atlas, deltas, base), rtol=1e-12, atol=1e-12)
     targets = 2 if shape.is_moe else 4
     assert adapted == targets * shape.num_layers // spec.pp * len(spec.ranks)
-    assert len(deltas) == (4 if shape.is_moe else 7) * shape.num_layers and deltas.keys() <= hf_atlas(shape).keys()
+    assert (
+        len(deltas) == (4 if shape.is_moe else 7) * shape.num_layers
+        and deltas.keys() <= hf_atlas(shape).keys()
+    )
 
 
 @pytest.mark.parametrize("model, mesh", cases())
 def test_any_layout_holds_every_element_of_every_adapter(model, mesh):
     """`make_plan` proves it: what PEFT gets is filled by the ranks of a layout, and so is any other layout."""
     shape, (spec, qkv_layout) = SHAPES[model], MESHES[mesh]
-    sources = {rank: with_adapters(atlas, LORA) for rank, atlas in megatron_atlases(shape, spec, qkv_layout=qkv_layout).items()}
+    sources = {
+        rank: with_adapters(atlas, LORA)
+        for rank, atlas in megatron_atlases(shape, spec, qkv_layout=qkv_layout).items()
+    }
     make_plan(sources, {0: peft_atlas(shape, LORA)})
     make_plan(sources, {0: with_adapters(place_atlas(shape, MegatronPlace()), LORA)})
 
@@ -89,23 +98,41 @@ def test_training_starts_equal_in_every_layout_and_as_peft_does(mesh):
     initial_adapters(everything, sizes, {f"{name}.adapter.": tensor for name, tensor in full.items()}, seed=5)
     for atlas in megatron_atlases(shape, spec, qkv_layout=qkv_layout).values():
         whole = with_adapters(atlas, LORA)
-        held = {name: torch.full((p.rows, p.cols), float("nan"), dtype=torch.float64) for name, p in whole.items() if ".adapter." in name}
+        held = {
+            name: torch.full((p.rows, p.cols), float("nan"), dtype=torch.float64)
+            for name, p in whole.items()
+            if ".adapter." in name
+        }
         initial_adapters(whole, sizes, held, seed=5)
         assert all(torch.equal(tensor, cut(whole, full, name)) for name, tensor in held.items())
     for name, tensor in full.items():
         if name.endswith("lora_B.weight"):
             assert not tensor.any()
         else:  # kaiming_uniform_(a=sqrt(5)) of torch's Linear, and so of PEFT: U(-1 / sqrt(in), 1 / sqrt(in)), variance 1 / (3 in)
-            assert tensor.abs().max() <= tensor.shape[1] ** -0.5 and tensor.var() * 3 * tensor.shape[1] == pytest.approx(1, abs=0.35)
-    assert len({float(tensor.sum()) for name, tensor in full.items() if "lora_A" in name}) == 4 * shape.num_layers  # each its own
+            assert tensor.abs().max() <= tensor.shape[1] ** -0.5 and tensor.var() * 3 * tensor.shape[
+                1
+            ] == pytest.approx(1, abs=0.35)
+    assert (
+        len({float(tensor.sum()) for name, tensor in full.items() if "lora_A" in name})
+        == 4 * shape.num_layers
+    )  # each its own
 
 
 def whole_tensors(sizes: Sizes) -> Atlas:
-    return {name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),)) for name, (rows, cols) in sizes.items()}
+    return {
+        name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
+        for name, (rows, cols) in sizes.items()
+    }
 
 
 def test_transformer_engines_names_have_the_same_adapters():
     shape = SHAPES["qwen3_moe"]
-    local, fused = (with_adapters(place_atlas(shape, MegatronPlace(), te_spec=te), LORA) for te in (False, True))
+    local, fused = (
+        with_adapters(place_atlas(shape, MegatronPlace(), te_spec=te), LORA) for te in (False, True)
+    )
     adapters = lambda atlas: {name: param for name, param in atlas.items() if ".adapter." in name}
-    assert adapters(local) == adapters(fused) and adapters(local) and not any("experts" in name for name in adapters(local))
+    assert (
+        adapters(local) == adapters(fused)
+        and adapters(local)
+        and not any("experts" in name for name in adapters(local))
+    )

@@ -23,8 +23,14 @@ Shards = dict[int, dict[str, torch.Tensor]]
 
 
 def execute(plan: ReshardPlan, sources: Shards, destinations: dict[int, Atlas]) -> Shards:
-    out = {rank: {n: torch.full((p.rows, p.cols), float("nan")) for n, p in atlas.items()} for rank, atlas in destinations.items()}
-    written = {rank: {n: torch.zeros(p.rows, p.cols, dtype=torch.int) for n, p in atlas.items()} for rank, atlas in destinations.items()}
+    out = {
+        rank: {n: torch.full((p.rows, p.cols), float("nan")) for n, p in atlas.items()}
+        for rank, atlas in destinations.items()
+    }
+    written = {
+        rank: {n: torch.zeros(p.rows, p.cols, dtype=torch.int) for n, p in atlas.items()}
+        for rank, atlas in destinations.items()
+    }
     for rank, atlas in destinations.items():
         for name, param in atlas.items():
             out[rank][name][param.rows - param.padding_rows :] = 0
@@ -32,7 +38,9 @@ def execute(plan: ReshardPlan, sources: Shards, destinations: dict[int, Atlas]) 
     for (src, dst), copies in plan.copies.items():
         for c in copies:
             place = (slice(c.dst_row, c.dst_row + c.rows), slice(c.dst_col, c.dst_col + c.cols))
-            out[dst][c.dst_name][place] = sources[src][c.src_name][c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols]
+            out[dst][c.dst_name][place] = sources[src][c.src_name][
+                c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols
+            ]
             written[dst][c.dst_name][place] += 1
     assert all((count == 1).all() for params in written.values() for count in params.values())
     return out
@@ -45,8 +53,17 @@ def random_layouts(rng: random.Random):
     heads = max(tp, vtp, groups) * rng.choice([1, 2])
     pp = rng.choice([1, 2, 3, 4])
     layers = pp * rng.choice([1, 2]) if pp < 3 else pp
-    shape = make_shape(rng.choice(["qwen2", "qwen3", "llama"]), layers=layers, heads=heads, groups=groups, head_dim=rng.choice([8, 4]),
-                       ffn=8 * rng.randint(1, 5), hidden=rng.choice([8, 12]), vocab=rng.randint(1, 200), tied=rng.random() < 0.5)  # fmt: skip
+    shape = make_shape(
+        rng.choice(["qwen2", "qwen3", "llama"]),
+        layers=layers,
+        heads=heads,
+        groups=groups,
+        head_dim=rng.choice([8, 4]),
+        ffn=8 * rng.randint(1, 5),
+        hidden=rng.choice([8, 12]),
+        vocab=rng.randint(1, 200),
+        tied=rng.random() < 0.5,
+    )
     return shape, tp, pp, rng.choice([1, 2]), vtp, rng.choice([1, 2])
 
 
@@ -99,7 +116,11 @@ def test_replicas_of_the_same_node_send_even_if_others_have_sent_less(monkeypatc
     near = make_plan(sources, destinations, ranks_per_node=4)
     assert set(near.copies) == {(src, dst) for dst in engines for src in sources if src // 4 == dst // 4}
     monkeypatch.setenv("WORLD_SIZE", "8")
-    for local, nodes, plan in ((4, 2, near), (8, 1, make_plan(sources, destinations)), (4, 3, make_plan(sources, destinations))):
+    for local, nodes, plan in (
+        (4, 2, near),
+        (8, 1, make_plan(sources, destinations)),
+        (4, 3, make_plan(sources, destinations)),
+    ):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
         assert sync_plan(shape, sources, engines, 1, 1.0)[0] == plan
@@ -107,7 +128,9 @@ def test_replicas_of_the_same_node_send_even_if_others_have_sent_less(monkeypatc
 
 def without_piece(atlas: Atlas, name: str, hf_name: str) -> Atlas:
     param = atlas[name]
-    return atlas | {name: dataclasses.replace(param, pieces=tuple(p for p in param.pieces if p.hf_name != hf_name))}
+    return atlas | {
+        name: dataclasses.replace(param, pieces=tuple(p for p in param.pieces if p.hf_name != hf_name))
+    }
 
 
 def test_a_dropped_source_piece_is_named():
@@ -120,7 +143,9 @@ def test_a_dropped_source_piece_is_named():
     ):
         make_plan({0: source}, {5: vllm_atlas(shape, 1, 0)})
     halves = {0: megatron_atlas(shape, 2, 0)}  # tensor-parallel rank 1 forgotten
-    with pytest.raises(PlanError, match=r"embed_tokens.weight: no source holds model.embed_tokens.weight\[32:61, 0:32\]"):
+    with pytest.raises(
+        PlanError, match=r"embed_tokens.weight: no source holds model.embed_tokens.weight\[32:61, 0:32\]"
+    ):
         make_plan(halves, {0: vllm_atlas(shape, 1, 0)})
 
 
@@ -130,18 +155,26 @@ def test_a_hole_in_an_atlas_is_named(side):
     name, v_proj = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.v_proj.weight"
     holed = {0: without_piece(vllm_atlas(shape, 1, 0), name, v_proj)}
     whole = {0: vllm_atlas(shape, 1, 0)}
-    with pytest.raises(PlanError, match=rf"\[rank 0\] {side} {name}: no piece fills \[48:64, 0:32\] of its 64 x 32"):
+    with pytest.raises(
+        PlanError, match=rf"\[rank 0\] {side} {name}: no piece fills \[48:64, 0:32\] of its 64 x 32"
+    ):
         make_plan(*((holed, whole) if side == "source" else (whole, holed)))
 
 
 def test_an_overlap_is_named():
     def atlas(second_at: int) -> dict[int, Atlas]:
-        return {0: {"w": LocalParam(4, 2, (Piece("a", 0, 2, 0, 2, 0, 0), Piece("b", 0, 2, 0, 2, second_at, 0)))}}
+        return {
+            0: {"w": LocalParam(4, 2, (Piece("a", 0, 2, 0, 2, 0, 0), Piece("b", 0, 2, 0, 2, second_at, 0)))}
+        }
 
     make_plan(atlas(2), atlas(2))
-    with pytest.raises(PlanError, match=r"destination w: b\[0:2, 0:2\] and a\[0:2, 0:2\] both land on \[1:2, 0:2\]"):
+    with pytest.raises(
+        PlanError, match=r"destination w: b\[0:2, 0:2\] and a\[0:2, 0:2\] both land on \[1:2, 0:2\]"
+    ):
         make_plan(atlas(2), atlas(1))
-    with pytest.raises(PlanError, match=r"source w: b\[0:2, 0:2\] lands on \[3:5, 0:2\], outside of \[0:4, 0:2\]"):
+    with pytest.raises(
+        PlanError, match=r"source w: b\[0:2, 0:2\] lands on \[3:5, 0:2\], outside of \[0:4, 0:2\]"
+    ):
         make_plan(atlas(3), atlas(2))
 
 

@@ -21,11 +21,29 @@ from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import vllm_atlases
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*grpo*.args"))
-QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064}  # fmt: skip
-QWEN_30B_A3B = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
-                "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}  # fmt: skip
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+QWEN_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 JOB = ["--algorithm", "grpo"]
 
 
@@ -49,12 +67,17 @@ def output(capsys, *argv: str) -> str:
 def test_real_sizes_are_planned(model):
     """0.05 s for 7B, 2 s for 128 experts; a plan that compares every piece with every other would run into the suite's deadline."""
     shape = ModelShape.load(model(QWEN_7B))
-    plan = make_plan(megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=4, pp=2)), vllm_atlases(shape, range(8), 2))
+    plan = make_plan(
+        megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=4, pp=2)), vllm_atlases(shape, range(8), 2)
+    )
     parameters = sum(rows * cols for rows, cols in hf_sizes(shape).values())
     assert sum(plan.num_bytes(2).values()) == 4 * (2 * parameters + 2 * _replicated(shape))
 
     shape = ModelShape.load(model(QWEN_30B_A3B))
-    plan = make_plan(megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=2, ep=4, etp=2)), vllm_atlases(shape, range(8), 2))
+    plan = make_plan(
+        megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=2, ep=4, etp=2)),
+        vllm_atlases(shape, range(8), 2),
+    )
     assert plan.ranks == tuple(range(8)) and sum(plan.num_bytes(2).values()) > 4 * 2 * 30e9
 
 
@@ -64,8 +87,21 @@ def _replicated(shape: ModelShape) -> int:
 
 
 def test_what_it_says_of_seven_billion_parameters(model, capsys):
-    text = output(capsys, *JOB, "--model", model(QWEN_7B), "--bf16", "--nproc-per-node", "8", "--tensor-model-parallel-size", "4",
-                  "--pipeline-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")  # fmt: skip
+    text = output(
+        capsys,
+        *JOB,
+        "--model",
+        model(QWEN_7B),
+        "--bf16",
+        "--nproc-per-node",
+        "8",
+        "--tensor-model-parallel-size",
+        "4",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--rollout-tensor-parallel-size",
+        "2",
+    )
     assert "Megatron tp 4 pp 2 dp 1 (bfloat16) -> 4 vLLM engines of tp 2 (bfloat16)" in text
     assert "written: 60.927 GB, at most 7.616 GB on one rank; padding that is not written: 0 B" in text
     pairs = [float(size) for size in re.findall(r"^ +\d+ -> +\d+  ([\d.]+) GB$", text, re.M)]
@@ -73,11 +109,23 @@ def test_what_it_says_of_seven_billion_parameters(model, capsys):
 
 
 def test_equal_layouts_are_aliased_and_take_no_time(model, capsys):
-    same = [*JOB, "--model", model(QWEN_7B), "--bf16", "--nproc-per-node", "4", "--tensor-model-parallel-size", "4",
-            "--rollout-tensor-parallel-size", "4"]  # fmt: skip
+    same = [
+        *JOB,
+        "--model",
+        model(QWEN_7B),
+        "--bf16",
+        "--nproc-per-node",
+        "4",
+        "--tensor-model-parallel-size",
+        "4",
+        "--rollout-tensor-parallel-size",
+        "4",
+    ]
     text = output(capsys, *same)
     assert "aliased: 15.232 GB, 100.0 % of what is written" in text and "expected: 0.00 ms per sync" in text
-    assert "aliased: 0 B, 0.0 % of what is written: the dtypes differ" in output(capsys, *same, "--rollout-dtype", "float32")
+    assert "aliased: 0 B, 0.0 % of what is written: the dtypes differ" in output(
+        capsys, *same, "--rollout-dtype", "float32"
+    )
 
 
 def test_the_stacked_layout_is_aliased_at_several_query_groups_per_rank(model, capsys):
@@ -87,9 +135,22 @@ def test_the_stacked_layout_is_aliased_at_several_query_groups_per_rank(model, c
 
 
 def test_bandwidths_and_nodes_decide_the_time(model, capsys):
-    job = [*JOB, "--model", model(QWEN_7B), "--bf16", "--world-size", "2", "--actor-ranks", "0", "--rollout-ranks", "0-1"]
+    job = [
+        *JOB,
+        "--model",
+        model(QWEN_7B),
+        "--bf16",
+        "--world-size",
+        "2",
+        "--actor-ranks",
+        "0",
+        "--rollout-ranks",
+        "0-1",
+    ]
     one_way = 15.231  # GB: rank 1 gets the whole model
-    seconds = float(re.search(r"expected: ([\d.]+) ms", output(capsys, *job, "--link-bandwidth", "100"))[1]) / 1e3
+    seconds = (
+        float(re.search(r"expected: ([\d.]+) ms", output(capsys, *job, "--link-bandwidth", "100"))[1]) / 1e3
+    )
     assert seconds == pytest.approx(one_way / 100, rel=0.01)
     text = output(capsys, *job, "--ranks-per-node", "1", "--network-bandwidth", "10")
     assert "between nodes: 15.231 GB" in text
@@ -97,8 +158,25 @@ def test_bandwidths_and_nodes_decide_the_time(model, capsys):
 
 
 def test_what_is_wrong_is_named_without_looking_at_data_or_weights(model, capsys):
-    assert cli.main(["reshard-plan", *JOB, "--model", model(QWEN_7B), "--nproc-per-node", "3", "--tensor-model-parallel-size", "3"]) == 2
-    assert "--tensor-model-parallel-size (3): must divide the model's attention heads (28)" in capsys.readouterr().err
+    assert (
+        cli.main(
+            [
+                "reshard-plan",
+                *JOB,
+                "--model",
+                model(QWEN_7B),
+                "--nproc-per-node",
+                "3",
+                "--tensor-model-parallel-size",
+                "3",
+            ]
+        )
+        == 2
+    )
+    assert (
+        "--tensor-model-parallel-size (3): must divide the model's attention heads (28)"
+        in capsys.readouterr().err
+    )
     assert cli.main(["reshard-plan", "--algorithm", "sft", "--model", model(QWEN_7B)]) == 2
     assert "--algorithm (sft): has no rollout engine" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -115,6 +193,8 @@ def test_every_configuration_file_without_torch(path, model):
     script = "import sys; sys.modules.update(torch=None, vllm=None, megatron=None); import megarl.cli; sys.exit(megarl.cli.main(sys.argv[1:]))"
     small = {**QWEN_7B, "num_hidden_layers": 2}
     argv = ["reshard-plan", f"@{path}", "--model", model(small)]
-    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "expected: " in done.stdout

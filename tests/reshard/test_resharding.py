@@ -48,7 +48,10 @@ def in_dtype(arrays: Arrays, dtype: str) -> Arrays:
     """The numbers 0, 1, ... as values of a dtype, all different. bfloat16, which numpy has not, is its 16 bits; float64 gets thirds,
     so that float32 rounds them."""
     third = 1 / 3 if dtype == "float64" else 0
-    return {name: (array + third if third else array).astype("uint16" if dtype == "bfloat16" else dtype) for name, array in arrays.items()}
+    return {
+        name: (array + third if third else array).astype("uint16" if dtype == "bfloat16" else dtype)
+        for name, array in arrays.items()
+    }
 
 
 def make_case(rng: random.Random, family: str | None = None) -> Case:
@@ -59,12 +62,26 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
     groups = rng.choice([1, 2, 4, 8])
     heads = max(tp, vllm_tp, groups) * rng.choice([1, 2])
     dp, experts = rng.choice([1, 2, 4]) if tp < 8 else 1, rng.choice([4, 6, 8])
-    splits = [(ep, etp) for ep in range(1, experts + 1) for etp in (1, 2, 4, 8) if experts % ep == 0 and tp * dp % (ep * etp) == 0]
+    splits = [
+        (ep, etp)
+        for ep in range(1, experts + 1)
+        for etp in (1, 2, 4, 8)
+        if experts % ep == 0 and tp * dp % (ep * etp) == 0
+    ]
     ep, etp = rng.choice(splits) if family == "qwen3_moe" else (1, tp)
     head_dim = rng.choice([d for d in (2, 4, 8) if (heads + 2 * groups) * d % tp == 0])
-    shape = make_shape(family, layers=pp * vpp * (rng.choice([1, 2]) if pp * vpp < 3 else 1), heads=heads, groups=groups,
-                       head_dim=head_dim, ffn=8 * rng.randint(1, 3), hidden=rng.choice([4, 6]), vocab=rng.randint(1, 300),
-                       tied=rng.random() < 0.5, experts=experts)  # fmt: skip
+    shape = make_shape(
+        family,
+        layers=pp * vpp * (rng.choice([1, 2]) if pp * vpp < 3 else 1),
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim,
+        ffn=8 * rng.randint(1, 3),
+        hidden=rng.choice([4, 6]),
+        vocab=rng.randint(1, 300),
+        tied=rng.random() < 0.5,
+        experts=experts,
+    )
     layout, te = Layout(tp, dp, pp, vpp, ep, etp), rng.random() < 0.5
     ranks = tuple(sorted(rng.sample(range(2 * layout.size), layout.size)))
     mesh = MeshSpec(ranks, tp, pp, ep, etp, rng.choice([cp for cp in (1, 2, 4) if dp % cp == 0]), vpp)
@@ -74,24 +91,45 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
     shards = [megatron_shard(shape, model, layout, index, te) for index in range(layout.size)]
     back = gather(shape, layout, shards, te)
     assert back.keys() == model.keys()
-    of_rank = [in_dtype(in_dtype(vllm_shard(shape, back, vllm_tp, r), dtypes[0]), dtypes[1]) for r in range(vllm_tp)]
+    of_rank = [
+        in_dtype(in_dtype(vllm_shard(shape, back, vllm_tp, r), dtypes[0]), dtypes[1]) for r in range(vllm_tp)
+    ]
     qkv_layout = rng.choice(["grouped", "stacked"]) if groups % tp == 0 else "grouped"
     if qkv_layout == "stacked":
         shards = [stack_qkv(shape, shard, tp) for shard in shards]
-    sources, engines = megatron_atlases(shape, mesh, te, qkv_layout), vllm_atlases(shape, engine_ranks, vllm_tp)
+    sources, engines = (
+        megatron_atlases(shape, mesh, te, qkv_layout),
+        vllm_atlases(shape, engine_ranks, vllm_tp),
+    )
     return Case(
-        shape, layout, te, vllm_tp, mesh, engines, sources, {rank: in_dtype(s, dtypes[0]) for rank, s in zip(ranks, shards)},
+        shape,
+        layout,
+        te,
+        vllm_tp,
+        mesh,
+        engines,
+        sources,
+        {rank: in_dtype(s, dtypes[0]) for rank, s in zip(ranks, shards)},
         {rank: of_rank[i % vllm_tp] for i, rank in enumerate(engine_ranks)},
-        make_plan(sources, engines, rng.choice([None, 2, 4])), dtypes)  # fmt: skip
+        make_plan(sources, engines, rng.choice([None, 2, 4])),
+        dtypes,
+    )
 
 
 def execute(case: Case, plan: ReshardPlan) -> dict[int, Arrays]:
     """The plan as numpy copies into arrays that hold what padding holds, and the check that nothing is written twice."""
-    out = {rank: {name: in_dtype(in_dtype({"": np.full((p.rows, p.cols), -1)}, case.dtypes[0]), case.dtypes[1])[""]
-                  for name, p in atlas.items()} for rank, atlas in case.engines.items()}  # fmt: skip
+    out = {
+        rank: {
+            name: in_dtype(in_dtype({"": np.full((p.rows, p.cols), -1)}, case.dtypes[0]), case.dtypes[1])[""]
+            for name, p in atlas.items()
+        }
+        for rank, atlas in case.engines.items()
+    }
     for (src, dst), copies in plan.copies.items():
         for c in copies:
-            part = case.shards[src][c.src_name][c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols]
+            part = case.shards[src][c.src_name][
+                c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols
+            ]
             out[dst][c.dst_name][c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols] = part
     return out
 
@@ -101,18 +139,27 @@ def is_right(case: Case, plan: ReshardPlan) -> bool:
     written = sum(c.num_elements for copies in plan.copies.values() for c in copies)
     held = sum((p.rows - p.padding_rows) * p.cols for atlas in case.engines.values() for p in atlas.values())
     return written == held and all(
-        got[rank].keys() == expected.keys() and all(np.array_equal(got[rank][name], array) for name, array in expected.items())
-        for rank, expected in case.expected.items())  # fmt: skip
+        got[rank].keys() == expected.keys()
+        and all(np.array_equal(got[rank][name], array) for name, array in expected.items())
+        for rank, expected in case.expected.items()
+    )
 
 
-@pytest.mark.parametrize("block", [*range(6), *(pytest.param(block, marks=(pytest.mark.slow, pytest.mark.tail)) for block in range(6, 20))])
+@pytest.mark.parametrize(
+    "block",
+    [*range(6), *(pytest.param(block, marks=(pytest.mark.slow, pytest.mark.tail)) for block in range(6, 20))],
+)
 def test_random_layouts_equal_gather_then_split(block):
     for seed in range(100 * block, 100 * block + 100):
         case = make_case(random.Random(seed))
         for index, rank in enumerate(case.mesh.ranks):  # the source atlases have the oracle's names and sizes
-            assert {n: (p.rows, p.cols) for n, p in case.sources[rank].items()} == {n: a.shape for n, a in case.shards[rank].items()}, seed
+            assert {n: (p.rows, p.cols) for n, p in case.sources[rank].items()} == {
+                n: a.shape for n, a in case.shards[rank].items()
+            }, seed
             assert case.mesh.coordinates(rank)["tp"] == index % case.layout.tp
-        assert is_right(case, case.plan), f"seed {seed}: {case.shape} {case.layout} te {case.te} -> tp {case.vllm_tp}"
+        assert is_right(case, case.plan), (
+            f"seed {seed}: {case.shape} {case.layout} te {case.te} -> tp {case.vllm_tp}"
+        )
 
 
 # ------------------------------------------------------------------ mutations
@@ -124,9 +171,16 @@ def changed(plan: ReshardPlan, pair: tuple[int, int], index: int, by: RectCopy |
     return ReshardPlan(plan.copies | {pair: tuple(copies)})
 
 
-def any_copy(case: Case, rng: random.Random, wanted=lambda copy: True) -> tuple[tuple[int, int], int, RectCopy] | None:
+def any_copy(
+    case: Case, rng: random.Random, wanted=lambda copy: True
+) -> tuple[tuple[int, int], int, RectCopy] | None:
     """(pair, index, copy) of one that is wanted."""
-    found = [(pair, index, c) for pair, copies in case.plan.copies.items() for index, c in enumerate(copies) if wanted(c)]
+    found = [
+        (pair, index, c)
+        for pair, copies in case.plan.copies.items()
+        for index, c in enumerate(copies)
+        if wanted(c)
+    ]
     return rng.choice(found) if found else None
 
 
@@ -152,13 +206,22 @@ def shifted(field: str):
 def swap_experts(case: Case, rng: random.Random) -> ReshardPlan | None:
     """Two experts of one rank and layer, one written in the other's place."""
     pair, index, copy = any_copy(case, rng, lambda copy: ".experts." in copy.dst_name)
-    others = [(i, c) for i, c in enumerate(case.plan.copies[pair]) if c.src_name != copy.src_name and c.dst_name == copy.dst_name
-              and (c.rows, c.cols) == (copy.rows, copy.cols)]  # fmt: skip
+    others = [
+        (i, c)
+        for i, c in enumerate(case.plan.copies[pair])
+        if c.src_name != copy.src_name
+        and c.dst_name == copy.dst_name
+        and (c.rows, c.cols) == (copy.rows, copy.cols)
+    ]
     if not others:
         return None
     at, other = rng.choice(others)
-    swapped = changed(case.plan, pair, index, dataclasses.replace(copy, src_name=other.src_name, src_row=other.src_row))
-    return changed(swapped, pair, at, dataclasses.replace(other, src_name=copy.src_name, src_row=copy.src_row))
+    swapped = changed(
+        case.plan, pair, index, dataclasses.replace(copy, src_name=other.src_name, src_row=other.src_row)
+    )
+    return changed(
+        swapped, pair, at, dataclasses.replace(other, src_name=copy.src_name, src_row=copy.src_row)
+    )
 
 
 MUTATIONS = [drop, *map(shifted, ("src_row", "src_col", "dst_row", "dst_col")), swap_experts]
@@ -189,7 +252,9 @@ def test_aliased_parameters_are_those_that_are_alike_on_both_sides():
             here = in_dtype(case.shards[rank], case.dtypes[1])
             for name, expected in case.expected[rank].items():
                 alike = [source for source, array in here.items() if np.array_equal(array, expected)]
-                if case.engines[rank][name].pieces:  # a share of the vocabulary may be padding alone: nothing to copy, nothing to alias
+                if case.engines[rank][
+                    name
+                ].pieces:  # a share of the vocabulary may be padding alone: nothing to copy, nothing to alias
                     assert names.get(name) in (alike or [None]), (seed, rank, name)
             aliases += len(names)
     assert aliases > 500
@@ -197,7 +262,9 @@ def test_aliased_parameters_are_those_that_are_alike_on_both_sides():
 
 def test_replicas_of_experts_share_the_sending_and_stay_in_their_node():
     shape = make_shape("qwen3_moe", layers=4, experts=8)
-    mesh = MeshSpec(tuple(range(8)), tp=2, ep=2, etp=1)  # dense weights on 4 pairs of ranks, each expert on 4 ranks
+    mesh = MeshSpec(
+        tuple(range(8)), tp=2, ep=2, etp=1
+    )  # dense weights on 4 pairs of ranks, each expert on 4 ranks
     sources = megatron_atlases(shape, mesh)
     elsewhere = make_plan(sources, vllm_atlases(shape, (20, 21), 2)).num_bytes(1)
     sent = [sum(size for (src, _), size in elsewhere.items() if src == rank) for rank in range(8)]

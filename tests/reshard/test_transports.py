@@ -1,6 +1,6 @@
 """Exported weights as another process sees them, and which pair of processes takes which transport.
 
-    pytest tests/reshard/test_transports.py"""
+pytest tests/reshard/test_transports.py"""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ pickle.dump({name: tensor.tolist() for name, tensor in tensors.items()}, sys.std
 
 def read_elsewhere(exported) -> dict[str, list]:
     """What another process reads."""
-    done = subprocess.run([sys.executable, "-c", READER], input=pickle.dumps(exported), stdout=subprocess.PIPE, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", READER],
+        input=pickle.dumps(exported),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
     return pickle.loads(done.stdout)
 
 
@@ -38,7 +44,12 @@ def shared_memory_files() -> set[str]:
 def test_another_process_reads_what_is_there_now():
     """Views of one buffer, with strides and offsets, and of a storage of another dtype; written before and after the export."""
     buffer, half = torch.arange(40.0), torch.arange(6, dtype=torch.bfloat16).view(6, 1)
-    tensors = {"all": buffer.view(8, 5), "columns": buffer.view(8, 5)[2:7, 1:3], "vector": buffer[3:7].view(4, 1), "half": half}
+    tensors = {
+        "all": buffer.view(8, 5),
+        "columns": buffer.view(8, 5)[2:7, 1:3],
+        "vector": buffer[3:7].view(4, 1),
+        "half": half,
+    }
     alias, before = buffer.view(5, 8), shared_memory_files()
     exported = export(tensors)
     assert len(exported.segments) == 2
@@ -62,11 +73,16 @@ def test_tensors_that_moved_are_exported_anew():
 def test_what_cannot_be_shared_or_opened_says_why(monkeypatch):
     full = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with pytest.raises(OSError, match=r"64 bytes .* /dev/shm has 0 left\. .*--shm-size.*--reshard-transport messages"):
+    with pytest.raises(
+        OSError, match=r"64 bytes .* /dev/shm has 0 left\. .*--shm-size.*--reshard-transport messages"
+    ):
         export({"weight": torch.ones(4, 4)})
     monkeypatch.undo()
     segment = shared_memory.share(torch.ones(4).untyped_storage())
-    for gone in (dataclasses.replace(segment, started=segment.started + 1), dataclasses.replace(segment, pid=2**22 + 1)):
+    for gone in (
+        dataclasses.replace(segment, started=segment.started + 1),
+        dataclasses.replace(segment, pid=2**22 + 1),
+    ):
         with pytest.raises(ProcessLookupError, match="has ended"):
             shared_memory.open_shared(gone)
 
@@ -80,11 +96,20 @@ def on_gpu(place: Place) -> Place:
     return dataclasses.replace(place, device="cuda")
 
 
-@pytest.mark.parametrize("source, destination, expected", [
-    (HERE, HERE, "direct"), (HERE, THERE, "shared-memory"), (HERE, ENGINE, "shared-memory"), (HERE, FAR, "messages"),
-    (on_gpu(HERE), on_gpu(HERE), "direct"), (on_gpu(HERE), on_gpu(THERE), "cuda-ipc"), (on_gpu(HERE), on_gpu(FAR), "messages"),
-    (HERE, on_gpu(THERE), "messages"), (on_gpu(HERE), THERE, "messages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, destination, expected",
+    [
+        (HERE, HERE, "direct"),
+        (HERE, THERE, "shared-memory"),
+        (HERE, ENGINE, "shared-memory"),
+        (HERE, FAR, "messages"),
+        (on_gpu(HERE), on_gpu(HERE), "direct"),
+        (on_gpu(HERE), on_gpu(THERE), "cuda-ipc"),
+        (on_gpu(HERE), on_gpu(FAR), "messages"),
+        (HERE, on_gpu(THERE), "messages"),
+        (on_gpu(HERE), THERE, "messages"),
+    ],
+)
 def test_choice(source, destination, expected):
     assert choose(source, destination)[0] == expected
 
@@ -93,10 +118,14 @@ def test_a_forced_transport_is_taken_or_refused_with_one_that_works():
     assert choose(HERE, THERE, "messages") == ("messages", "--reshard-transport")
     assert choose(HERE, HERE, "messages")[0] == "direct"  # it is about pairs of processes
     for source, destination, wanted, why, works in [
-        (HERE, FAR, "shared-memory", "different nodes", "messages"), (HERE, THERE, "direct", "two processes", "shared-memory, messages"),
+        (HERE, FAR, "shared-memory", "different nodes", "messages"),
+        (HERE, THERE, "direct", "two processes", "shared-memory, messages"),
         (HERE, THERE, "cuda-ipc", "rank 0 has its weights in cpu memory", "shared-memory, messages"),
-        (HERE, ENGINE, "messages", "no messages to itself", "shared-memory")]:  # fmt: skip
-        with pytest.raises(ValueError, match=rf"--reshard-transport \({wanted}\).*{why}.* works: {works}\. Try auto"):
+        (HERE, ENGINE, "messages", "no messages to itself", "shared-memory"),
+    ]:
+        with pytest.raises(
+            ValueError, match=rf"--reshard-transport \({wanted}\).*{why}.* works: {works}\. Try auto"
+        ):
             choose(source, destination, wanted)
 
 

@@ -11,7 +11,14 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 
 from megarl.data.sums_model import EOS_ID, PAD_ID, write_model_folder
 
-_SIZES = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
+_SIZES = dict(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+)
 CONFIGS = {
     "qwen2": Qwen2Config(num_key_value_heads=2, num_labels=1, pad_token_id=PAD_ID, **_SIZES),
     "padded with its end": Qwen2Config(num_key_value_heads=2, num_labels=1, pad_token_id=EOS_ID, **_SIZES),
@@ -26,7 +33,9 @@ def write_actor(folder: Path) -> Path:
     return folder
 
 
-def write_classifier(folder: Path, name: str, actor: Path, chat_template: str | None = None) -> PreTrainedModel:
+def write_classifier(
+    folder: Path, name: str, actor: Path, chat_template: str | None = None
+) -> PreTrainedModel:
     """A classifier with the actor's tokenizer, and its own chat template if one is given. Weights far from zero: scores spread by 1."""
     torch.manual_seed(1)
     config = CONFIGS[name]
@@ -46,7 +55,10 @@ def write_classifier(folder: Path, name: str, actor: Path, chat_template: str | 
 @torch.no_grad()
 def reference_scores(model: PreTrainedModel, sequences: list[list[int]]) -> list[float]:
     """Of each sequence's last token (decoders)."""
-    before, model.config.pad_token_id = model.config.pad_token_id, None  # then transformers scores the last token, whatever it is
+    before, model.config.pad_token_id = (
+        model.config.pad_token_id,
+        None,
+    )  # then transformers scores the last token, whatever it is
     try:
         return [model(input_ids=torch.tensor([ids])).logits.item() for ids in sequences]
     finally:

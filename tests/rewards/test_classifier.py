@@ -66,11 +66,18 @@ def test_batches_hold_little_padding():
 def test_conversations_in_its_own_tokenizer(actor, tmp_path):
     models.write_classifier(tmp_path / "rm", "qwen2", actor)
     tokenizer = Classifier(str(tmp_path / "rm")).tokenizer
-    ids = encode_conversation(tokenizer, [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1 ?"}], "2")
+    ids = encode_conversation(
+        tokenizer, [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1 ?"}], "2"
+    )
     assert tokenizer.decode(ids) == "<|system|>add<|end|><|user|>1+1 ?<|end|><|assistant|>2<|end|>"
-    assert encode_conversation(tokenizer, "1+1 ?", "2") == encode_conversation(tokenizer, [{"role": "user", "content": "1+1 ?"}], "2")
+    assert encode_conversation(tokenizer, "1+1 ?", "2") == encode_conversation(
+        tokenizer, [{"role": "user", "content": "1+1 ?"}], "2"
+    )
     tokenizer.chat_template = None
-    assert tokenizer.decode(encode_conversation(tokenizer, [{"role": "user", "content": "1+1 ?"}], "2")) == "1+1 ?2"
+    assert (
+        tokenizer.decode(encode_conversation(tokenizer, [{"role": "user", "content": "1+1 ?"}], "2"))
+        == "1+1 ?2"
+    )
 
 
 def test_folders_that_are_no_reward_model(actor, tmp_path):
@@ -81,7 +88,9 @@ def test_folders_that_are_no_reward_model(actor, tmp_path):
     (tmp_path / "rm" / "model.safetensors").rename(tmp_path / "rm" / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"--reward-model \(.*transformers cannot load it"):
         Classifier(str(tmp_path / "rm"))
-    (tmp_path / "rm" / "config.json").write_text(json.dumps(config | {"model_type": "unheard of", "auto_map": {"AutoConfig": "code.C"}}))
+    (tmp_path / "rm" / "config.json").write_text(
+        json.dumps(config | {"model_type": "unheard of", "auto_map": {"AutoConfig": "code.C"}})
+    )
     (tmp_path / "rm" / "code.py").write_text("raise SystemExit('was run')")
     with pytest.raises(ValueError, match="transformers cannot load it"):
         Classifier(str(tmp_path / "rm"))

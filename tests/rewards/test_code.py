@@ -1,6 +1,6 @@
 """--reward code: programs are judged by their tests, and cannot get out.
 
-    pytest tests/rewards/test_code.py"""
+pytest tests/rewards/test_code.py"""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from megarl.rewards import sandbox
 from megarl.rewards.code import CodeReward, program_of, read_tests
 from megarl.rewards.sandbox import run_confined
 
-confined = pytest.mark.skipif(bool(sandbox.missing()), reason=f"this machine has no {' and no '.join(sandbox.missing())}")
+confined = pytest.mark.skipif(
+    bool(sandbox.missing()), reason=f"this machine has no {' and no '.join(sandbox.missing())}"
+)
 STDIN = json.dumps({"inputs": ["3 4\n", "1 1"], "outputs": ["7\n", "2"]})
 CALL = json.dumps({"fn_name": "add", "inputs": [[3, 4], [1, 1]], "outputs": [7, 2]})
-ASSERTS = json.dumps({"asserts": ["assert add(3, 4) == 7", "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"]})
+ASSERTS = json.dumps(
+    {"asserts": ["assert add(3, 4) == 7", "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"]}
+)
 ADD = "def add(a, b):\n    return a + b\n"
 CASES = [
     ("print(sum(map(int, input().split())))", STDIN, 1),
@@ -46,8 +50,12 @@ CASES = [
     ("```python\nno end, and no program", ASSERTS, 0),
     ("\x00\ud800", ASSERTS, 0),
     ("", STDIN, 0),
-    ("import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b):\n    for _ in range(5000): a = [a]\n    return a", CALL, 0),
-]  # fmt: skip
+    (
+        "import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b):\n    for _ in range(5000): a = [a]\n    return a",
+        CALL,
+        0,
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +72,29 @@ def test_programs_are_judged_by_their_tests(reward, response, tests, wanted):
 @confined
 def test_a_program_does_not_pass_by_printing_what_it_saw(reward):
     """It prints the mark that it found in its caller's variables, and an answer that it cannot know."""
-    forger = ("import sys\ndef add(a, b):\n    mark = sys._getframe(1).f_globals['_mark']\n    print('\\n' + mark + '0')\n"
-              "    sys.stdout.flush()\n    import os; os._exit(0)")  # fmt: skip
+    forger = (
+        "import sys\ndef add(a, b):\n    mark = sys._getframe(1).f_globals['_mark']\n    print('\\n' + mark + '0')\n"
+        "    sys.stdout.flush()\n    import os; os._exit(0)"
+    )
     assert reward("x", forger, CALL, {}) == 0.0
 
 
-@pytest.mark.parametrize("truth", [None, "", "17", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [1], "outputs": ["1"]}',
-                                   '{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}', '{"asserts": []}', '{"asserts": "assert 1"}', "[" * 100_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "truth",
+    [
+        None,
+        "",
+        "17",
+        "[]",
+        "{}",
+        '{"inputs": ["1"], "outputs": []}',
+        '{"inputs": [1], "outputs": ["1"]}',
+        '{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}',
+        '{"asserts": []}',
+        '{"asserts": "assert 1"}',
+        "[" * 100_000,
+    ],
+)
 def test_ground_truth_of_another_form_is_refused(truth):
     with pytest.raises(ValueError, match=r'ground_truth is .*"asserts".*at least one test'):
         read_tests(truth)
@@ -82,8 +106,14 @@ def test_the_last_block_is_the_program():
 
 
 ESCAPES = {
-    "connects to this machine": ("import socket; socket.create_connection(('127.0.0.1', {port}), 2)", "PermissionError"),
-    "sends datagrams": ("import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))", "PermissionError"),
+    "connects to this machine": (
+        "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+        "PermissionError",
+    ),
+    "sends datagrams": (
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+        "PermissionError",
+    ),
     "reads a file of the user": ("print(open('{secret}').read())", "PermissionError"),
     "reads accounts": ("print(open('/etc/passwd').read())", "PermissionError"),
     "lists processes": ("import os; os.listdir('/proc')", "PermissionError"),
@@ -91,16 +121,25 @@ ESCAPES = {
     "writes too much": ("open('big', 'wb').write(b'x' * (3 << 20))", "File too large"),
     "takes memory": ("bytearray(2 << 30)", "MemoryError"),
     "signals the rank": ("import os; os.kill({pid}, 9)", "ProcessLookupError"),
-    "connects to a socket in the file system": ("import socket; socket.socket(socket.AF_UNIX).connect('{unix}')", "PermissionError"),
+    "connects to a socket in the file system": (
+        "import socket; socket.socket(socket.AF_UNIX).connect('{unix}')",
+        "PermissionError",
+    ),
     "opens a file for all": ("import os; os.chmod('{secret}', 0o777)", "PermissionError"),
     "changes the time of a file": ("import os; os.utime('{secret}', (0, 0))", "PermissionError"),
     "marks a file": ("import os; os.setxattr('{secret}', 'user.a', b'1')", "PermissionError"),
     "links to a file": ("import os; os.link('{secret}', 'secret'); print(open('secret').read())", "OSError"),
     "reads the environment of the rank": ("print(open('/proc/{pid}/environ').read())", "PermissionError"),
     "reads its own first environment": ("print(open('/proc/self/environ').read())", "PermissionError"),
-    "asks for keys": ("import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall({keyctl}, 0, -3, 0, 0) < 0 and os.strerror({{}}"
-                      "[ctypes.get_errno()])", "KeyError: 1"),
-    "forks without end": ("import os, time\nfor _ in range(200):\n    if os.fork() == 0:\n        time.sleep(1000)", "BlockingIOError"),
+    "asks for keys": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall({keyctl}, 0, -3, 0, 0) < 0 and os.strerror({{}}"
+        "[ctypes.get_errno()])",
+        "KeyError: 1",
+    ),
+    "forks without end": (
+        "import os, time\nfor _ in range(200):\n    if os.fork() == 0:\n        time.sleep(1000)",
+        "BlockingIOError",
+    ),
     "reads the environment": ("import os; print(os.environ['MEGARL_SECRET'])", "KeyError"),
 }
 
@@ -114,8 +153,14 @@ def test_programs_cannot_get_out(escape, tmp_path, monkeypatch):
         unix.bind(str(tmp_path / "socket"))
         unix.listen()
         program, words = ESCAPES[escape]
-        program = program.format(port=server.getsockname()[1], secret=tmp_path / "secret", folder=tmp_path, pid=os.getpid(), unix=tmp_path / "socket",
-                                 keyctl={"x86_64": 250, "aarch64": 219}[os.uname().machine])  # fmt: skip
+        program = program.format(
+            port=server.getsockname()[1],
+            secret=tmp_path / "secret",
+            folder=tmp_path,
+            pid=os.getpid(),
+            unix=tmp_path / "socket",
+            keyctl={"x86_64": 250, "aarch64": 219}[os.uname().machine],
+        )
         outcome = run_confined(program, "", timeout_s=5.0, memory_limit_bytes=2**30)
     assert outcome.exit_code == 1 and words in outcome.stderr and "told" not in outcome.stdout
     assert not (tmp_path / "evil").exists()
@@ -143,7 +188,11 @@ def children_of_sandboxes() -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and b"megarl_code_" in (entry / "cmdline").read_bytes() and (entry / "stat").read_text().split()[2] != "Z":
+            if (
+                entry.name.isdigit()
+                and b"megarl_code_" in (entry / "cmdline").read_bytes()
+                and (entry / "stat").read_text().split()[2] != "Z"
+            ):
                 found.append(entry.name)
         except OSError:
             continue
@@ -152,7 +201,9 @@ def children_of_sandboxes() -> list[str]:
 
 @confined
 def test_output_is_cut_and_folders_are_removed():
-    outcome = run_confined("import os\nprint(os.getcwd())\nopen('a', 'w').write('x')\nprint('y' * (3 << 20))", "", 10.0, 2**30)
+    outcome = run_confined(
+        "import os\nprint(os.getcwd())\nopen('a', 'w').write('x')\nprint('y' * (3 << 20))", "", 10.0, 2**30
+    )
     folder = outcome.stdout.split("\n")[0]
     assert len(outcome.stdout) <= 2**20 and "megarl_code_" in folder and not Path(folder).exists()
 
@@ -160,7 +211,10 @@ def test_output_is_cut_and_folders_are_removed():
 def test_a_machine_that_cannot_confine_is_refused_unless_told(monkeypatch):
     monkeypatch.setattr("megarl.rewards.code.missing", lambda: ("namespaces",))
     monkeypatch.setattr(sandbox, "missing", lambda: ("namespaces",))
-    with pytest.raises(ValueError, match=r"--reward code: this machine cannot confine programs: namespaces missing.*--allow-unsandboxed-code"):
+    with pytest.raises(
+        ValueError,
+        match=r"--reward code: this machine cannot confine programs: namespaces missing.*--allow-unsandboxed-code",
+    ):
         CodeReward(DataConfig(train_data=("x",)))
     with pytest.raises(RuntimeError, match="cannot confine"):
         run_confined("print(1)", "", 5.0, 2**30)

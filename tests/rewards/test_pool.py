@@ -1,6 +1,6 @@
 """Rewards that misbehave cost one reward each, and leave nothing behind.
 
-    pytest tests/rewards/test_pool.py"""
+pytest tests/rewards/test_pool.py"""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ FAILURES = {
 @pytest.fixture
 def data(tmp_path) -> DataConfig:
     (tmp_path / "reward.py").write_text(OWN)
-    return DataConfig(train_data=("x",), reward_function=f"{tmp_path}/reward.py:reward", reward_timeout_s=0.5, reward_memory_limit_bytes=2**28)
+    return DataConfig(
+        train_data=("x",),
+        reward_function=f"{tmp_path}/reward.py:reward",
+        reward_timeout_s=0.5,
+        reward_memory_limit_bytes=2**28,
+    )
 
 
 def samples(*texts: str, **columns) -> list[RewardSample]:
@@ -74,7 +79,9 @@ def assert_matches(pattern: str, text: str) -> None:
 
 def test_the_work_is_spread_and_processes_are_kept(data):
     with RewardPool(data, 2) as pool:
-        first, second = ({v.reward for v in pool.score(samples(*["0"] * 40, ground_truth="pid"))} for _ in range(2))
+        first, second = (
+            {v.reward for v in pool.score(samples(*["0"] * 40, ground_truth="pid"))} for _ in range(2)
+        )
         assert first == second == {float(w.process.pid) for w in pool._workers} and len(first) == 2
         assert pool.score([]) == []
 
@@ -98,10 +105,14 @@ def is_running(pid: int) -> bool:
 
 
 def test_nothing_is_left_when_the_rank_is_killed(data, tmp_path):
-    program = ("import sys, time; from megarl.config.schema import DataConfig; from megarl.rewards.pool import RewardPool\n"
-               "pool = RewardPool(DataConfig(train_data=('x',), reward_function=sys.argv[1]), 2)\n"
-               "print(*(w.process.pid for w in pool._workers), flush=True); time.sleep(1000)")  # fmt: skip
-    rank = subprocess.Popen([sys.executable, "-P", "-c", program, data.reward_function], stdout=subprocess.PIPE, text=True)
+    program = (
+        "import sys, time; from megarl.config.schema import DataConfig; from megarl.rewards.pool import RewardPool\n"
+        "pool = RewardPool(DataConfig(train_data=('x',), reward_function=sys.argv[1]), 2)\n"
+        "print(*(w.process.pid for w in pool._workers), flush=True); time.sleep(1000)"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-P", "-c", program, data.reward_function], stdout=subprocess.PIPE, text=True
+    )
     pids = [int(pid) for pid in rank.stdout.readline().split()]
     assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
     rank.kill()
@@ -110,8 +121,14 @@ def test_nothing_is_left_when_the_rank_is_killed(data, tmp_path):
 
 
 def test_a_file_that_cannot_be_used_is_refused_by_the_pool(tmp_path):
-    for text, words in (("def reward(:", "SyntaxError"), ("import os; os._exit(4)", "the process that loads the reward function ended its "
-                        "process with exit code 4"), ("other = 1", "defines no reward")):  # fmt: skip
+    for text, words in (
+        ("def reward(:", "SyntaxError"),
+        (
+            "import os; os._exit(4)",
+            "the process that loads the reward function ended its process with exit code 4",
+        ),
+        ("other = 1", "defines no reward"),
+    ):
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(ValueError, match=words):
             RewardPool(DataConfig(train_data=("x",), reward_function=f"{tmp_path}/bad.py:reward"), 2)

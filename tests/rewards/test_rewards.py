@@ -106,7 +106,10 @@ def test_math(solution, truth, reward):
 def test_math_judges_alike_outside_the_main_thread():
     # There the library's own default, SIGALRM timeouts, raises.
     results = []
-    thread = threading.Thread(target=lambda: results.extend(judge(load_reward(settings("math")), s, t) for s, t, _ in MATH_CASES), daemon=True)
+    thread = threading.Thread(
+        target=lambda: results.extend(judge(load_reward(settings("math")), s, t) for s, t, _ in MATH_CASES),
+        daemon=True,
+    )
     thread.start()
     thread.join(60)
     assert results == [reward for _, _, reward in MATH_CASES]
@@ -132,7 +135,13 @@ def test_math_refuses_an_empty_ground_truth(truth):
         *((s, "gsm8k") for s in ("openai/gsm8k", "gsm8k", "megarl/sums", "megarl/calc_tool")),
         *(
             (s, "math")
-            for s in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "aime_2024")
+            for s in (
+                "lighteval/MATH",
+                "DigitalLearningGmbH/MATH-lighteval",
+                "HuggingFaceH4/MATH-500",
+                "math_dapo",
+                "aime_2024",
+            )
         ),
     ],
 )
@@ -217,12 +226,16 @@ def test_own_function_cannot_change_the_dataset(own):
 def test_own_function_that_cannot_be_used_is_refused(own, name, words):
     with pytest.raises(ValueError, match=words) as error:
         own(name)
-    assert str(error.value).startswith("--reward-function (") and "def function(data_source, solution_str" in str(error.value)
+    assert str(error.value).startswith(
+        "--reward-function ("
+    ) and "def function(data_source, solution_str" in str(error.value)
 
 
 def test_own_file_that_cannot_be_used_is_refused(tmp_path):
     for value in ("reward.py", ":f", "reward.py:"):
-        with pytest.raises(ValueError, match=rf"--reward-function \({value}\) does not name a file and a function"):
+        with pytest.raises(
+            ValueError, match=rf"--reward-function \({value}\) does not name a file and a function"
+        ):
             load_reward(settings(reward_function=value))
     with pytest.raises(ValueError, match="there is no file nowhere.py"):
         load_reward(settings(reward_function="nowhere.py:f"))
@@ -245,7 +258,9 @@ def test_contradictory_and_unknown_flags_are_refused():
 # --- misbehaviour
 
 
-@pytest.mark.parametrize(("name", "words"), [("raises", "KeyError: 'the answer'"), ("exits", "SystemExit: 3")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("raises", "KeyError: 'the answer'"), ("exits", "SystemExit: 3")]
+)
 def test_raising_function_is_reported_with_sample_and_traceback(own, name, words):
     with pytest.raises(ValueError) as error:
         base.judge(own(name), RewardSample("my/data", "the answer", "17", sample_id=41))
@@ -263,15 +278,32 @@ def test_raising_function_is_reported_with_sample_and_traceback(own, name, words
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), float("-inf"), None, "1.0", [1.0], {"score": 1.0}, 1j, np.ones(2), np.float32("nan"), 10**400]
+    "value",
+    [
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        None,
+        "1.0",
+        [1.0],
+        {"score": 1.0},
+        1j,
+        np.ones(2),
+        np.float32("nan"),
+        10**400,
+    ],
 )
 def test_value_that_is_no_finite_number_is_refused(value):
-    with pytest.raises(ValueError, match=r"(?s)data_source 'x'.* returned .*; wanted a finite number") as error:
+    with pytest.raises(
+        ValueError, match=r"(?s)data_source 'x'.* returned .*; wanted a finite number"
+    ) as error:
         judge(lambda **columns: value, "", "17")
     assert repr(value) in str(error.value) and type(value).__name__ in str(error.value)
 
 
-@pytest.mark.parametrize("value", [1, 0.25, True, np.float32(0.25), np.bool_(True), np.int64(-3), np.array(2.0)])
+@pytest.mark.parametrize(
+    "value", [1, 0.25, True, np.float32(0.25), np.bool_(True), np.int64(-3), np.array(2.0)]
+)
 def test_every_kind_of_number_is_taken(value):
     reward = judge(lambda **columns: value, "", "17")
     assert type(reward) is float and reward == value
@@ -281,7 +313,9 @@ def test_every_kind_of_number_is_taken(value):
 
 
 def rows_of(*sources):
-    return [SimpleNamespace(data_source=source, ground_truth="17", extra_info={"scale": 1}) for source in sources]
+    return [
+        SimpleNamespace(data_source=source, ground_truth="17", extra_info={"scale": 1}) for source in sources
+    ]
 
 
 def probe(reward_function, rows, **options):
@@ -295,9 +329,15 @@ def test_probe_accepts_what_works(own_path):
 
 
 def test_probe_finds_a_broken_function_and_a_source_without_a_reward(own_path):
-    with pytest.raises(ValueError, match=r"(?s)before training, on row 0 \(from 0\) of --eval-data: .*raises.*KeyError: ''.*Traceback"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)before training, on row 0 \(from 0\) of --eval-data: .*raises.*KeyError: ''.*Traceback",
+    ):
         probe(f"{own_path}:raises", rows_of("x"), flag="--eval-data")
-    with pytest.raises(ValueError, match=r"(?s)on row 2 \(from 0\) of --train-data: .*no reward is known for data_source \('other'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)on row 2 \(from 0\) of --train-data: .*no reward is known for data_source \('other'\)",
+    ):
         probe(None, rows_of("megarl/sums", "megarl/sums", "other"))
 
 

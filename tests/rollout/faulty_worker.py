@@ -1,6 +1,6 @@
 """vLLM's worker with faults in the copy of the weights, one per line of the file $FAULTS names, taken in order.
 
-    none    slow    flip (a bit of one destination tensor, after the copy)    kill (the process, in the middle)"""
+none    slow    flip (a bit of one destination tensor, after the copy)    kill (the process, in the middle)"""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def copy_with_faults(self: Puller, destination: Destination) -> None:
     _copy(self, destination)
     if fault == "flip":
         view = destination._views[min(destination._views)][0]  # the first tensor of the plan: the embedding
-        view.view(torch.int32)[3:4] ^= 1  # a whole row: 1/130 of the tensor; sampled digests find a 32nd for certain, --check-weight-sync all
+        view.view(torch.int32)[3:4] ^= (
+            1  # a whole row: 1/130 of the tensor; sampled digests find a 32nd for certain, --check-weight-sync all
+        )
     if file.exists():
         file.write_text("\n".join(rest) or "none")
 

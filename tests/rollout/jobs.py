@@ -20,15 +20,44 @@ from transformers import (
 )
 
 from megarl.config.hf_config import FAMILIES
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ReshardConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ReshardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 
 EOS, STOP_IDS = 3, (4, 5, 6, 7, 8, 9)
-_COMMON = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-               max_position_embeddings=256, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, rope_theta=10000.0)  # fmt: skip
-_EXPERTS = _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_COMMON = dict(
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    eos_token_id=EOS,
+    bos_token_id=None,
+    pad_token_id=0,
+    rope_theta=10000.0,
+)
+_EXPERTS = _COMMON | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-_LOCAL = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
-                              "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}  # fmt: skip
+_LOCAL = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+}
 # Biases and tied embeddings; the same with layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
 # rotary embedding; a window of tokens; windows in every other layer; experts whose width vLLM pads.
 CONFIGS = {
@@ -36,34 +65,71 @@ CONFIGS = {
     "qwen2_deep": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
     "qwen3": Qwen3Config(vocab_size=150, tie_word_embeddings=False, **_COMMON),
     "llama": LlamaConfig(vocab_size=128, tie_word_embeddings=False, **(_COMMON | {"rope_parameters": _YARN})),
-    "llama_biases": LlamaConfig(vocab_size=129, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON),
+    "llama_biases": LlamaConfig(
+        vocab_size=129, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **_COMMON
+    ),
     "mistral": MistralConfig(vocab_size=140, sliding_window=8, tie_word_embeddings=False, **_COMMON),
-    "gemma3": Gemma3TextConfig(vocab_size=150, sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=24, **_COMMON, **_LOCAL),
+    "gemma3": Gemma3TextConfig(
+        vocab_size=150,
+        sliding_window=8,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=24,
+        **_COMMON,
+        **_LOCAL,
+    ),
     "qwen3_moe": Qwen3MoeConfig(vocab_size=150, tie_word_embeddings=False, **_EXPERTS),
-    "mixtral": MixtralConfig(vocab_size=141, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **_COMMON),
+    "mixtral": MixtralConfig(
+        vocab_size=141, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **_COMMON
+    ),
 }
-_LATENTS = dict(num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=24, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
-                n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=2, first_k_dense_replace=1)  # fmt: skip
+_LATENTS = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    q_lora_rank=24,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=64,
+    v_head_dim=32,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
 # Of no table; vLLM's latent attention on a CPU is for these ranks only.
-UNTABLED = {"deepseek_v3": DeepseekV3Config(vocab_size=107, n_group=2, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid",
-                                            **{key: value for key, value in (_COMMON | _LATENTS).items() if key != "head_dim"})}  # fmt: skip
+UNTABLED = {
+    "deepseek_v3": DeepseekV3Config(
+        vocab_size=107,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        **{key: value for key, value in (_COMMON | _LATENTS).items() if key != "head_dim"},
+    )
+}
 
 
 def _otherwise_tied(config):
     return type(config).from_dict(config.to_dict() | {"tie_word_embeddings": not config.tie_word_embeddings})
 
 
-CONFIGS |= {f"{name}_{'untied' if config.tie_word_embeddings else 'tied'}": _otherwise_tied(config) for name, config in CONFIGS.items()}
+CONFIGS |= {
+    f"{name}_{'untied' if config.tie_word_embeddings else 'tied'}": _otherwise_tied(config)
+    for name, config in CONFIGS.items()
+}
 
 
 def reference_model(name: str, seed: int, std: float = 0.15) -> PreTrainedModel:
     """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot hide."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((CONFIGS | UNTABLED)[name], dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(
+        (CONFIGS | UNTABLED)[name], dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.normal_(0.3 if name.startswith("gemma") else 1.0, 0.2)  # Gemma's norms multiply by 1 + weight
+                parameter.normal_(
+                    0.3 if name.startswith("gemma") else 1.0, 0.2
+                )  # Gemma's norms multiply by 1 + weight
             else:
                 parameter.normal_(0.0, std)
         for buffer_name, buffer in model.named_buffers():
@@ -80,19 +146,28 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
     if with_tokenizer:
         from tokenizers import Tokenizer, decoders, models
 
-        tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(CONFIGS[name].vocab_size)}, unk_token="<0>"))
+        tokenizer = Tokenizer(
+            models.WordLevel({f"<{i}>": i for i in range(CONFIGS[name].vocab_size)}, unk_token="<0>")
+        )
         tokenizer.decoder = decoders.Fuse()
         tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"<{EOS}>"}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"<{EOS}>"})
+        )
     return folder
 
 
 def job(folder: Path, *, sampling: dict | None = None, alias: bool = False, **rollout) -> TrainConfig:
     return TrainConfig(
-        algorithm=None, model=ModelConfig(model=str(folder)), batch=BatchConfig(train_iters=1),
-        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(reshard_alias=alias),
+        algorithm=None,
+        model=ModelConfig(model=str(folder)),
+        batch=BatchConfig(train_iters=1),
+        data=DataConfig(train_data=("unused.jsonl",)),
+        run=RunConfig(save="unused"),
+        reshard=ReshardConfig(reshard_alias=alias),
         rollout=RolloutConfig(**{"max_num_seqs": 32, **rollout}),
-        sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}))  # fmt: skip
+        sampling=SamplingConfig(**{"max_prompt_length": 200, "max_response_length": 24, **(sampling or {})}),
+    )
 
 
 def full_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -108,8 +183,14 @@ def full_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def _experts(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
     prefix, kind = name.rsplit(".", 1)
-    parts = zip(("gate", "up"), stacked.chunk(2, 1), strict=True) if kind == "gate_up_proj" else [("down", stacked)]
-    return {f"{prefix}.{e}.{part}_proj.weight": tensor[e] for part, tensor in parts for e in range(len(stacked))}
+    parts = (
+        zip(("gate", "up"), stacked.chunk(2, 1), strict=True)
+        if kind == "gate_up_proj"
+        else [("down", stacked)]
+    )
+    return {
+        f"{prefix}.{e}.{part}_proj.weight": tensor[e] for part, tensor in parts for e in range(len(stacked))
+    }
 
 
 def prompts(count: int, vocab_size: int, seed: int = 0, length: tuple[int, int] = (1, 20)) -> list[list[int]]:
@@ -119,19 +200,27 @@ def prompts(count: int, vocab_size: int, seed: int = 0, length: tuple[int, int] 
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+def log_probs(
+    model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """[len(response), V] log-softmax(logits / T) of the reference at each response position."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
     return (logits / temperature).log_softmax(-1)
 
 
-def sampled_log_probs(model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+def sampled_log_probs(
+    model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """[len(response)] log pi(token) of the reference."""
     return log_probs(model, prompt, response, temperature).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def largest_gap(model: PreTrainedModel, asked: list[list[int]], responses: list, temperature: float = 1.0) -> float:
+def largest_gap(
+    model: PreTrainedModel, asked: list[list[int]], responses: list, temperature: float = 1.0
+) -> float:
     """max |engine log-prob - reference log-prob| over all sampled tokens."""
-    gaps = [(sampled_log_probs(model, prompt, r.token_ids, temperature) - torch.tensor(r.log_probs)).abs()
-            for prompt, r in zip(asked, responses, strict=True)]  # fmt: skip
+    gaps = [
+        (sampled_log_probs(model, prompt, r.token_ids, temperature) - torch.tensor(r.log_probs)).abs()
+        for prompt, r in zip(asked, responses, strict=True)
+    ]
     return torch.cat(gaps).max().item()

@@ -1,6 +1,6 @@
 """One process, one engine after the other (TP=1). Writes a JSON report; test_engine.py judges it.
 
-    python tests/rollout/run_engine.py FOLDER"""
+python tests/rollout/run_engine.py FOLDER"""
 
 from __future__ import annotations
 
@@ -52,41 +52,65 @@ def whole_story(folder: Path) -> dict:
     model = jobs.make_folder(folder / "qwen3", "qwen3")
     config = jobs.job(model, block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=COUNTING)
     with engine_for(config, "qwen3", seed=1) as (engine, reference):
-        report = {"kept_random_state": engine.kept_random_state, "version_before": engine.version,
-                  "before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0))}  # fmt: skip
+        report = {
+            "kept_random_state": engine.kept_random_state,
+            "version_before": engine.version,
+            "before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0)),
+        }
         report["bytes"], report["version"] = engine.sync(7), engine.llm.get_weight_version()
         asked = jobs.prompts(16, 150)
         sampled = engine.generate(asked, SEEDS, temperature=0.7)
         report |= {"sampled": sampled, "counts": dict(counting.COUNTS)}
-        report["gap"] = {"T=0.7": jobs.largest_gap(reference, asked, sampled, 0.7),
-                         "T=1.3": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.3), 1.3)}  # fmt: skip
+        report["gap"] = {
+            "T=0.7": jobs.largest_gap(reference, asked, sampled, 0.7),
+            "T=1.3": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.3), 1.3),
+        }
         report["gap_if_temperature_were_ignored"] = jobs.largest_gap(reference, asked, sampled, 1.0)
-        report |= greedy(engine, reference, asked) | seeds(engine, asked, sampled) | prefixes(engine, reference)
+        report |= (
+            greedy(engine, reference, asked) | seeds(engine, asked, sampled) | prefixes(engine, reference)
+        )
         engine.llm.start_weight_update()
-        report["failed_sync"] = [refusal(lambda: engine.sync(9)), refusal(lambda: engine.generate([[11]], [0], temperature=1.0))]
+        report["failed_sync"] = [
+            refusal(lambda: engine.sync(9)),
+            refusal(lambda: engine.generate([[11]], [0], temperature=1.0)),
+        ]
         engine.llm.finish_weight_update()
         engine.sync(10)
-        report["works_again"] = jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0))
-        report["refused"] = [refusal(lambda: engine.generate([[11], [12]], [0], temperature=1.0)),
-                             refusal(lambda: engine.generate([[11], [11] * 201], [0, 0], temperature=1.0))]  # fmt: skip
+        report["works_again"] = jobs.largest_gap(
+            reference, asked, engine.generate(asked, SEEDS, temperature=1.0)
+        )
+        report["refused"] = [
+            refusal(lambda: engine.generate([[11], [12]], [0], temperature=1.0)),
+            refusal(lambda: engine.generate([[11], [11] * 201], [0, 0], temperature=1.0)),
+        ]
         report["nothing"] = engine.generate([], [], temperature=1.0)
     return report
 
 
 def vllm_as_it_is(folder: Path) -> dict:
     """The same samples by vLLM's own scheduler and sampler."""
-    own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler", "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
-    config = jobs.job(folder / "qwen3", block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=own)
+    own = {
+        "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler",
+        "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
+    }
+    config = jobs.job(
+        folder / "qwen3", block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=own
+    )
     with engine_for(config, "qwen3", seed=1) as (engine, _):
         engine.sync(7)
-        return {"sampled": engine.generate(jobs.prompts(16, 150), SEEDS, temperature=0.7), "counts": dict(counting.COUNTS)}
+        return {
+            "sampled": engine.generate(jobs.prompts(16, 150), SEEDS, temperature=0.7),
+            "counts": dict(counting.COUNTS),
+        }
 
 
 def greedy(engine: RolloutEngine, reference, asked) -> dict:
     responses = engine.generate(asked, SEEDS, temperature=0.0)
     best = [jobs.log_probs(reference, p, r.token_ids).argmax(-1).tolist() for p, r in zip(asked, responses)]
-    return {"greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)),
-            "gap_greedy": jobs.largest_gap(reference, asked, responses)}  # fmt: skip
+    return {
+        "greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)),
+        "gap_greedy": jobs.largest_gap(reference, asked, responses),
+    }
 
 
 def seeds(engine: RolloutEngine, asked, sampled) -> dict:
@@ -95,10 +119,12 @@ def seeds(engine: RolloutEngine, asked, sampled) -> dict:
     backwards = engine.generate(asked[::-1], SEEDS[::-1], temperature=0.7)[::-1]
     others = engine.generate(asked, [s + 1 for s in SEEDS], temperature=0.7)
     twins = engine.generate([asked[0]] * 40, list(range(40)), temperature=0.7)  # more than max_num_seqs
-    return {"alone": alone == [r.token_ids for r in sampled[:4]],
-            "backwards": [r.token_ids for r in backwards] == [r.token_ids for r in sampled],
-            "same_with_other_seeds": sum(a.token_ids == b.token_ids for a, b in zip(others, sampled)),
-            "different_twins": len({tuple(r.token_ids) for r in twins})}  # fmt: skip
+    return {
+        "alone": alone == [r.token_ids for r in sampled[:4]],
+        "backwards": [r.token_ids for r in backwards] == [r.token_ids for r in sampled],
+        "same_with_other_seeds": sum(a.token_ids == b.token_ids for a, b in zip(others, sampled)),
+        "different_twins": len({tuple(r.token_ids) for r in twins}),
+    }
 
 
 def prefixes(engine: RolloutEngine, reference) -> dict:
@@ -112,7 +138,10 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
     engine.llm.finish_weight_update("8")
     stale = jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))
     engine.sync(8)
-    return {"gap_stale": stale, "gap_fresh": jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))}
+    return {
+        "gap_stale": stale,
+        "gap_fresh": jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0)),
+    }
 
 
 def too_little_cache(folder: Path) -> dict:
@@ -124,7 +153,11 @@ def too_little_cache(folder: Path) -> dict:
         engine.sync(0)
         asked = jobs.prompts(16, 130, length=(19, 21))
         responses = engine.generate(asked, SEEDS, temperature=1.0)
-        return {"gap": jobs.largest_gap(reference, asked, responses), "counts": dict(counting.COUNTS), "responses": responses}
+        return {
+            "gap": jobs.largest_gap(reference, asked, responses),
+            "counts": dict(counting.COUNTS),
+            "responses": responses,
+        }
 
 
 def stop_strings(folder: Path) -> dict:
@@ -135,7 +168,11 @@ def stop_strings(folder: Path) -> dict:
         engine.sync(0)
         asked = jobs.prompts(16, 128)
         responses = engine.generate(asked, SEEDS, temperature=1.0)
-        return {"responses": responses, "gap": jobs.largest_gap(reference, asked, responses), "counts": dict(counting.COUNTS)}
+        return {
+            "responses": responses,
+            "gap": jobs.largest_gap(reference, asked, responses),
+            "counts": dict(counting.COUNTS),
+        }
 
 
 def bf16(folder: Path) -> dict:
@@ -145,11 +182,19 @@ def bf16(folder: Path) -> dict:
         per_parameter = engine.sync(0) / sum(p.numel() for p in reference.parameters())
         asked = jobs.prompts(16, 150)
         responses = engine.generate(asked, SEEDS, temperature=1.0)
-        exact = [jobs.sampled_log_probs(reference.bfloat16().float(), p, r.token_ids) for p, r in zip(asked, responses)]
-        rough = [jobs.sampled_log_probs(reference.bfloat16(), p, r.token_ids) for p, r in zip(asked, responses)]
+        exact = [
+            jobs.sampled_log_probs(reference.bfloat16().float(), p, r.token_ids)
+            for p, r in zip(asked, responses)
+        ]
+        rough = [
+            jobs.sampled_log_probs(reference.bfloat16(), p, r.token_ids) for p, r in zip(asked, responses)
+        ]
         engines = torch.cat([torch.tensor(r.log_probs) for r in responses])
-        return {"bytes_per_parameter": per_parameter, "engine_error": (engines - torch.cat(exact)).abs().mean().item(),
-                "transformers_error": (torch.cat(rough) - torch.cat(exact)).abs().mean().item()}  # fmt: skip
+        return {
+            "bytes_per_parameter": per_parameter,
+            "engine_error": (engines - torch.cat(exact)).abs().mean().item(),
+            "transformers_error": (torch.cat(rough) - torch.cat(exact)).abs().mean().item(),
+        }
 
 
 def without_a_table(folder: Path) -> dict:
@@ -158,7 +203,9 @@ def without_a_table(folder: Path) -> dict:
     with engine_for(config, "qwen3_moe", seed=5) as (engine, reference):
         gaps, asked = [], jobs.prompts(16, 150)
         for version in (6, 7):
-            for new, old in zip(reference.parameters(), jobs.reference_model("qwen3_moe", seed=version).parameters()):
+            for new, old in zip(
+                reference.parameters(), jobs.reference_model("qwen3_moe", seed=version).parameters()
+            ):
                 new.data.copy_(old.data)
             num_bytes = engine.sync(version)
             gaps.append(jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0)))
@@ -176,7 +223,10 @@ def norms(folder: Path) -> dict:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((5, 48), (7, 3, 32), (1, 1024)):
             wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)
-            x, residual = wide.to(dtype)[..., : shape[-1]], torch.randn(shape, generator=generator).to(dtype)  # q and k are slices too
+            x, residual = (
+                wide.to(dtype)[..., : shape[-1]],
+                torch.randn(shape, generator=generator).to(dtype),
+            )  # q and k are slices too
             weight = torch.randn(shape[-1], generator=generator).to(dtype)
 
             def exact(v, weight=weight):
@@ -185,11 +235,19 @@ def norms(folder: Path) -> dict:
 
             for provider in (CPU_NORMS, "native"):
                 plain = ir.ops.rms_norm.impls[provider].impl_fn(x.clone(), weight, 1e-6)
-                fused, summed = ir.ops.fused_add_rms_norm.impls[provider].impl_fn(x.contiguous().clone(), residual.clone(), weight, 1e-6)
-                error = max((plain - exact(x)).abs().max().item(), (fused - exact(x.double() + residual.double())).abs().max().item(),
-                            (summed - (x.double() + residual.double())).abs().max().item())  # fmt: skip
+                fused, summed = ir.ops.fused_add_rms_norm.impls[provider].impl_fn(
+                    x.contiguous().clone(), residual.clone(), weight, 1e-6
+                )
+                error = max(
+                    (plain - exact(x)).abs().max().item(),
+                    (fused - exact(x.double() + residual.double())).abs().max().item(),
+                    (summed - (x.double() + residual.double())).abs().max().item(),
+                )
                 errors[f"{dtype} {provider}"] = max(error, errors.get(f"{dtype} {provider}", 0.0))
-    chosen = {size: ir.ops.rms_norm.dispatch(torch.ones(2, size), torch.ones(size), 1e-6).provider for size in (32, 40)}
+    chosen = {
+        size: ir.ops.rms_norm.dispatch(torch.ones(2, size), torch.ones(size), 1e-6).provider
+        for size in (32, 40)
+    }
     return {"errors": errors, "chosen": chosen}
 
 
@@ -197,7 +255,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16, without_a_table, norms)
-    (folder / "report.json").write_text(json.dumps({scenario.__name__: scenario(folder) for scenario in scenarios}))
+    (folder / "report.json").write_text(
+        json.dumps({scenario.__name__: scenario(folder) for scenario in scenarios})
+    )
 
 
 if __name__ == "__main__":

@@ -35,28 +35,49 @@ from megarl.rollout.out_of_process import OutOfProcessEngine
 
 TWO, FOUR = (0, 1), (0, 1, 2, 3)
 MESHES = {
-    "one": MeshSpec((0,)), "tp2": MeshSpec(TWO, tp=2), "pp2": MeshSpec(TWO, pp=2), "pp2_vpp2": MeshSpec(TWO, pp=2, vpp=2), "ep2": MeshSpec(TWO, ep=2),
-    "tp2_sp": MeshSpec(TWO, tp=2), "tp2_sp_ep2": MeshSpec(TWO, tp=2, ep=2, etp=1),
-    "tp4": MeshSpec(FOUR, tp=4), "tp2_pp2": MeshSpec(FOUR, tp=2, pp=2), "tp4_sp": MeshSpec(FOUR, tp=4), "ep4": MeshSpec(FOUR, ep=4),
-    "tp2_sp_ep2_etp2": MeshSpec(FOUR, tp=2, ep=2, etp=2), "pp2_ep2": MeshSpec(FOUR, pp=2, ep=2),
-}  # fmt: skip
+    "one": MeshSpec((0,)),
+    "tp2": MeshSpec(TWO, tp=2),
+    "pp2": MeshSpec(TWO, pp=2),
+    "pp2_vpp2": MeshSpec(TWO, pp=2, vpp=2),
+    "ep2": MeshSpec(TWO, ep=2),
+    "tp2_sp": MeshSpec(TWO, tp=2),
+    "tp2_sp_ep2": MeshSpec(TWO, tp=2, ep=2, etp=1),
+    "tp4": MeshSpec(FOUR, tp=4),
+    "tp2_pp2": MeshSpec(FOUR, tp=2, pp=2),
+    "tp4_sp": MeshSpec(FOUR, tp=4),
+    "ep4": MeshSpec(FOUR, ep=4),
+    "tp2_sp_ep2_etp2": MeshSpec(FOUR, tp=2, ep=2, etp=2),
+    "pp2_ep2": MeshSpec(FOUR, pp=2, ep=2),
+}
 STD = 0.08
 """Of the weights: log-probs of about 5 and a rounding error of 2e-6, so that 1e-5 is a limit and wrong weights are far above it."""
 
 
 def parallel(layout: str, mesh: MeshSpec) -> ParallelConfig:
     return ParallelConfig(
-        tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp,
-        virtual_pipeline_model_parallel_size=mesh.vpp, expert_model_parallel_size=mesh.ep,
-        expert_tensor_parallel_size=mesh.etp, sequence_parallel="sp" in layout)  # fmt: skip
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=mesh.vpp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        sequence_parallel="sp" in layout,
+    )
 
 
 class OutsideEngine:
     """Rank 0's engine in processes of its own, and on every rank what it asks of a source: the methods of RolloutEngine."""
 
-    def __init__(self, config: TrainConfig, shape: ModelShape, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        shape: ModelShape,
+        sources: dict[int, Atlas],
+        parameters: dict[str, torch.Tensor],
+    ) -> None:
         self.config, self.shape, self.ranks = config, shape, range(config.rollout.tensor_parallel_size)
-        self.engine = OutOfProcessEngine(config, shape, self.ranks, self.ranks) if dist.get_rank() == 0 else None
+        self.engine = (
+            OutOfProcessEngine(config, shape, self.ranks, self.ranks) if dist.get_rank() == 0 else None
+        )
         self.generation = 0
         self.connect(sources, parameters)
 
@@ -65,8 +86,12 @@ class OutsideEngine:
         if self.engine is not None:
             self.engine.connect(sources, parameters)
         elif parameters:
-            plan, speakers = sync_plan(self.shape, sources, self.ranks, len(self.ranks), self.config.reshard.reshard_timeout_s)
-            self.sender = WeightSync(plan, dist.get_rank(), speakers, parameters, None, self.config.reshard, self.generation)
+            plan, speakers = sync_plan(
+                self.shape, sources, self.ranks, len(self.ranks), self.config.reshard.reshard_timeout_s
+            )
+            self.sender = WeightSync(
+                plan, dist.get_rank(), speakers, parameters, None, self.config.reshard, self.generation
+            )
         self.generation += 1
 
     def sync(self, version: int) -> None:
@@ -77,7 +102,9 @@ class OutsideEngine:
             self.sender.finish()
 
     def generate(self, prompts: list[list[int]], seeds: list[int], temperature: float) -> list[Response]:
-        return self.engine.generate(prompts, seeds, temperature=temperature) if self.engine is not None else []
+        return (
+            self.engine.generate(prompts, seeds, temperature=temperature) if self.engine is not None else []
+        )
 
     def shutdown(self) -> None:
         if self.engine is not None:
@@ -94,7 +121,13 @@ def gap(reference, asked: list[list[int]], responses: list[Response]) -> list[fl
 def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store: str, where: str) -> dict:
     """Layout -> largest error of a log-prob after each sync, on this rank; and what it would be with the weights of another sync."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
     references = [jobs.reference_model(name, seed, STD) for seed in range(SYNCS)]
     if rank == 0:
         for seed, reference in enumerate(references):
@@ -107,9 +140,17 @@ def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store
         megatron_mesh.create_groups(mesh)
         if rank in mesh.ranks:
             policies[layout] = Policy(shape, mesh, ModelConfig(model=str(model)), parallel(layout, mesh))
-        sources[layout] = megatron_atlases(shape, mesh), policies[layout].parameters if layout in policies else {}
+        sources[layout] = (
+            megatron_atlases(shape, mesh),
+            policies[layout].parameters if layout in policies else {},
+        )
     # Shared memory where layouts agree: what vLLM makes of a latent layer is then of other memory.
-    config = jobs.job(model, alias=name in jobs.UNTABLED, tensor_parallel_size=tp_size, engine_args={"worker_cls": "tableless.TablelessWorker"} if "without" in where else {})
+    config = jobs.job(
+        model,
+        alias=name in jobs.UNTABLED,
+        tensor_parallel_size=tp_size,
+        engine_args={"worker_cls": "tableless.TablelessWorker"} if "without" in where else {},
+    )
     if where == "in-process":
         engine = RolloutEngine(config, shape, range(world_size), *sources[layouts[0]])
     else:
@@ -138,7 +179,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if "without" in where:
         importlib.import_module("tableless")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # for the engine's processes
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(HERE), os.environ.get("PYTHONPATH", "")]
+        )  # for the engine's processes
     for number, ((name, tp_size), layouts) in enumerate(combinations.items()):
         report[f"{name} {tp_size}"] = check(folder, name, tp_size, layouts, f"{folder}/store-{number}", where)
     (folder / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))

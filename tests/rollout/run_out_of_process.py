@@ -32,8 +32,16 @@ SEEDS = [1000 + i for i in range(16)]
 class Trainer:
     """Megatron's shards of a reference model on one or both ranks, and the sync with the engine of rank 0."""
 
-    def __init__(self, rank: int, shape: ModelShape, name: str, engine: OutOfProcessEngine | None, rollout_ranks: range) -> None:
-        self.rank, self.shape, self.name, self.engine, self.rollout_ranks = rank, shape, name, engine, rollout_ranks
+    def __init__(
+        self, rank: int, shape: ModelShape, name: str, engine: OutOfProcessEngine | None, rollout_ranks: range
+    ) -> None:
+        self.rank, self.shape, self.name, self.engine, self.rollout_ranks = (
+            rank,
+            shape,
+            name,
+            engine,
+            rollout_ranks,
+        )
         self.generation, self.version, self.seed = 0, 0, 0
         self.shard: dict[str, torch.Tensor] = {}
 
@@ -56,8 +64,10 @@ class Trainer:
         """This rank's shard of the reference model of that seed: views of one buffer, as Megatron's."""
         if self.tp_rank is None:
             return {}
-        full = {name: tensor.squeeze(1) if tensor.shape[1] == 1 else tensor
-                for name, tensor in jobs.full_tensors(jobs.reference_model(self.name, seed)).items()}  # fmt: skip
+        full = {
+            name: tensor.squeeze(1) if tensor.shape[1] == 1 else tensor
+            for name, tensor in jobs.full_tensors(jobs.reference_model(self.name, seed)).items()
+        }
         shard = cuts.megatron_shard(self.shape, full, self.tp, self.tp_rank)
         buffer = torch.cat([tensor.flatten() for tensor in shard.values()])
         parts = buffer.split([tensor.numel() for tensor in shard.values()])
@@ -104,7 +114,9 @@ class Story:
     def gap(self) -> float:
         if self.engine is None:
             return 0.0
-        return jobs.largest_gap(jobs.reference_model(self.trainer.name, self.trainer.seed), self.asked, self.generate(), 1.3)
+        return jobs.largest_gap(
+            jobs.reference_model(self.trainer.name, self.trainer.seed), self.asked, self.generate(), 1.3
+        )
 
     def three_syncs(self, name: str) -> None:
         gaps = []
@@ -115,10 +127,19 @@ class Story:
         self.report[name] = gaps
         if self.engine is not None:
             transports = sorted(set(self.engine._weight_sync._transports.values()))
-            self.report[f"{name} by"] = [transports, self.engine.version, self.engine.llm.get_weight_version(), self.engine.bytes_per_sync]
+            self.report[f"{name} by"] = [
+                transports,
+                self.engine.version,
+                self.engine.llm.get_weight_version(),
+                self.engine.bytes_per_sync,
+            ]
 
     def layouts(self) -> None:
-        for name, tp, options in (("TP1", 1, {}), ("TP2", 2, {"check_weight_sync": True}), ("messages", 1, {"reshard_transport": "messages"})):
+        for name, tp, options in (
+            ("TP1", 1, {}),
+            ("TP2", 2, {"check_weight_sync": True}),
+            ("messages", 1, {"reshard_transport": "messages"}),
+        ):
             self.trainer.connect(tp, **options)
             self.three_syncs(name)
         self.trainer.connect(2, reshard_transport="messages")
@@ -141,7 +162,9 @@ class Story:
         self.plant("flip")
         trainer.train()
         report["flipped"] = trainer.sync()
-        report["same after the flip"] = self.generate() == before and (self.engine is None or self.engine.version == version)
+        report["same after the flip"] = self.generate() == before and (
+            self.engine is None or self.engine.version == version
+        )
         report["repeated"] = [trainer.sync(), self.gap()]
         before = self.generate()
         trainer.connect(2, reshard_timeout_s=1.5)
@@ -176,18 +199,38 @@ def children() -> list[int]:
 
 
 def main() -> None:
-    folder, rank, port, name, tp, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6]
+    folder, rank, port, name, tp, end = (
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        sys.argv[4],
+        int(sys.argv[5]),
+        sys.argv[6],
+    )
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                      FAULTS=str(folder / f"faults-{name}-{tp}"))  # fmt: skip
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # the engine's process finds faulty_worker
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        FAULTS=str(folder / f"faults-{name}-{tp}"),
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE), os.environ.get("PYTHONPATH", "")]
+    )  # the engine's process finds faulty_worker
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     if rank == 0:
         jobs.make_folder(folder / name, name)
     dist.barrier()
     shape = ModelShape.load(folder / name)
-    config = jobs.job(folder / name, tensor_parallel_size=tp, block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS},
-                      engine_args={"worker_cls": "faulty_worker.FaultyWorker"})  # fmt: skip
+    config = jobs.job(
+        folder / name,
+        tensor_parallel_size=tp,
+        block_size=32,
+        sampling={"stop_token_ids": jobs.STOP_IDS},
+        engine_args={"worker_cls": "faulty_worker.FaultyWorker"},
+    )
     engine = OutOfProcessEngine(config, shape, range(tp), range(tp)) if rank == 0 else None
     story = Story(Trainer(rank, shape, name, engine, range(tp)), Path(os.environ["FAULTS"]))
     story.layouts()

@@ -1,6 +1,6 @@
 """One process: vLLM's tables against traces of its loaders, and traces of unknown models against vLLM's own loading.
 
-    python tests/rollout/run_trace.py FOLDER"""
+python tests/rollout/run_trace.py FOLDER"""
 
 from __future__ import annotations
 
@@ -30,25 +30,42 @@ from megarl.reshard.vllm_atlas import vllm_atlas
 from megarl.rollout.trace import empty_model, trace_vllm_atlas
 from megarl.rollout.weight_transfer import engine_atlas
 
-_SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=130,
-              max_position_embeddings=128, pad_token_id=0)  # fmt: skip
+_SIZES = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=130,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
 UNKNOWN = {  # no table knows these: fused tensors in the checkpoint, norms of other names, experts beside shared ones
     "phi3": transformers.Phi3Config(tie_word_embeddings=False, **_SIZES),
     "gemma2": transformers.Gemma2Config(head_dim=32, **_SIZES),
     "olmo2": transformers.Olmo2Config(tie_word_embeddings=False, **_SIZES),
-    "qwen2_moe": transformers.Qwen2MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-                                             shared_expert_intermediate_size=96, **_SIZES),
-}  # fmt: skip
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        **_SIZES,
+    ),
+}
 
 
 def vllm_config(folder: Path):
-    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+    arguments = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64
+    )
     return arguments.create_engine_config()
 
 
 def join_groups(config) -> None:
     with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(1, 0, f"file:///tmp/megarl-trace-{os.getpid()}", 0, "gloo")
+        parallel_state.init_distributed_environment(
+            1, 0, f"file:///tmp/megarl-trace-{os.getpid()}", 0, "gloo"
+        )
         parallel_state.initialize_model_parallel(1)
 
 
@@ -56,8 +73,14 @@ def join_groups(config) -> None:
 def rank_of_engine(config, tp_size: int, tp_rank: int):
     """Layers are built and loaded as on that rank of a larger engine; none is run."""
     real, config.parallel_config.tensor_parallel_size = parallel_state._TP, tp_size
-    parallel_state._TP = SimpleNamespace(world_size=tp_size, rank_in_group=tp_rank, rank=tp_rank, device_group=real.device_group,
-                                         cpu_group=real.cpu_group, unique_name="tp")  # fmt: skip
+    parallel_state._TP = SimpleNamespace(
+        world_size=tp_size,
+        rank_in_group=tp_rank,
+        rank=tp_rank,
+        device_group=real.device_group,
+        cpu_group=real.cpu_group,
+        unique_name="tp",
+    )
     try:
         yield
     finally:
@@ -79,8 +102,11 @@ def tables(folder: Path) -> list[str]:
                 with rank_of_engine(config, tp_size, rank):
                     traced = comparable(trace_vllm_atlas(empty_model(config), hf_sizes(shape)))
                 table = comparable(vllm_atlas(shape, tp_size, rank))
-                different += [f"{name} {rank}/{tp_size} {key}: {traced.get(key)} and {table.get(key)}"
-                              for key in traced.keys() | table.keys() if traced.get(key) != table.get(key)]  # fmt: skip
+                different += [
+                    f"{name} {rank}/{tp_size} {key}: {traced.get(key)} and {table.get(key)}"
+                    for key in traced.keys() | table.keys()
+                    if traced.get(key) != table.get(key)
+                ]
     return different
 
 
@@ -98,7 +124,10 @@ def unknown(folder: Path, name: str, tp_size: int) -> dict:
     config, full = vllm_config(folder / name), load_file(folder / name / "model.safetensors")
     matrices = {key: t if t.dim() == 2 else t[:, None] for key, t in full.items()}
     sizes = {key: tuple(t.shape) for key, t in matrices.items()}
-    source = {key: LocalParam(rows, cols, (Piece(key, 0, rows, 0, cols, 0, 0),)) for key, (rows, cols) in sizes.items()}
+    source = {
+        key: LocalParam(rows, cols, (Piece(key, 0, rows, 0, cols, 0, 0),))
+        for key, (rows, cols) in sizes.items()
+    }
     different, elements = [], 0
     for rank in range(tp_size):
         with rank_of_engine(config, tp_size, rank):
@@ -132,7 +161,12 @@ def refusals(folder: Path) -> list[str]:
                 self.load(self.w.data, tensor)
 
     said = []
-    for load in (lambda w, t: w.copy_(2 * t), lambda w, t: w.copy_(t.t()), lambda w, t: w[:, ::2].copy_(t[:, ::2]), lambda w, t: w.add_(t)):
+    for load in (
+        lambda w, t: w.copy_(2 * t),
+        lambda w, t: w.copy_(t.t()),
+        lambda w, t: w[:, ::2].copy_(t[:, ::2]),
+        lambda w, t: w.add_(t),
+    ):
         try:
             trace_vllm_atlas(Loads(load), {"t": (4, 4)})
             said.append("")
@@ -145,7 +179,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in UNKNOWN:  # before vLLM decorates classes of transformers
         save(folder, name)
-    join_groups(vllm_config(jobs.make_folder(folder / "experts_first", "qwen3_moe")))  # vLLM makes its expert group for such models only
+    join_groups(
+        vllm_config(jobs.make_folder(folder / "experts_first", "qwen3_moe"))
+    )  # vLLM makes its expert group for such models only
     report = {"tables": tables(folder), "refusals": refusals(folder)}
     report |= {f"{name} {tp_size}": unknown(folder, name, tp_size) for name in UNKNOWN for tp_size in (1, 2)}
     (folder / "report.json").write_text(json.dumps(report))

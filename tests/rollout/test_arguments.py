@@ -1,6 +1,6 @@
 """What vLLM is told, and the process around it. No engine is started.
 
-    pytest tests/rollout/test_arguments.py"""
+pytest tests/rollout/test_arguments.py"""
 
 from __future__ import annotations
 
@@ -19,62 +19,130 @@ import torch
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import engine_args
 from megarl.config.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, MoEConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from megarl.rollout.engine import engine_arguments, routed_experts
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 
 SHAPE = ModelShape(
-    model_type="qwen3", num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, head_dim=32, ffn_hidden_size=256,
-    vocab_size=283, tie_word_embeddings=False, qkv_bias=False, qk_layernorm=True, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
-    max_position_embeddings=512, eos_token_ids=(1,), torch_dtype="float32")  # fmt: skip
+    model_type="qwen3",
+    num_layers=2,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=32,
+    ffn_hidden_size=256,
+    vocab_size=283,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_layernorm=True,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=512,
+    eos_token_ids=(1,),
+    torch_dtype="float32",
+)
 
 
-def job(bf16: bool = False, tokenizer: str | None = None, sampling: dict | None = None, **rollout) -> TrainConfig:
+def job(
+    bf16: bool = False, tokenizer: str | None = None, sampling: dict | None = None, **rollout
+) -> TrainConfig:
     return TrainConfig(
-        algorithm=None, model=ModelConfig(model="folder", bf16=bf16, tokenizer_model=tokenizer), batch=BatchConfig(train_iters=1, seed=5),
-        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), rollout=RolloutConfig(**rollout),
-        sampling=SamplingConfig(**{"max_prompt_length": 100, "max_response_length": 60, **(sampling or {})}))  # fmt: skip
+        algorithm=None,
+        model=ModelConfig(model="folder", bf16=bf16, tokenizer_model=tokenizer),
+        batch=BatchConfig(train_iters=1, seed=5),
+        data=DataConfig(train_data=("unused.jsonl",)),
+        run=RunConfig(save="unused"),
+        rollout=RolloutConfig(**rollout),
+        sampling=SamplingConfig(**{"max_prompt_length": 100, "max_response_length": 60, **(sampling or {})}),
+    )
 
 
 def test_training_depends_on_these_arguments():
     on_cpu, on_gpu = (engine_arguments(job(), SHAPE, on_cpu=cpu) for cpu in (True, False))
     for arguments in (on_cpu, on_gpu):
-        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["weight_transfer_config"] == {"backend": "megarl"}
-        assert arguments["distributed_executor_backend"] == "external_launcher" and arguments["load_format"] == "dummy"
-        assert arguments["max_model_len"] == 160 and arguments["seed"] == 5 and arguments["skip_tokenizer_init"] is True
-        assert "max_num_batched_tokens" not in arguments and "block_size" not in arguments  # None leaves vLLM's default
+        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["weight_transfer_config"] == {
+            "backend": "megarl"
+        }
+        assert (
+            arguments["distributed_executor_backend"] == "external_launcher"
+            and arguments["load_format"] == "dummy"
+        )
+        assert (
+            arguments["max_model_len"] == 160
+            and arguments["seed"] == 5
+            and arguments["skip_tokenizer_init"] is True
+        )
+        assert (
+            "max_num_batched_tokens" not in arguments and "block_size" not in arguments
+        )  # None leaves vLLM's default
     assert on_cpu["enforce_eager"] and not on_gpu["enforce_eager"]
-    assert "gpu_memory_utilization" not in on_cpu and on_gpu["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in on_gpu
+    assert (
+        "gpu_memory_utilization" not in on_cpu
+        and on_gpu["gpu_memory_utilization"] == 0.5
+        and "kv_cache_memory_bytes" not in on_gpu
+    )
     assert {"worker_cls", "scheduler_cls", "ir_op_priority"} & on_gpu.keys() == set()
 
 
-@pytest.mark.parametrize("bf16, dtype, expected", [(False, "auto", "float32"), (True, "auto", "bfloat16"), (True, "float32", "float32")])
+@pytest.mark.parametrize(
+    "bf16, dtype, expected",
+    [(False, "auto", "float32"), (True, "auto", "bfloat16"), (True, "float32", "float32")],
+)
 def test_the_engine_computes_as_the_actor_trains(bf16, dtype, expected):
     assert engine_arguments(job(bf16, dtype=dtype), SHAPE, on_cpu=True)["dtype"] == expected
 
 
 def test_other_engine_arguments_pass_through_but_not_those_that_training_needs():
-    assert engine_arguments(job(engine_args={"swap_space": 2, "enforce_eager": False}), SHAPE, on_cpu=True)["enforce_eager"] is False
-    with pytest.raises(ValueError, match=r"--rollout-logprobs-mode \(raw_logprobs\), --rollout-load-format \(auto\) cannot be chosen"):
-        engine_arguments(job(engine_args={"load_format": "auto", "logprobs_mode": "raw_logprobs"}), SHAPE, on_cpu=True)
+    assert (
+        engine_arguments(job(engine_args={"swap_space": 2, "enforce_eager": False}), SHAPE, on_cpu=True)[
+            "enforce_eager"
+        ]
+        is False
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"--rollout-logprobs-mode \(raw_logprobs\), --rollout-load-format \(auto\) cannot be chosen",
+    ):
+        engine_arguments(
+            job(engine_args={"load_format": "auto", "logprobs_mode": "raw_logprobs"}), SHAPE, on_cpu=True
+        )
 
 
-EXPERTS = dataclasses.replace(SHAPE, model_type="qwen3_moe", num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
+EXPERTS = dataclasses.replace(
+    SHAPE, model_type="qwen3_moe", num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64
+)
 
 
 def test_the_engine_is_asked_for_its_experts():
     """--moe-routing-replay engine. vLLM's names are those of the installed version."""
     config = dataclasses.replace(job(), experts=MoEConfig(moe_routing_replay="engine"))
     assert engine_arguments(config, EXPERTS, on_cpu=False)["enable_return_routed_experts"] is True
-    assert not {"enable_return_routed_experts"} & {*engine_arguments(job(), EXPERTS, on_cpu=False), *engine_arguments(config, SHAPE, on_cpu=False)}
-    with pytest.raises(ValueError, match=r"--moe-routing-replay \(engine\): vLLM 0.32 .* Try --moe-routing-replay policy"):
+    assert not {"enable_return_routed_experts"} & {
+        *engine_arguments(job(), EXPERTS, on_cpu=False),
+        *engine_arguments(config, SHAPE, on_cpu=False),
+    }
+    with pytest.raises(
+        ValueError, match=r"--moe-routing-replay \(engine\): vLLM 0.32 .* Try --moe-routing-replay policy"
+    ):
         engine_arguments(config, EXPERTS, on_cpu=True)
     assert "enable_return_routed_experts" in engine_args().annotations
     outputs = Path(importlib.util.find_spec("vllm").origin).with_name("outputs.py").read_text()
     assert "    routed_experts: np.ndarray | None = None  # [seq_len,layer_num,topk]" in outputs
 
 
-@pytest.mark.parametrize("num_experts, theirs, ours", [(8, np.uint8, torch.uint8), (300, np.uint16, torch.int16)])
+@pytest.mark.parametrize(
+    "num_experts, theirs, ours", [(8, np.uint8, torch.uint8), (300, np.uint16, torch.int16)]
+)
 def test_experts_are_those_of_every_token(num_experts, theirs, ours):
     """vLLM has no row of the last token, which it has not seen."""
     shape = dataclasses.replace(EXPERTS, num_moe_experts=num_experts)
@@ -87,11 +155,18 @@ def test_experts_are_those_of_every_token(num_experts, theirs, ours):
 
 
 def test_stop_strings_need_a_hugging_face_tokenizer(tmp_path):
-    assert engine_arguments(job(tokenizer="t", sampling={"stop": ("x",)}), SHAPE, on_cpu=True)["tokenizer"] == "t"
+    assert (
+        engine_arguments(job(tokenizer="t", sampling={"stop": ("x",)}), SHAPE, on_cpu=True)["tokenizer"]
+        == "t"
+    )
     assert "tokenizer" not in engine_arguments(job(tokenizer="t"), SHAPE, on_cpu=True)
     (tmp_path / "spiece.model").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"--stop x needs a Hugging Face tokenizer, .*spiece.model\) is a SentencePiece file"):
-        engine_arguments(job(tokenizer=str(tmp_path / "spiece.model"), sampling={"stop": ("x",)}), SHAPE, on_cpu=True)
+    with pytest.raises(
+        ValueError, match=r"--stop x needs a Hugging Face tokenizer, .*spiece.model\) is a SentencePiece file"
+    ):
+        engine_arguments(
+            job(tokenizer=str(tmp_path / "spiece.model"), sampling={"stop": ("x",)}), SHAPE, on_cpu=True
+        )
 
 
 def test_kv_cache_on_cpu_holds_every_sequence_within_a_bound():
@@ -99,23 +174,46 @@ def test_kv_cache_on_cpu_holds_every_sequence_within_a_bound():
     # 256 sequences of 160 tokens, each in two blocks of 128, and the block that vLLM keeps for itself
     assert cpu_kv_cache_bytes(SHAPE, 1, 4, 256, 160, 128) == per_token * 128 * (256 * 2 + 1)
     assert cpu_kv_cache_bytes(SHAPE, 2, 4, 256, 160, 128) == per_token // 2 * 128 * (256 * 2 + 1)
-    assert cpu_kv_cache_bytes(SHAPE, 4, 2, 256, 160, 128) == per_token // 4 * 128 * (256 * 2 + 1)  # two ranks share a head
+    assert cpu_kv_cache_bytes(SHAPE, 4, 2, 256, 160, 128) == per_token // 4 * 128 * (
+        256 * 2 + 1
+    )  # two ranks share a head
     large = dataclasses.replace(SHAPE, num_layers=64, num_query_groups=4, head_dim=128)
-    assert MAX_CPU_KV_CACHE_BYTES <= cpu_kv_cache_bytes(large, 1, 4, 256, 2048, 128) <= 1.05 * MAX_CPU_KV_CACHE_BYTES
-    assert cpu_kv_cache_bytes(large, 1, 4, 256, 32768, 128) >= 2 * 32768 * 2 * 64 * 4 * 128 * 4  # two long sequences fit whatever it takes
+    assert (
+        MAX_CPU_KV_CACHE_BYTES
+        <= cpu_kv_cache_bytes(large, 1, 4, 256, 2048, 128)
+        <= 1.05 * MAX_CPU_KV_CACHE_BYTES
+    )
+    assert (
+        cpu_kv_cache_bytes(large, 1, 4, 256, 32768, 128) >= 2 * 32768 * 2 * 64 * 4 * 128 * 4
+    )  # two long sequences fit whatever it takes
 
 
 def test_kv_cache_on_cpu_is_for_the_sequences_that_the_job_has():
-    config = job(sampling={"max_prompt_length": 1024, "max_response_length": 1024})  # 16 prompts x 8 samples a step
+    config = job(
+        sampling={"max_prompt_length": 1024, "max_response_length": 1024}
+    )  # 16 prompts x 8 samples a step
 
     def num_sequences(config: TrainConfig, num_engines: int) -> float:
-        return (engine_arguments(config, SHAPE, True, num_engines)["kv_cache_memory_bytes"] / (2 * 2 * 2 * 32 * 4 * 128) - 1) / 16
+        return (
+            engine_arguments(config, SHAPE, True, num_engines)["kv_cache_memory_bytes"]
+            / (2 * 2 * 2 * 32 * 4 * 128)
+            - 1
+        ) / 16
 
-    evaluated = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_data=("unused.jsonl",)))
+    evaluated = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, eval_data=("unused.jsonl",))
+    )
     of_200_rows = dataclasses.replace(evaluated, run=dataclasses.replace(config.run, eval_num_prompts=200))
-    assert [num_sequences(config, n) for n in (1, 2, 3)] == [128, 64, 48]  # of 3 engines the busiest answers 6 prompts
+    assert [num_sequences(config, n) for n in (1, 2, 3)] == [
+        128,
+        64,
+        48,
+    ]  # of 3 engines the busiest answers 6 prompts
     assert [num_sequences(of_200_rows, n) for n in (1, 2, 4)] == [200, 100, 50]
-    assert [num_sequences(evaluated, n) for n in (1, 2)] == [256, 256]  # how many rows is not known: as many as run at once
+    assert [num_sequences(evaluated, n) for n in (1, 2)] == [
+        256,
+        256,
+    ]  # how many rows is not known: as many as run at once
     assert num_sequences(dataclasses.replace(config, rollout=RolloutConfig(max_num_seqs=20)), 1) == 20
 
 
@@ -136,7 +234,15 @@ def test_our_kernels_under_vllms_name_are_refused():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
 
     def start(environment: dict[str, str]) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-c", code], check=False, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            check=False,
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     found, safe = start(environment), start(environment | {"PYTHONSAFEPATH": "1"})
     assert found.returncode != 0 and "Start with PYTHONSAFEPATH=1" in found.stderr

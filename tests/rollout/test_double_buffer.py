@@ -25,7 +25,11 @@ class Tied(torch.nn.Module):
 
 def test_a_switch_changes_every_user_of_the_weights_and_back():
     model, x = Tied(), torch.randn(3, 4)
-    tensors = {"first": model.first.weight.data, "head": model.head.weight.data[:5], "packed": PackedView(model.packed.data, 4, 3, 1, 7, 2)}
+    tensors = {
+        "first": model.first.weight.data,
+        "head": model.head.weight.data[:5],
+        "packed": PackedView(model.packed.data, 4, 3, 1, 7, 2),
+    }
     old, head = model.first.weight.detach().clone(), model.head.weight.detach().clone()
     buffers = DoubleBuffer(model, tensors)
     before = model(x)
@@ -37,6 +41,8 @@ def test_a_switch_changes_every_user_of_the_weights_and_back():
     new = torch.cat([torch.full((5, 4), 3.0), head[5:]])  # the sixth row was never written: it is what it was
     assert torch.allclose(model(x), x @ torch.full((4, 4), 2.0) @ torch.full((4, 4), 2.0) @ new.T)
     assert model.second.weight is model.first.weight and (model.packed.data == -1).sum() == 14
-    assert buffers.front["first"].data_ptr() == model.first.weight.data_ptr() and buffers.back["first"].equal(old)
+    assert buffers.front["first"].data_ptr() == model.first.weight.data_ptr() and buffers.back["first"].equal(
+        old
+    )
     buffers.switch()
     assert torch.equal(model(x), before)

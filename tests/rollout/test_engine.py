@@ -25,13 +25,17 @@ HERE = Path(__file__).parent
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(processes: dict) -> dict:
     """Key -> (process, what it wrote to stderr). None survives."""
     try:
-        return {key: (process, process.communicate(timeout=TIMEOUT_S)[1]) for key, process in processes.items()}
+        return {
+            key: (process, process.communicate(timeout=TIMEOUT_S)[1]) for key, process in processes.items()
+        }
     finally:
         for process in processes.values():
             process.kill()
@@ -63,8 +67,11 @@ def two_jobs(folder) -> dict:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
     names = ("clean", "crash")
-    processes = {(own, rank): start("run_tensor_parallel.py", folder, rank, port, own, other)
-                 for own, other, port in zip(names, names[::-1], ports) for rank in (0, 1)}  # fmt: skip
+    processes = {
+        (own, rank): start("run_tensor_parallel.py", folder, rank, port, own, other)
+        for own, other, port in zip(names, names[::-1], ports)
+        for rank in (0, 1)
+    }
     for (own, _), (process, errors) in finish(processes).items():
         assert process.returncode == (7 if own == "crash" else 0) and "Traceback" not in errors, errors
     return {key: json.loads((folder / f"{key[0]}-{key[1]}.json").read_text()) for key in processes}
@@ -74,7 +81,9 @@ def two_jobs(folder) -> dict:
 
 
 def test_log_probs_after_a_sync_are_those_of_transformers(report, story):
-    assert story["gap"]["T=0.7"] <= FP32_LIMIT and story["gap"]["T=1.3"] <= FP32_LIMIT  # untied, q/k norms, vocabulary 150
+    assert (
+        story["gap"]["T=0.7"] <= FP32_LIMIT and story["gap"]["T=1.3"] <= FP32_LIMIT
+    )  # untied, q/k norms, vocabulary 150
     assert report["too_little_cache"]["gap"] <= FP32_LIMIT  # tied, biases, vocabulary 130
     assert report["stop_strings"]["gap"] <= FP32_LIMIT  # Llama, vocabulary 128
     assert story["gap_if_temperature_were_ignored"] > 0.1
@@ -87,13 +96,21 @@ def test_nothing_is_generated_before_the_first_sync(story):
 
 def test_sync_reports_the_bytes_it_writes(report, story):
     hidden, ffn, vocab, heads, groups, head = 128, 96, 150, 4, 2, 32
-    layer = hidden * head * (heads + 2 * groups) + heads * head * hidden + 3 * hidden * ffn + 2 * hidden + 2 * head
+    layer = (
+        hidden * head * (heads + 2 * groups)
+        + heads * head * hidden
+        + 3 * hidden * ffn
+        + 2 * hidden
+        + 2 * head
+    )
     assert story["bytes"] == 4 * (2 * layer + 2 * vocab * hidden + hidden)
     assert report["bf16"]["bytes_per_parameter"] == 2
 
 
 def test_a_sync_clears_the_prefix_cache(story):
-    assert story["gap_stale"] > 0.1  # without it, 128 cached tokens of the old weights are used: the test can see the fault
+    assert (
+        story["gap_stale"] > 0.1
+    )  # without it, 128 cached tokens of the old weights are used: the test can see the fault
     assert story["gap_fresh"] <= FP32_LIMIT
 
 
@@ -151,8 +168,10 @@ def test_stop_strings_stay_in_the_response(report):
 
 
 def test_refusals_name_the_prompt_and_the_limit(story):
-    assert story["refused"] == ["2 prompts and 1 seeds must pair up.",
-                                "prompt 1 has 201 tokens; 1 to --max-prompt-length (200) are possible."]  # fmt: skip
+    assert story["refused"] == [
+        "2 prompts and 1 seeds must pair up.",
+        "prompt 1 has 201 tokens; 1 to --max-prompt-length (200) are possible.",
+    ]
     assert story["nothing"] == []
 
 
@@ -182,7 +201,10 @@ def test_norms_are_as_exact_as_vllms_own(report):
     errors = report["norms"]["errors"]
     for dtype in ("torch.float32", "torch.bfloat16"):
         assert errors[f"{dtype} megarl_c"] <= 2 * errors[f"{dtype} native"]
-    assert report["norms"]["chosen"] == {"32": "megarl_c", "40": "native"}  # the kernels take 16 elements at once
+    assert report["norms"]["chosen"] == {
+        "32": "megarl_c",
+        "40": "native",
+    }  # the kernels take 16 elements at once
 
 
 # ------------------------------------------------------------------ two ranks

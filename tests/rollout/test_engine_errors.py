@@ -30,6 +30,9 @@ def test_what_an_engine_logs_of_an_exception_is_what_its_rank_raises():
     done = subprocess.run([sys.executable, "-c", ENGINE], env=env, capture_output=True, text=True, timeout=50)
     assert (done.stdout, done.stderr) == ("told as before\n", "")
     raised = errors.explained(own, 1)
-    assert isinstance(raised, EngineFailed) and str(raised) == "[rank 1] vLLM's engine failed: IndexError: list index out of range"
+    assert (
+        isinstance(raised, EngineFailed)
+        and str(raised) == "[rank 1] vLLM's engine failed: IndexError: list index out of range"
+    )
     assert 'File "<string>", line 8, in <module>\nIndexError' in "".join(traceback.format_exception(raised))
     assert errors.explained(own, 1) is own  # said once

@@ -21,8 +21,22 @@ LIMIT = 1e-5  # seen: 2.4e-6; the weights of another sync are above 0.1, which i
 def run(folder: Path, job: str, timeout_s: int) -> list[dict]:
     """What each rank reports."""
     script, world_size = Path(__file__).with_name("run_layouts.py"), JOBS[job][0]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    done = subprocess.run([*torchrun, str(script), str(folder), job], capture_output=True, text=True, timeout=timeout_s, cwd=folder, check=False)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+    ]
+    done = subprocess.run(
+        [*torchrun, str(script), str(folder), job],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=folder,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -49,6 +63,15 @@ def test_a_covering_set_of_layouts(tmp_path, job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("job", ["everything_2", "everything_4", "everything_outside_1", "everything_outside_2", "outside_without_tables"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        "everything_2",
+        "everything_4",
+        "everything_outside_1",
+        "everything_outside_2",
+        "outside_without_tables",
+    ],
+)
 def test_every_combination(tmp_path, job):
     judge(run(tmp_path, job, 1400), job)

@@ -31,9 +31,20 @@ def run(folder: Path, family: str, tp: int, end: str) -> dict:
         port = free.getsockname()[1]
     before = {path.name for path in SHM.iterdir()}
     arguments = [str(folder), "RANK", str(port), family, str(tp), end]
-    logs = [folder / f"{family}-{tp}-{rank}.log" for rank in (0, 1)]  # not pipes: what outlives a rank would keep them open
-    ranks = [subprocess.Popen([sys.executable, str(HERE / "run_out_of_process.py"), *(str(rank) if a == "RANK" else a for a in arguments)],
-                              stderr=log.open("w")) for rank, log in enumerate(logs)]  # fmt: skip
+    logs = [
+        folder / f"{family}-{tp}-{rank}.log" for rank in (0, 1)
+    ]  # not pipes: what outlives a rank would keep them open
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(HERE / "run_out_of_process.py"),
+                *(str(rank) if a == "RANK" else a for a in arguments),
+            ],
+            stderr=log.open("w"),
+        )
+        for rank, log in enumerate(logs)
+    ]
     try:
         for rank in ranks:
             rank.wait(TIMEOUT_S)
@@ -46,7 +57,11 @@ def run(folder: Path, family: str, tp: int, end: str) -> dict:
         path = folder / f"{family}-{tp}-{rank}.json"
         assert path.exists(), text
         reports[rank] = json.loads(path.read_text())
-    return reports | {"exit_codes": [rank.returncode for rank in ranks], "stderr": errors, "shm_before": before}
+    return reports | {
+        "exit_codes": [rank.returncode for rank in ranks],
+        "stderr": errors,
+        "shm_before": before,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +75,18 @@ def crash(tmp_path_factory) -> dict:
 
 
 def check_layouts(report: dict, num_bytes: int) -> None:
-    for name, transports in (("TP1", ["shared-memory"]), ("TP2", ["shared-memory"]), ("messages", ["messages"])):
+    for name, transports in (
+        ("TP1", ["shared-memory"]),
+        ("TP2", ["shared-memory"]),
+        ("messages", ["messages"]),
+    ):
         assert max(report[name]) <= FP32_LIMIT, (name, report[name])
         by, version, vllm_version, written = report[f"{name} by"]
         assert by == transports and str(version) == vllm_version and written == num_bytes
-    assert "--reshard-transport (messages): weights of rank 0 cannot get to the engine of rank 0 this way" in report["impossible"]
+    assert (
+        "--reshard-transport (messages): weights of rank 0 cannot get to the engine of rank 0 this way"
+        in report["impossible"]
+    )
     assert "For this pair works: shared-memory" in report["impossible"]
 
 
@@ -119,7 +141,9 @@ def test_a_late_rank_is_named_and_changes_nothing(faults):
 
 def test_a_killed_engine_is_named_on_every_rank(faults):
     for rank in (0, 1):
-        assert "[rank 0] the process of vLLM's engine died (killed by SIGKILL)" in faults[rank]["killed"], faults[rank]
+        assert "[rank 0] the process of vLLM's engine died (killed by SIGKILL)" in faults[rank]["killed"], (
+            faults[rank]
+        )
     assert "died" in faults[0]["generate after the kill"]
     assert faults["exit_codes"] == [0, 0], faults["stderr"]
 
@@ -132,9 +156,17 @@ def test_nothing_stays_in_shared_memory(faults, crash):
     pids = [pid for report in (faults, crash) for rank in (0, 1) for pid in report[rank]["children"]]
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.2)
-    alive = {pid: (Path(f"/proc/{pid}/cmdline").read_text(), Path(f"/proc/{pid}/status").read_text()[:200]) for pid in pids if Path(f"/proc/{pid}").exists()}
+    alive = {
+        pid: (Path(f"/proc/{pid}/cmdline").read_text(), Path(f"/proc/{pid}/status").read_text()[:200])
+        for pid in pids
+        if Path(f"/proc/{pid}").exists()
+    }
     assert len(crash[0]["children"]) >= 3 and not alive, alive
     assert sweep_shared_memory() is not None  # what the next start does
     left = {path.name for path in SHM.iterdir()} - faults["shm_before"]
-    assert [name for name in left if name.startswith(tuple(f"megarl-{r[rank]['pid']}-" for r in (faults, crash) for rank in (0, 1)))] == []
+    assert [
+        name
+        for name in left
+        if name.startswith(tuple(f"megarl-{r[rank]['pid']}-" for r in (faults, crash) for rank in (0, 1)))
+    ] == []
     assert [name for name in left if name.startswith(("psm_", "torch_", "sem."))] == []

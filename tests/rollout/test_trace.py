@@ -17,7 +17,9 @@ import pytest
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict:
     folder, script = tmp_path_factory.mktemp("trace"), Path(__file__).with_name("run_trace.py")
-    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "report.json").read_text())
 

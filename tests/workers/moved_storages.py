@@ -23,7 +23,9 @@ class MovedStorages:
 
     def give(self, part, storages, keep) -> None:
         for number, (storage, size) in enumerate(storages):
-            self._old.append(torch.empty(max(size, 1), dtype=torch.uint8))  # takes the place that has become free
+            self._old.append(
+                torch.empty(max(size, 1), dtype=torch.uint8)
+            )  # takes the place that has become free
             storage.resize_(size)
             content = _as_bytes(storage)
             content.fill_(0xFF)  # NaN, so that nobody lives on what is left in the memory

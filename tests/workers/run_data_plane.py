@@ -21,10 +21,15 @@ from megarl.workers.data_plane import DataPlane, Rollouts
 
 WORLD_SIZE = 4
 MESHES = {
-    "actor": MeshSpec((0, 1, 2, 3), tp=2), "reference": MeshSpec((0, 1, 2, 3), tp=2), "critic": MeshSpec((0, 1, 2, 3)),
-    "odd": MeshSpec((1, 2, 3)), "pipeline": MeshSpec((0, 1, 2, 3), pp=2), "alone": MeshSpec((3,)), "crossed": MeshSpec((3, 0, 2, 1), tp=2),
+    "actor": MeshSpec((0, 1, 2, 3), tp=2),
+    "reference": MeshSpec((0, 1, 2, 3), tp=2),
+    "critic": MeshSpec((0, 1, 2, 3)),
+    "odd": MeshSpec((1, 2, 3)),
+    "pipeline": MeshSpec((0, 1, 2, 3), pp=2),
+    "alone": MeshSpec((3,)),
+    "crossed": MeshSpec((3, 0, 2, 1), tp=2),
     "context": MeshSpec((0, 1, 2, 3), cp=2, pp=2),
-}  # fmt: skip
+}
 KEYS = share_keys(MESHES)
 ENGINES = (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),), ((2,),), ((1, 3), (0,)))
 """Ranks of each engine, all of which hold what it samples."""
@@ -52,21 +57,31 @@ def tokens_of(seed: int, sample: Sample) -> list[int]:
 def column_of(seed: int, name: str, sample: Sample) -> torch.Tensor:
     """[length] fp32 of any bits: denormals, infinities and NaNs with a payload, which a conversion or a sum would change."""
     rng = random.Random(f"{name} {seed} {sample.sample_id}")
-    return torch.tensor([rng.randrange(-(2**31), 2**31) for _ in range(sample.length)], dtype=torch.int32).view(torch.float32)
+    return torch.tensor(
+        [rng.randrange(-(2**31), 2**31) for _ in range(sample.length)], dtype=torch.int32
+    ).view(torch.float32)
 
 
 def experts_of(seed: int, sample: Sample) -> torch.Tensor:
     """[length, 3, 5] int16, with the highest and the lowest."""
     rng = random.Random(f"experts {seed} {sample.sample_id}")
-    return torch.tensor([rng.randrange(-(2**15), 2**15) for _ in range(sample.length * 15)], dtype=torch.int16).view(-1, 3, 5)
+    return torch.tensor(
+        [rng.randrange(-(2**15), 2**15) for _ in range(sample.length * 15)], dtype=torch.int16
+    ).view(-1, 3, 5)
 
 
 def rolled_out(seed: int, samples: list[Sample], rank: int) -> Rollouts:
     mine = [s for s in samples if rank in s.holders]
     tokens, split = [tokens_of(seed, s) for s in mine], [s.length - s.response_length for s in mine]
     # what an engine reports is a list of Python floats: plain numbers here
-    return Rollouts([], [s.sample_id for s in mine], [t[:n] for t, n in zip(tokens, split)], [t[n:] for t, n in zip(tokens, split)],
-                    [[-s.sample_id - k / 64 for k in range(s.response_length)] for s in mine], [experts_of(seed, s) for s in mine] or None)  # fmt: skip
+    return Rollouts(
+        [],
+        [s.sample_id for s in mine],
+        [t[:n] for t, n in zip(tokens, split)],
+        [t[n:] for t, n in zip(tokens, split)],
+        [[-s.sample_id - k / 64 for k in range(s.response_length)] for s in mine],
+        [experts_of(seed, s) for s in mine] or None,
+    )
 
 
 def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
@@ -74,8 +89,12 @@ def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
     assert batch.sample_ids.tolist() == [s.sample_id for s in samples]
     assert batch.cu_seqlens.tolist() == torch.tensor([0, *(s.length for s in samples)]).cumsum(0).tolist()
     assert batch.tokens.tolist() == [t for s in samples for t in tokens_of(seed, s)]
-    assert batch.response_mask.tolist() == [i >= s.length - s.response_length for s in samples for i in range(s.length)]
-    assert batch.rollout_log_probs[batch.response_mask].tolist() == [-s.sample_id - k / 64 for s in samples for k in range(s.response_length)]
+    assert batch.response_mask.tolist() == [
+        i >= s.length - s.response_length for s in samples for i in range(s.length)
+    ]
+    assert batch.rollout_log_probs[batch.response_mask].tolist() == [
+        -s.sample_id - k / 64 for s in samples for k in range(s.response_length)
+    ]
     assert not batch.rollout_log_probs[~batch.response_mask].any()
 
 
@@ -91,7 +110,9 @@ def one_round(seed: int, rank: int, role: DataRole) -> None:
     size, max_tokens = rng.randint(1, len(samples)), rng.choice([20, 100, 10_000])
     for share in dict.fromkeys(KEYS.values()):
         mesh = MESHES[share]
-        plan = plan_mini_batches(samples, size, homes_of(samples, replicas(mesh)), mesh.dp, max_tokens, 64, str(seed))
+        plan = plan_mini_batches(
+            samples, size, homes_of(samples, replicas(mesh)), mesh.dp, max_tokens, 64, str(seed)
+        )
         role.distribute(share, samples, plan)
         assert (share in plane.shares) == (rank in mesh.ranks)
         if rank in mesh.ranks:
@@ -100,21 +121,32 @@ def one_round(seed: int, rank: int, role: DataRole) -> None:
             check_samples(seed, batch, members)
             assert (batch.routed_experts is not None) == (share in FORMATS)
             if share in FORMATS:
-                assert torch.equal(batch.routed_experts, torch.cat([torch.empty(0, 3, 5, dtype=torch.int16), *(experts_of(seed, s) for s in members)]))
+                assert torch.equal(
+                    batch.routed_experts,
+                    torch.cat(
+                        [torch.empty(0, 3, 5, dtype=torch.int16), *(experts_of(seed, s) for s in members)]
+                    ),
+                )
 
     written = rng.choice([share for share in plane.layouts])
     columns = rng.sample(TOKEN_COLUMNS[1:], rng.randint(1, 3))
     write(seed, columns, written, by_id, rank, plane)
     have = [written]
-    for share in rng.sample([s for s in plane.layouts if s != written], 3):  # also from a share that got the columns itself
+    for share in rng.sample(
+        [s for s in plane.layouts if s != written], 3
+    ):  # also from a share that got the columns itself
         source, all_call = rng.choice(have), rng.random() < 0.5
-        if all_call or rank in {r for s in (source, share) for block in replicas(MESHES[s], last_stage=True) for r in block}:
+        if all_call or rank in {
+            r for s in (source, share) for block in replicas(MESHES[s], last_stage=True) for r in block
+        }:
             role.exchange(columns, source, share)
         have.append(share)
         check_columns(seed, columns, share, by_id, rank, plane)
 
 
-def write(seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane) -> None:
+def write(
+    seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane
+) -> None:
     if any(rank in block for block in replicas(MESHES[share], last_stage=True)):
         batch = plane.shares[share].batch
         members = [by_id[i] for i in batch.sample_ids.tolist()]
@@ -122,13 +154,18 @@ def write(seed: int, columns: list[str], share: str, by_id: dict[int, Sample], r
             batch.set_column(name, torch.cat([torch.empty(0), *(column_of(seed, name, s) for s in members)]))
 
 
-def check_columns(seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane) -> None:
+def check_columns(
+    seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane
+) -> None:
     if rank not in MESHES[share].ranks:
         return
     batch = plane.shares[share].batch
     if any(rank in block for block in replicas(MESHES[share], last_stage=True)):
         members = [by_id[i] for i in batch.sample_ids.tolist()]
-        assert all(getattr(batch, name).view(torch.int32).tolist() == expected(seed, name, members) for name in columns)
+        assert all(
+            getattr(batch, name).view(torch.int32).tolist() == expected(seed, name, members)
+            for name in columns
+        )
         check_samples(seed, batch, members)
     assert batch.columns.keys() <= {"rollout_log_probs", *columns, *FORMATS.get(share, ())}
 
@@ -146,9 +183,14 @@ def refused(rank: int, role: DataRole) -> None:
     """What all ranks can know is refused by all ranks, and nothing is under way afterwards: the rounds that follow would see it."""
     samples = [Sample(i, 7, 3, (i % 4,)) for i in range(8)]
     role.plane.rollouts["train"] = rolled_out(-1, samples, rank)
-    plans = {share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None) for share in ("actor", "critic")}
+    plans = {
+        share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None)
+        for share in ("actor", "critic")
+    }
     orphan = [*samples[:5], Sample(5, 7, 3, ()), *samples[6:]]
-    text = "sample 5 is wanted by share 'actor' (tp 2, cp 1, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
+    text = (
+        "sample 5 is wanted by share 'actor' (tp 2, cp 1, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
+    )
     raises(text, role.distribute, "actor", orphan, plans["actor"])
     for share, plan in plans.items():
         role.distribute(share, samples, plan)
@@ -157,12 +199,20 @@ def refused(rank: int, role: DataRole) -> None:
 
 def main() -> None:
     folder, rank, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=30),
+    )
     send_and_receive, messages = dist.batch_isend_irecv, []
 
     def counted(operations):
         peers = [(op.op, op.peer) for op in operations]
-        assert len(set(peers)) == len(peers) and rank not in {peer for _, peer in peers}  # one per pair; own rows are not sent
+        assert len(set(peers)) == len(peers) and rank not in {
+            peer for _, peer in peers
+        }  # one per pair; own rows are not sent
         messages.extend(peers)
         return send_and_receive(operations)
 

@@ -1,6 +1,6 @@
 """One rank, no engine: two PPO steps by calls on the roles, with and without offload. Writes a JSON report for test_offload.py.
 
-    python tests/workers/run_offload.py OUT_FOLDER
+python tests/workers/run_offload.py OUT_FOLDER
 """
 
 from __future__ import annotations
@@ -42,8 +42,16 @@ RUNS = {
     "move_plain_adam": ((*ALL, *PLAIN_ADAM), True),
 }
 # The calls of a step, in the order of the algorithm's flow.
-STEP = (("rollout", "generate", ("train", [], 1)), ("reference", "log_probs", ()), ("actor", "log_probs", ()), ("critic", "values", ()),
-        ("actor", "advantages", None), ("critic", "update", ()), ("actor", "update", (0.01,)), ("rollout", "sync", (1,)))  # fmt: skip
+STEP = (
+    ("rollout", "generate", ("train", [], 1)),
+    ("reference", "log_probs", ()),
+    ("actor", "log_probs", ()),
+    ("critic", "values", ()),
+    ("actor", "advantages", None),
+    ("critic", "update", ()),
+    ("actor", "update", (0.01,)),
+    ("rollout", "sync", (1,)),
+)
 MODELS = ("actor", "reference", "critic")
 
 
@@ -62,15 +70,23 @@ def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(3)
 
     def ids(low: int, high: int) -> list[int]:
-        return torch.randint(3, 250, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator).tolist()
+        return torch.randint(
+            3, 250, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator
+        ).tolist()
 
     prompts, responses = [ids(2, 9) for _ in range(8)], [ids(1, 17) for _ in range(8)]
-    return Batch.from_samples(list(range(8)), prompts, responses, [[-5.0] * len(response) for response in responses])
+    return Batch.from_samples(
+        list(range(8)), prompts, responses, [[-5.0] * len(response) for response in responses]
+    )
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    copies = (t.detach().clone(memory_format=torch.contiguous_format) for t in tensors)  # .numpy() makes a storage that cannot be resized
-    return hashlib.sha256(b"".join(t.view(-1).view(torch.uint8).numpy().tobytes() for t in copies)).hexdigest()
+    copies = (
+        t.detach().clone(memory_format=torch.contiguous_format) for t in tensors
+    )  # .numpy() makes a storage that cannot be resized
+    return hashlib.sha256(
+        b"".join(t.view(-1).view(torch.uint8).numpy().tobytes() for t in copies)
+    ).hexdigest()
 
 
 def run(config, moves: bool) -> dict:
@@ -82,17 +98,37 @@ def run(config, moves: bool) -> dict:
         running[:] = [f"{role}.{method}"]
         value = getattr(roles[role], method)(*arguments)
         if method in ("log_probs", "advantages", "update", "sync"):
-            out["numbers"].append({k: v for k, v in (value or {}).items() if not k.startswith("memory/") and k != "time/offload_s"})
-        out["metrics"] = out.get("metrics", {}) | {k: v for k, v in (value or {} if isinstance(value, dict) else {}).items() if "/" in k}
-        out["calls"].append([f"{role}.{method}", {name: {part: roles[name].model.memory.resident_bytes(part) for part in OFFLOAD_PARTS}
-                                                  for name in MODELS if hasattr(roles[name], "model")}])  # fmt: skip
+            out["numbers"].append(
+                {
+                    k: v
+                    for k, v in (value or {}).items()
+                    if not k.startswith("memory/") and k != "time/offload_s"
+                }
+            )
+        out["metrics"] = out.get("metrics", {}) | {
+            k: v for k, v in (value or {} if isinstance(value, dict) else {}).items() if "/" in k
+        }
+        out["calls"].append(
+            [
+                f"{role}.{method}",
+                {
+                    name: {part: roles[name].model.memory.resident_bytes(part) for part in OFFLOAD_PARTS}
+                    for name in MODELS
+                    if hasattr(roles[name], "model")
+                },
+            ]
+        )
 
     for name in MODELS:
         call(name, "setup", ())
         if moves:
-            roles[name].model.memory._copies = MovedStorages(lambda part, name=name: arrived.append([*running, f"{name} {part}"]))
+            roles[name].model.memory._copies = MovedStorages(
+                lambda part, name=name: arrived.append([*running, f"{name} {part}"])
+            )
     roles["rollout"].engine = engine = Engine(roles["actor"])
-    out["num_parameters"] = {name: sum(p.numel() for _, p in roles[name].model.named_parameters()) for name in MODELS}
+    out["num_parameters"] = {
+        name: sum(p.numel() for _, p in roles[name].model.named_parameters()) for name in MODELS
+    }
     out["bytes_of_parameters"] = max(roles[name].model.memory.resident_bytes("parameters") for name in MODELS)
     views = {}
     for name in MODELS:
@@ -100,7 +136,10 @@ def run(config, moves: bool) -> dict:
         views[name] = dict(roles[name].model.parameters)
     for _ in range(2):
         batch = make_batch()
-        samples = [Sample(i, int(n), int(r)) for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True))]
+        samples = [
+            Sample(i, int(n), int(r))
+            for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True))
+        ]
         plane.residence.peak_bytes = 0
         arrived.clear()
         for role, method, arguments in STEP:
@@ -120,11 +159,22 @@ def run(config, moves: bool) -> dict:
         model = roles[name].model
         model.memory.load(OFFLOAD_PARTS)
         out["weights"][name] = digest(list(model.parameters.values()))
-        out["same_views"][name] = all(model.parameters[k] is v and v.data_ptr() == p.data_ptr()
-                                      for (k, v), p in zip(views[name].items(), dict(model.named_parameters()).values(), strict=True))  # fmt: skip
+        out["same_views"][name] = all(
+            model.parameters[k] is v and v.data_ptr() == p.data_ptr()
+            for (k, v), p in zip(views[name].items(), dict(model.named_parameters()).values(), strict=True)
+        )
         if model.optimizer is not None:
-            inner = [part.optimizer for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer])]
-            out["states"][name] = digest([state[key] for adam in inner for state in adam.state.values() for key in ("exp_avg", "exp_avg_sq")])
+            inner = [
+                part.optimizer for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+            ]
+            out["states"][name] = digest(
+                [
+                    state[key]
+                    for adam in inner
+                    for state in adam.state.values()
+                    for key in ("exp_avg", "exp_avg_sq")
+                ]
+            )
     out["num_moves"] = {name: roles[name].model.memory._copies.num_moves for name in MODELS} if moves else {}
     out["errors"] = errors(roles["critic"].model)
     return out
@@ -132,8 +182,12 @@ def run(config, moves: bool) -> dict:
 
 def errors(model) -> dict[str, str]:
     """What each use of a part that is away says."""
-    uses = {"parameters": lambda: model.parameters, "gradients": lambda: model._update([], None, None, None), "optimizer": model.step,
-            "forward": lambda: model.values([])}  # fmt: skip
+    uses = {
+        "parameters": lambda: model.parameters,
+        "gradients": lambda: model._update([], None, None, None),
+        "optimizer": model.step,
+        "forward": lambda: model.values([]),
+    }
     told = {}
     for name, use in uses.items():
         part = "parameters" if name == "forward" else name
@@ -156,9 +210,31 @@ def main(folder: Path) -> None:
     for name, (flags, moves) in RUNS.items():
         as_parameters = str(report["stay"]["bytes_of_parameters"]) if report else ""
         flags = [flag.replace("AS_PARAMETERS", as_parameters) for flag in flags]
-        config = load_config(["--algorithm", "ppo", "--model", str(folder / "model"), "--train-data", str(folder / "train.jsonl"), "--save",
-                              str(folder / name), "--train-iters", "2", "--lr", "1e-2", "--kl-mode", "reward", "--kl-coef", "0.01",
-                              "--global-batch-size", "4", "--no-reshard-alias", *flags], REGISTRY)  # fmt: skip
+        config = load_config(
+            [
+                "--algorithm",
+                "ppo",
+                "--model",
+                str(folder / "model"),
+                "--train-data",
+                str(folder / "train.jsonl"),
+                "--save",
+                str(folder / name),
+                "--train-iters",
+                "2",
+                "--lr",
+                "1e-2",
+                "--kl-mode",
+                "reward",
+                "--kl-coef",
+                "0.01",
+                "--global-batch-size",
+                "4",
+                "--no-reshard-alias",
+                *flags,
+            ],
+            REGISTRY,
+        )
         report[name] = run(config, moves)
     (folder / "report.json").write_text(json.dumps(report))
 

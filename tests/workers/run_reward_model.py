@@ -25,9 +25,21 @@ from megarl.workers.reward_model import RewardModelRole
 
 
 def judge_role(folder: Path) -> RewardModelRole:
-    role = RewardModelRole(config(folder, "judge", judge_template=str(folder / "template.txt"), judge_score_pattern=r"^(\d)",
-                                  judge_score_range=(0.0, 8.0), judge_max_tokens=2, judge_max_model_len=60),
-                           "reward_model", MeshSpec((0,)), plane(folder), "reward_model")  # fmt: skip
+    role = RewardModelRole(
+        config(
+            folder,
+            "judge",
+            judge_template=str(folder / "template.txt"),
+            judge_score_pattern=r"^(\d)",
+            judge_score_range=(0.0, 8.0),
+            judge_max_tokens=2,
+            judge_max_model_len=60,
+        ),
+        "reward_model",
+        MeshSpec((0,)),
+        plane(folder),
+        "reward_model",
+    )
     role.setup()
     return role
 
@@ -57,14 +69,21 @@ def kill_while_it_works(role: RewardModelRole) -> dict:
     thread.join()
     again = caught(lambda: role.score(ROWS))
     role.shut_down()
-    return {"pid": pid, "error": report["error"], "seconds": report["at"] - times["killed"], "again": again["error"]}
+    return {
+        "pid": pid,
+        "error": report["error"],
+        "seconds": report["at"] - times["killed"],
+        "again": again["error"],
+    }
 
 
 def kill_at_start(folder: Path) -> dict:
     times = {}
 
     def kill() -> None:
-        while not (children := [p for p in multiprocessing.active_children() if p.name.startswith("EngineCore")]):
+        while not (
+            children := [p for p in multiprocessing.active_children() if p.name.startswith("EngineCore")]
+        ):
             time.sleep(0.01)
         time.sleep(0.5)
         times["killed"] = time.monotonic()
@@ -80,7 +99,9 @@ def kill_at_start(folder: Path) -> dict:
 def main(folder: Path) -> None:
     role = judge_role(folder)
     report = {"scores": role.score(ROWS)}
-    role.judge._tokenizer = AutoTokenizer.from_pretrained(folder / "actor")  # the same words, and a chat template
+    role.judge._tokenizer = AutoTokenizer.from_pretrained(
+        folder / "actor"
+    )  # the same words, and a chat template
     report["with a chat template"] = role.score(ROWS)
     report["killed"] = kill_while_it_works(role)
     report["killed at start"] = kill_at_start(folder)

@@ -25,8 +25,14 @@ MESH = MeshSpec((0,))
 
 def run_ranks(folder: Path, rounds: int) -> None:
     script = Path(__file__).with_name("run_data_plane.py")
-    processes = [subprocess.Popen([sys.executable, str(script), str(folder), str(rank), str(rounds)], stderr=subprocess.PIPE, text=True)
-                 for rank in range(WORLD_SIZE)]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(rank), str(rounds)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
     try:
         errors = [process.communicate(timeout=120)[1] for process in processes]
     finally:
@@ -46,17 +52,42 @@ def test_in_many_more_rounds(tmp_path):
 
 def test_roles_with_one_mesh_have_one_share():
     wide, block = MeshSpec((0, 1, 2, 3)), MeshSpec((0, 1, 2, 3), tp=2)
-    meshes = {"actor": block, "reference": block, "critic": wide, "rollout": wide, "reward_model": MeshSpec((0, 1, 2, 3), tp=2, ep=2),
-              "reward_model_2": MeshSpec((1, 0, 2, 3)), "reward_model_3": MeshSpec((0, 1, 2, 3), cp=2)}  # fmt: skip
-    assert share_keys(meshes) == {"actor": "actor", "reference": "actor", "critic": "critic", "rollout": "critic", "reward_model": "actor",
-                                  "reward_model_2": "reward_model_2", "reward_model_3": "reward_model_3"}  # fmt: skip
+    meshes = {
+        "actor": block,
+        "reference": block,
+        "critic": wide,
+        "rollout": wide,
+        "reward_model": MeshSpec((0, 1, 2, 3), tp=2, ep=2),
+        "reward_model_2": MeshSpec((1, 0, 2, 3)),
+        "reward_model_3": MeshSpec((0, 1, 2, 3), cp=2),
+    }
+    assert share_keys(meshes) == {
+        "actor": "actor",
+        "reference": "actor",
+        "critic": "critic",
+        "rollout": "critic",
+        "reward_model": "actor",
+        "reward_model_2": "reward_model_2",
+        "reward_model_3": "reward_model_3",
+    }
 
 
-@pytest.mark.parametrize("mesh", [MESH, MeshSpec((4, 2, 9, 0, 1, 3, 7, 8), tp=2, pp=2), MeshSpec((1, 2, 3)), MeshSpec((5, 6), pp=2),
-                                  MeshSpec(tuple(range(9, 1, -1)), tp=2, cp=2), MeshSpec((3, 1, 4, 5), cp=2, pp=2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MESH,
+        MeshSpec((4, 2, 9, 0, 1, 3, 7, 8), tp=2, pp=2),
+        MeshSpec((1, 2, 3)),
+        MeshSpec((5, 6), pp=2),
+        MeshSpec(tuple(range(9, 1, -1)), tp=2, cp=2),
+        MeshSpec((3, 1, 4, 5), cp=2, pp=2),
+    ],
+)
 def test_replicas_are_the_blocks_of_the_mesh(mesh):
     assert replicas(mesh) == tuple(mesh.ranks_where(dp=i) for i in range(mesh.dp))
-    assert replicas(mesh, last_stage=True) == tuple(mesh.ranks_where(dp=i, pp=mesh.pp - 1) for i in range(mesh.dp))
+    assert replicas(mesh, last_stage=True) == tuple(
+        mesh.ranks_where(dp=i, pp=mesh.pp - 1) for i in range(mesh.dp)
+    )
 
 
 @pytest.fixture
@@ -84,18 +115,57 @@ def test_a_job_of_one_rank_sends_nothing(role):
     assert role.exchange(["values"], "actor", "actor") == {}
 
 
-@pytest.mark.parametrize("text, share, samples, planned, dp_size", [
-    (r"sample 1 is wanted by share 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no rank holds it", "actor", [SAMPLES[0], Sample(1, 3, 1)],
-     SAMPLES, 1),
-    (r"sample 1 is wanted by share 'actor' .*, but it is not among the samples of the step", "actor", SAMPLES[:1], SAMPLES, 1),
-    (r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it", "actor", [*SAMPLES, UNKNOWN], [UNKNOWN], 1),
-    (r"samples for share 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan", "actor", [SAMPLES[0], Sample(1, 4, 1, (0,))],
-     SAMPLES, 1),
-    (r"samples for share 'critic' .*: sample 2 is not on this rank", "critic", [*SAMPLES, UNKNOWN], [UNKNOWN, SAMPLES[0]], 2),
-    (r"share 'critic' .*: mini-batches are planned for 1 data-parallel ranks, the mesh has 2", "critic", SAMPLES, SAMPLES, 1),
-    (r"share \('critik'\) must be one of actor, critic, odd", "critik", SAMPLES, SAMPLES, 1),
-])  # fmt: skip
-def test_samples_that_cannot_be_moved_are_refused_before_anything_is_sent(role, text, share, samples, planned, dp_size):
+@pytest.mark.parametrize(
+    "text, share, samples, planned, dp_size",
+    [
+        (
+            r"sample 1 is wanted by share 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no rank holds it",
+            "actor",
+            [SAMPLES[0], Sample(1, 3, 1)],
+            SAMPLES,
+            1,
+        ),
+        (
+            r"sample 1 is wanted by share 'actor' .*, but it is not among the samples of the step",
+            "actor",
+            SAMPLES[:1],
+            SAMPLES,
+            1,
+        ),
+        (
+            r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it",
+            "actor",
+            [*SAMPLES, UNKNOWN],
+            [UNKNOWN],
+            1,
+        ),
+        (
+            r"samples for share 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan",
+            "actor",
+            [SAMPLES[0], Sample(1, 4, 1, (0,))],
+            SAMPLES,
+            1,
+        ),
+        (
+            r"samples for share 'critic' .*: sample 2 is not on this rank",
+            "critic",
+            [*SAMPLES, UNKNOWN],
+            [UNKNOWN, SAMPLES[0]],
+            2,
+        ),
+        (
+            r"share 'critic' .*: mini-batches are planned for 1 data-parallel ranks, the mesh has 2",
+            "critic",
+            SAMPLES,
+            SAMPLES,
+            1,
+        ),
+        (r"share \('critik'\) must be one of actor, critic, odd", "critik", SAMPLES, SAMPLES, 1),
+    ],
+)
+def test_samples_that_cannot_be_moved_are_refused_before_anything_is_sent(
+    role, text, share, samples, planned, dp_size
+):
     with pytest.raises(ValueError, match=text):
         role.distribute(share, samples, plan(planned, dp_size))
 
@@ -106,15 +176,30 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
             role.exchange(*arguments)
 
     role.distribute("actor", SAMPLES, plan(SAMPLES))
-    refuses(r"share 'odd' \(tp 1, cp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet", ["values"], "actor", "odd")
+    refuses(
+        r"share 'odd' \(tp 1, cp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet",
+        ["values"],
+        "actor",
+        "odd",
+    )
     with monkeypatch.context() as patch:  # the other rank's sample leaves
         patch.setattr(dist, "P2POp", lambda *arguments: arguments)
         patch.setattr(dist, "batch_isend_irecv", lambda operations: [])
         role.distribute("odd", SAMPLES, plan(SAMPLES, 2, {0: 0, 1: 1}))
     refuses(r"column \('valeus'\) must be one of .* values", ["valeus"], "actor", "odd")
-    refuses(r"values from share 'actor' .* to share 'odd' .*: column values is not there yet", ["values"], "actor", "odd")
+    refuses(
+        r"values from share 'actor' .* to share 'odd' .*: column values is not there yet",
+        ["values"],
+        "actor",
+        "odd",
+    )
     role.plane.shares["actor"].batch.values = torch.zeros(5)
-    refuses(r"column values is \[5\] torch.float32, but must be torch.float32 for 6 tokens", ["values"], "actor", "odd")
+    refuses(
+        r"column values is \[5\] torch.float32, but must be torch.float32 for 6 tokens",
+        ["values"],
+        "actor",
+        "odd",
+    )
     role.plane.shares["actor"].batch.set_column("values", torch.zeros(6))
     mini_batches = role.plane.layouts["odd"].mini_batches
     role.plane.layouts["odd"] = Layout(mini_batches, {0: 3, 1: 4})

@@ -25,7 +25,16 @@ from megarl.megatron.offload import ModelMemory
 from megarl.workers.reward_model import RewardModelRole
 from tests.rewards import models
 from tests.workers.moved_storages import MovedStorages
-from tests.workers.reward_jobs import QUESTIONS, RESPONSES, ROWS, SAMPLE_IDS, config, ids_of_step, plane, write_rows
+from tests.workers.reward_jobs import (
+    QUESTIONS,
+    RESPONSES,
+    ROWS,
+    SAMPLE_IDS,
+    config,
+    ids_of_step,
+    plane,
+    write_rows,
+)
 
 HERE = Path(__file__).parent
 LIMIT = 1e-5  # as tests/rewards/test_classifier.py
@@ -39,7 +48,13 @@ def folder(tmp_path):
 
 
 def classifier_role(folder: Path, tp: int = 1) -> RewardModelRole:
-    role = RewardModelRole(config(folder, "transformers"), "reward_model", MeshSpec(tuple(range(tp)), tp=tp), plane(folder), "reward_model")
+    role = RewardModelRole(
+        config(folder, "transformers"),
+        "reward_model",
+        MeshSpec(tuple(range(tp)), tp=tp),
+        plane(folder),
+        "reward_model",
+    )
     role.setup()
     return role
 
@@ -54,7 +69,10 @@ def test_a_classifier_with_the_actors_tokenizer_reads_the_actors_ids(folder):
     role = classifier_role(folder)
     prompts, responses = ids_of_step(load_tokenizer(folder / "actor"))
     assert not role.retokenizes
-    check_scores(role.score(ROWS), models.reference_scores(model, [p + r for p, r in zip(prompts, responses, strict=True)]))
+    check_scores(
+        role.score(ROWS),
+        models.reference_scores(model, [p + r for p, r in zip(prompts, responses, strict=True)]),
+    )
 
 
 def test_a_classifier_is_in_host_memory_while_others_work(folder):
@@ -70,8 +88,14 @@ def test_a_classifier_is_in_host_memory_while_others_work(folder):
     num_bytes = sum(weight.nbytes for weight in role.classifier.model.parameters())
     assert role.memory.resident_bytes() == num_bytes
     residence.enter("actor", ["parameters"])
-    assert role.memory.resident_bytes() == 0 and not any(weight.untyped_storage().nbytes() for weight in role.classifier.model.parameters())
-    assert role.score(ROWS) == expected and role.memory._copies.num_moves == 1 and role.memory.resident_bytes() == num_bytes
+    assert role.memory.resident_bytes() == 0 and not any(
+        weight.untyped_storage().nbytes() for weight in role.classifier.model.parameters()
+    )
+    assert (
+        role.score(ROWS) == expected
+        and role.memory._copies.num_moves == 1
+        and role.memory.resident_bytes() == num_bytes
+    )
 
 
 OTHER_TEMPLATE = "{% for m in messages %}{{m.role}}: {{m.content}}<|end|>{% endfor %}"
@@ -79,12 +103,19 @@ OTHER_TEMPLATE = "{% for m in messages %}{{m.role}}: {{m.content}}<|end|>{% endf
 
 def test_a_classifier_with_another_chat_template_reads_text(folder):
     """The dataset's messages and the response without its end-of-sequence token, through the classifier's template."""
-    model = models.write_classifier(folder / "transformers", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE)
+    model = models.write_classifier(
+        folder / "transformers", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE
+    )
     role = classifier_role(folder)
-    texts = [f"user: {QUESTIONS[ROWS[sample]]}<|end|>assistant: {response}<|end|>"
-             for sample, response in zip(SAMPLE_IDS, RESPONSES, strict=True)]  # fmt: skip
+    texts = [
+        f"user: {QUESTIONS[ROWS[sample]]}<|end|>assistant: {response}<|end|>"
+        for sample, response in zip(SAMPLE_IDS, RESPONSES, strict=True)
+    ]
     assert role.retokenizes
-    check_scores(role.score(ROWS), models.reference_scores(model, load_tokenizer(folder / "actor").encode_responses(texts)))
+    check_scores(
+        role.score(ROWS),
+        models.reference_scores(model, load_tokenizer(folder / "actor").encode_responses(texts)),
+    )
 
 
 def test_a_sample_that_is_too_long_fails_alone(folder):
@@ -113,7 +144,11 @@ def write_judge(folder: Path) -> None:
     """See the head of this file. After the assistant's header it answers 7, 8."""
     models.write_actor(folder)
     tokenizer_config = folder / "tokenizer_config.json"
-    tokenizer_config.write_text(json.dumps({k: v for k, v in json.loads(tokenizer_config.read_text()).items() if k != "chat_template"}))
+    tokenizer_config.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(tokenizer_config.read_text()).items() if k != "chat_template"}
+        )
+    )
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
@@ -123,7 +158,10 @@ def write_judge(folder: Path) -> None:
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     embeddings[:, 11] = 1.0
     head[EOS_ID, 11] = 1.0
-    for token, column, answer in [*((digits[d], d, digits[(d + 1) % 10]) for d in range(10)), (header, 10, digits[7])]:
+    for token, column, answer in [
+        *((digits[d], d, digits[(d + 1) % 10]) for d in range(10)),
+        (header, 10, digits[7]),
+    ]:
         embeddings[token] = 0.0
         embeddings[token, column] = 1.0
         head[answer, column] = 1.0
@@ -138,7 +176,13 @@ def judged(tmp_path_factory) -> dict:
     write_rows(folder)
     (folder / "template.txt").write_text("Q {prompt} A {response}")
     with (folder / "log").open("w") as log:
-        process = subprocess.run([sys.executable, str(HERE / "run_reward_model.py"), str(folder)], stderr=log, stdout=log, timeout=200, check=False)
+        process = subprocess.run(
+            [sys.executable, str(HERE / "run_reward_model.py"), str(folder)],
+            stderr=log,
+            stdout=log,
+            timeout=200,
+            check=False,
+        )
     assert (folder / "report.json").exists(), (folder / "log").read_text()
     return json.loads((folder / "report.json").read_text()) | {"exit_code": process.returncode}
 
@@ -146,9 +190,15 @@ def judged(tmp_path_factory) -> dict:
 @pytest.mark.slow
 def test_a_judges_answers_become_scores(judged):
     """4 for the response 3; 9 for 8, which is outside 0..8; no number; a question above 60 - 2 tokens."""
-    first, second, third, fourth = ({k: v for k, v in record.items() if k != "answer"} for record in judged["scores"])
+    first, second, third, fourth = (
+        {k: v for k, v in record.items() if k != "answer"} for record in judged["scores"]
+    )
     assert first == {"sample_id": 11, "score": 0.5}
-    assert second == {"sample_id": 5, "score": None, "failure": "no score in the answer, cut off at --judge-max-tokens"}
+    assert second == {
+        "sample_id": 5,
+        "score": None,
+        "failure": "no score in the answer, cut off at --judge-max-tokens",
+    }
     assert third == {"sample_id": 8, "score": None, "failure": "no score in the answer"}
     assert fourth == {"sample_id": 2, "score": None, "failure": "the question has more than 58 tokens"}
 
@@ -170,7 +220,11 @@ def test_a_judge_that_is_killed_ends_the_call_with_its_name(judged):
 @pytest.mark.slow
 def test_a_judge_that_dies_at_its_start_is_named(judged):
     killed = judged["killed at start"]
-    assert killed["error"].startswith("[reward_model rank 0] judge ") and "did not start" in killed["error"] and killed["seconds"] < 5
+    assert (
+        killed["error"].startswith("[reward_model rank 0] judge ")
+        and "did not start" in killed["error"]
+        and killed["seconds"] < 5
+    )
 
 
 @pytest.mark.slow

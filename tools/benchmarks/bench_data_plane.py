@@ -1,14 +1,14 @@
 """The data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns between two meshes over gloo.
 
-    python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--length 8192] [--repeats 5]
-                                                [--exchange-samples 256] [--skip-exchange]
+python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--length 8192] [--repeats 5]
+                                            [--exchange-samples 256] [--skip-exchange]
 
-    planning   plan_mini_batches for an actor with dp 8 and a critic with dp 3, in one process without tensors, as in the driver
-    dispatch   the commands of both `distribute` calls: pickled, put into a real c10d store in parts, read back and unpickled once
-    memory     growth of the driver's peak resident set over all of this, and over plans of one sixteenth of the tokens per sample
-    route      what one rank needs to work out its messages (the busiest of a job of 64 ranks)
-    exchange   four processes: rollouts -> actor TP2 DP2 and critic DP4, then columns from the critic to the actor. Beside it, in the same
-               processes, as many bytes in one contiguous message per pair: what gloo alone takes. Taking turns; medians"""
+planning   plan_mini_batches for an actor with dp 8 and a critic with dp 3, in one process without tensors, as in the driver
+dispatch   the commands of both `distribute` calls: pickled, put into a real c10d store in parts, read back and unpickled once
+memory     growth of the driver's peak resident set over all of this, and over plans of one sixteenth of the tokens per sample
+route      what one rank needs to work out its messages (the busiest of a job of 64 ranks)
+exchange   four processes: rollouts -> actor TP2 DP2 and critic DP4, then columns from the critic to the actor. Beside it, in the same
+           processes, as many bytes in one contiguous message per pair: what gloo alone takes. Taking turns; medians"""
 
 from __future__ import annotations
 
@@ -42,8 +42,13 @@ WORLD_SIZE = 4
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    report = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, "samples": arguments.samples,
-              "length": arguments.length, "driver": driver_side(arguments)}  # fmt: skip
+    report = {
+        "processor": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "samples": arguments.samples,
+        "length": arguments.length,
+        "driver": driver_side(arguments),
+    }
     if not arguments.skip_exchange:
         report["exchange"] = exchange_side(arguments)
     print(json.dumps(report, indent=1))
@@ -52,12 +57,24 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--samples", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a sample: half of them have all, the others any number")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=8192,
+        help="tokens of a sample: half of them have all, the others any number",
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--exchange-samples", type=int, default=256, help="samples of --length tokens that move between processes")
+    parser.add_argument(
+        "--exchange-samples",
+        type=int,
+        default=256,
+        help="samples of --length tokens that move between processes",
+    )
     parser.add_argument("--skip-exchange", action="store_true")
     return parser.parse_args()
 
@@ -78,21 +95,41 @@ def driver_side(arguments: argparse.Namespace) -> dict[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mailbox = Mailbox(dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False))
+    mailbox = Mailbox(
+        dist.TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
+        )
+    )
     small = make_samples(arguments.samples, arguments.length // 16, engines)
     plan_and_dispatch(small, meshes, mailbox)  # what is allocated once
     before, samples = peak_rss_bytes(), make_samples(arguments.samples, arguments.length, engines)
     runs = [plan_and_dispatch(samples, meshes, mailbox) for _ in range(arguments.repeats)]
     grown = peak_rss_bytes() - before
     result = {name: median(run[name] for run in runs) for name in runs[0]}
-    return result | {"plan_and_dispatch_max_s": max(run["plan_and_dispatch_s"] for run in runs), "driver_memory_growth_bytes": grown,
-                     "tokens": sum(s.length for s in samples), "route_s": route_seconds(arguments)}  # fmt: skip
+    return result | {
+        "plan_and_dispatch_max_s": max(run["plan_and_dispatch_s"] for run in runs),
+        "driver_memory_growth_bytes": grown,
+        "tokens": sum(s.length for s in samples),
+        "route_s": route_seconds(arguments),
+    }
 
 
-def plan_and_dispatch(samples: list[Sample], meshes: dict[str, MeshSpec], mailbox: Mailbox) -> dict[str, float]:
+def plan_and_dispatch(
+    samples: list[Sample], meshes: dict[str, MeshSpec], mailbox: Mailbox
+) -> dict[str, float]:
     start = time.perf_counter()
-    plans = {share: plan_mini_batches(samples, GLOBAL_BATCH_SIZE, homes_of(samples, replicas(mesh)), mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1")
-             for share, mesh in meshes.items()}  # fmt: skip
+    plans = {
+        share: plan_mini_batches(
+            samples,
+            GLOBAL_BATCH_SIZE,
+            homes_of(samples, replicas(mesh)),
+            mesh.dp,
+            MAX_TOKENS,
+            HIDDEN_SIZE,
+            "0/1",
+        )
+        for share, mesh in meshes.items()
+    }
     planned, num_bytes = time.perf_counter(), 0
     for index, (share, plan) in enumerate(plans.items()):
         arguments = pickle.dumps(((share, samples, plan), {}))
@@ -102,13 +139,20 @@ def plan_and_dispatch(samples: list[Sample], meshes: dict[str, MeshSpec], mailbo
         mailbox.delete(keys)
     assert received == ((share, samples, plan), {})
     end = time.perf_counter()
-    return {"planning_s": planned - start, "dispatch_s": end - planned, "plan_and_dispatch_s": end - start, "command_bytes": num_bytes}
+    return {
+        "planning_s": planned - start,
+        "dispatch_s": end - planned,
+        "plan_and_dispatch_s": end - start,
+        "command_bytes": num_bytes,
+    }
 
 
 def route_seconds(arguments: argparse.Namespace) -> float:
     """Engines of 8 ranks to an actor with TP 4, PP 2 on 64 ranks: every sample goes to 8 ranks."""
     mesh = MeshSpec(tuple(range(64)), tp=4, pp=2)
-    samples = make_samples(arguments.samples, arguments.length, [tuple(range(i, i + 8)) for i in range(0, 64, 8)])
+    samples = make_samples(
+        arguments.samples, arguments.length, [tuple(range(i, i + 8)) for i in range(0, 64, 8)]
+    )
     plan = plan_mini_batches(samples, GLOBAL_BATCH_SIZE, {}, mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1")
     holders = {s.sample_id: s.holders for s in samples}
     seconds = []
@@ -125,7 +169,9 @@ def route_seconds(arguments: argparse.Namespace) -> float:
 def exchange_side(arguments: argparse.Namespace) -> dict[str, float]:
     with TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=run_rank, args=(folder, rank, arguments)) for rank in range(WORLD_SIZE)]
+        ranks = [
+            context.Process(target=run_rank, args=(folder, rank, arguments)) for rank in range(WORLD_SIZE)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -135,17 +181,31 @@ def exchange_side(arguments: argparse.Namespace) -> dict[str, float]:
 
 def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=120),
+    )
     everyone = tuple(range(WORLD_SIZE))
     meshes = {"actor": MeshSpec(everyone, tp=2), "critic": MeshSpec(everyone)}
     samples = make_samples(arguments.exchange_samples, arguments.length, [(r,) for r in everyone])
-    plans = {share: plan_mini_batches(samples, len(samples), homes_of(samples, replicas(mesh)), mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1")
-             for share, mesh in meshes.items()}  # fmt: skip
+    plans = {
+        share: plan_mini_batches(
+            samples, len(samples), homes_of(samples, replicas(mesh)), mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1"
+        )
+        for share, mesh in meshes.items()
+    }
     role = DataRole(DataPlane(), meshes, share_keys(meshes))
     mine = [s for s in samples if rank in s.holders]
     role.plane.rollouts["train"] = Rollouts(
-        [], [s.sample_id for s in mine], [[1] * (s.length - s.response_length) for s in mine], [[2] * s.response_length for s in mine],
-        [[-1.0] * s.response_length for s in mine])
+        [],
+        [s.sample_id for s in mine],
+        [[1] * (s.length - s.response_length) for s in mine],
+        [[2] * s.response_length for s in mine],
+        [[-1.0] * s.response_length for s in mine],
+    )
     seconds: dict[str, list[float]] = {}
     num_bytes: dict[str, float] = {}
 
@@ -160,29 +220,59 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
     timed("pack", lambda: float(len(role.plane.pack("train").tokens) * 13))
     for _ in range(arguments.repeats):
         for share, plan in plans.items():
-            timed(f"distribute_{share}", lambda share=share, plan=plan: role.distribute(share, samples, plan)["batch/bytes_moved"])
+            timed(
+                f"distribute_{share}",
+                lambda share=share, plan=plan: role.distribute(share, samples, plan)["batch/bytes_moved"],
+            )
         batch = role.plane.shares["critic"].batch
         for column in ("values", "returns"):
             batch.set_column(column, torch.ones(len(batch.tokens)))
-        timed("exchange", lambda: role.exchange(["values", "returns"], "critic", "actor")["batch/bytes_exchanged"])
+        timed(
+            "exchange",
+            lambda: role.exchange(["values", "returns"], "critic", "actor")["batch/bytes_exchanged"],
+        )
         for name, pair in (("distribute_actor", (None, "actor")), ("exchange", ("critic", "actor"))):
-            timed(f"gloo_{name}", lambda name=name, pair=pair: messages_alone(rank, samples, plans, meshes, *pair, 13 if pair[0] is None else 8))
+            timed(
+                f"gloo_{name}",
+                lambda name=name, pair=pair: messages_alone(
+                    rank, samples, plans, meshes, *pair, 13 if pair[0] is None else 8
+                ),
+            )
     total = torch.tensor([num_bytes[name] for name in num_bytes], dtype=torch.float64)
     dist.all_reduce(total)
     if rank == 0:
         result = {"samples": len(samples), "tokens": sum(s.length for s in samples)}
         for (name, taken), of_all in zip(seconds.items(), total.tolist(), strict=True):
-            result |= {f"{name}_s": median(taken), f"{name}_bytes": of_all, f"{name}_gb_per_s": of_all / median(taken) / 1e9}
+            result |= {
+                f"{name}_s": median(taken),
+                f"{name}_bytes": of_all,
+                f"{name}_gb_per_s": of_all / median(taken) / 1e9,
+            }
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def messages_alone(rank: int, samples: list[Sample], plans: dict, meshes: dict[str, MeshSpec], source: str | None, destination: str,
-                   bytes_per_token: int) -> float:
+def messages_alone(
+    rank: int,
+    samples: list[Sample],
+    plans: dict,
+    meshes: dict[str, MeshSpec],
+    source: str | None,
+    destination: str,
+    bytes_per_token: int,
+) -> float:
     """Contiguous messages of the sizes that the data plane sends. Returns the bytes that this rank received."""
-    holders = {s.sample_id: s.holders for s in samples} if source is None else ranks_of_samples(plans[source], replicas(meshes[source], True))
-    route = plan_route(rank, holders, ranks_of_samples(plans[destination], replicas(meshes[destination], last_stage=source is not None)))
+    holders = (
+        {s.sample_id: s.holders for s in samples}
+        if source is None
+        else ranks_of_samples(plans[source], replicas(meshes[source], True))
+    )
+    route = plan_route(
+        rank,
+        holders,
+        ranks_of_samples(plans[destination], replicas(meshes[destination], last_stage=source is not None)),
+    )
     operations = []
     for peer in sorted({*route.outgoing, *route.incoming}):
         for operation, messages in ((dist.isend, route.outgoing), (dist.irecv, route.incoming)):

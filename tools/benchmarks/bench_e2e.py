@@ -62,33 +62,69 @@ def main() -> int:
         for kind in ("speed", "learning"):
             for side, start in (("megarl", bench.megarl), ("trl", bench.trl)):
                 load = os.getloadavg()[0]
-                record = start(f"{kind}_{repeat}", steps=arguments.steps, eval_interval=int(kind == "learning"))
+                record = start(
+                    f"{kind}_{repeat}", steps=arguments.steps, eval_interval=int(kind == "learning")
+                )
                 runs.append({"side": side, "kind": kind, "repeat": repeat, "load_average": load, **record})
-                logger.info("%s %s %d: %.3f s per step, %.1f s in all, load average before %.1f", side, kind, repeat, step_time(record),
-                            record["wall_s"], load)  # fmt: skip
-    result = {"command": sys.argv, "seed": arguments.seed, "steps": arguments.steps, "machine": machine(), "versions": bench.versions(runs),
-              "recipe": bench.recipe, "trl_configurations": trl_configurations, "summary": summarize(runs, bench.recipe), "runs": runs}  # fmt: skip
+                logger.info(
+                    "%s %s %d: %.3f s per step, %.1f s in all, load average before %.1f",
+                    side,
+                    kind,
+                    repeat,
+                    step_time(record),
+                    record["wall_s"],
+                    load,
+                )
+    result = {
+        "command": sys.argv,
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+        "machine": machine(),
+        "versions": bench.versions(runs),
+        "recipe": bench.recipe,
+        "trl_configurations": trl_configurations,
+        "summary": summarize(runs, bench.recipe),
+        "runs": runs,
+    }
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(table(result))
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True, help="where to write the result")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--cores", type=int, default=2, help="cores that all of it runs on")
-    parser.add_argument("--trl-python", type=Path, help=f"an environment with trl {TRL_VERSION}; default: make one in {TRL_VENV}")
-    parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder to start from; default: the quickstart's warm-up makes one")
-    parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl; needed with --checkpoint")
-    parser.add_argument("--out", type=Path, help="folder for all runs, made anew; default: runs/bench_e2e_<time>")
+    parser.add_argument(
+        "--trl-python",
+        type=Path,
+        help=f"an environment with trl {TRL_VERSION}; default: make one in {TRL_VENV}",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="Hugging Face folder to start from; default: the quickstart's warm-up makes one",
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder with train.jsonl and test.jsonl; needed with --checkpoint"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for all runs, made anew; default: runs/bench_e2e_<time>"
+    )
     arguments = parser.parse_args()
     if (arguments.checkpoint is None) != (arguments.data is None):
-        parser.error("--checkpoint and --data go together: the model's tokenizer and the data must fit. Give both or neither.")
+        parser.error(
+            "--checkpoint and --data go together: the model's tokenizer and the data must fit. Give both or neither."
+        )
     if arguments.steps <= SKIPPED_STEPS:
-        parser.error(f"--steps ({arguments.steps}) must be above {SKIPPED_STEPS}: the first {SKIPPED_STEPS} are left out.")
+        parser.error(
+            f"--steps ({arguments.steps}) must be above {SKIPPED_STEPS}: the first {SKIPPED_STEPS} are left out."
+        )
     return arguments
 
 
@@ -105,17 +141,44 @@ class Bench:
             self.checkpoint, self.data = warm_up(self.out / "quickstart", self.seed)
         self.recipe = trl_recipe(load_config([GRPO, *self.megarl_flags(self.out / "unused")], REGISTRY))
         self.trl_configuration = TRL_CONFIGURATIONS[0]
-        self.env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        self.env |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # both on the CPU, also where there is a GPU
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        }
+        self.env |= {
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }  # both on the CPU, also where there is a GPU
 
     def megarl_flags(self, save: Path) -> list[str]:
-        return ["--model", str(self.checkpoint), "--train-data", str(self.data / "train.jsonl"), "--eval-data", str(self.data / "test.jsonl"),
-                "--seed", str(self.seed), "--save", str(save)]  # fmt: skip
+        return [
+            "--model",
+            str(self.checkpoint),
+            "--train-data",
+            str(self.data / "train.jsonl"),
+            "--eval-data",
+            str(self.data / "test.jsonl"),
+            "--seed",
+            str(self.seed),
+            "--save",
+            str(save),
+        ]
 
     def megarl(self, name: str, steps: int, eval_interval: int) -> dict:
         folder = self.out / f"megarl_{name}"
-        flags = [*self.megarl_flags(folder), "--train-iters", str(steps), "--eval-interval", str(eval_interval)]
-        measured = measured_process.run([sys.executable, "-m", "megarl.cli", "train", GRPO, *flags], self.out / f"megarl_{name}.log", self.env)
+        flags = [
+            *self.megarl_flags(folder),
+            "--train-iters",
+            str(steps),
+            "--eval-interval",
+            str(eval_interval),
+        ]
+        measured = measured_process.run(
+            [sys.executable, "-m", "megarl.cli", "train", GRPO, *flags],
+            self.out / f"megarl_{name}.log",
+            self.env,
+        )
         rows = quickstart.read_metrics(folder)
         record = {
             "steps": [megarl_step(row) for row in rows if "time/step_s" in row],
@@ -130,15 +193,37 @@ class Bench:
         processes, threads, cache = self.trl_configuration
         job, result = self.out / f"trl_{name}.job.json", self.out / f"trl_{name}.json"
         rows = sum(1 for _ in (self.data / "train.jsonl").open())
-        order = DataCursor(rows, self.seed).next_rows(self.recipe["num_prompts"] * steps)  # the prompts that megarl takes, in its order
-        job.write_text(json.dumps(self.recipe | {
-            "model": str(self.checkpoint), "train_data": str(self.data / "train.jsonl"), "eval_data": str(self.data / "test.jsonl"),
-            "train_rows": order, "output_dir": str(self.out / f"trl_{name}"), "reward_file": inspect.getsourcefile(gsm8k_reward),
-            "reward_name": gsm8k_reward.__name__, "seed": self.seed, "steps": steps, "eval_interval": eval_interval, "threads": threads,
-            "cache_implementation": cache}))  # fmt: skip
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+        order = DataCursor(rows, self.seed).next_rows(
+            self.recipe["num_prompts"] * steps
+        )  # the prompts that megarl takes, in its order
+        job.write_text(
+            json.dumps(
+                self.recipe
+                | {
+                    "model": str(self.checkpoint),
+                    "train_data": str(self.data / "train.jsonl"),
+                    "eval_data": str(self.data / "test.jsonl"),
+                    "train_rows": order,
+                    "output_dir": str(self.out / f"trl_{name}"),
+                    "reward_file": inspect.getsourcefile(gsm8k_reward),
+                    "reward_name": gsm8k_reward.__name__,
+                    "seed": self.seed,
+                    "steps": steps,
+                    "eval_interval": eval_interval,
+                    "threads": threads,
+                    "cache_implementation": cache,
+                }
+            )
+        )
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            if processes > 1
+            else []
+        )
         command = [str(self.trl_python), *launcher, str(HERE / "trl_grpo.py"), str(job), str(result)]
-        measured, failures = run_patiently(command, self.out / f"trl_{name}.log", self.env | {"OMP_NUM_THREADS": str(threads)})
+        measured, failures = run_patiently(
+            command, self.out / f"trl_{name}.log", self.env | {"OMP_NUM_THREADS": str(threads)}
+        )
         record = {"failed_attempts": failures} | json.loads(result.read_text())
         record["evaluations"] = {int(step): accuracy for step, accuracy in record["evaluations"].items()}
         record["startup_s"] = record.pop("first_step_at") - measured.started_at
@@ -155,7 +240,10 @@ class Bench:
         self._probe(static)
         self.trl_configuration = fastest(tried)
         names = ("processes", "threads", "cache_implementation")
-        return [dict(zip(names, c, strict=True)) | {"step_s": seconds, "chosen": c == self.trl_configuration} for c, seconds in tried.items()]
+        return [
+            dict(zip(names, c, strict=True)) | {"step_s": seconds, "chosen": c == self.trl_configuration}
+            for c, seconds in tried.items()
+        ]
 
     def _probe(self, tried: dict[tuple, list[float]]) -> None:
         for attempt in range(PROBES):
@@ -165,11 +253,17 @@ class Bench:
                 logger.info("TRL, %s: %.3f s per step", describe(self.trl_configuration), seconds[-1])
 
     def versions(self, runs: list[dict]) -> dict[str, dict[str, str]]:
-        mine = {found.name: found.version for found in importlib.metadata.distributions() if found.name in MEGARL_PACKAGES}
+        mine = {
+            found.name: found.version
+            for found in importlib.metadata.distributions()
+            if found.name in MEGARL_PACKAGES
+        }
         return {"megarl": mine, "trl": next(run["versions"] for run in runs if run["side"] == "trl")}
 
 
-def run_patiently(command: list[str], log: Path, env: dict[str, str]) -> tuple[measured_process.Measured, int]:
+def run_patiently(
+    command: list[str], log: Path, env: dict[str, str]
+) -> tuple[measured_process.Measured, int]:
     """Run a command that may be started again: TRL's processes abort now and then when gloo closes, which is not to cost it the comparison.
 
     Returns: the run that ended well, and how many did not. Raises: ProcessFailed after TRL_ATTEMPTS of those."""
@@ -195,11 +289,16 @@ def make_trl_environment() -> Path:
     """TRL with the PyTorch that megarl has, and whatever else pip chooses for it. Which index pip asks is pip's own configuration."""
     python = TRL_VENV / "bin" / "python"
     check = f"import importlib.metadata as m; raise SystemExit(m.version('trl') != '{TRL_VERSION}')"
-    if not (python.exists() and subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0):
+    if not (
+        python.exists()
+        and subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
+    ):
         logger.info("making %s with trl %s", TRL_VENV, TRL_VERSION)
         torch = importlib.metadata.version("torch").partition("+")[0]
         subprocess.run([sys.executable, "-m", "venv", "--clear", TRL_VENV], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={torch}", f"trl=={TRL_VERSION}"], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", f"torch=={torch}", f"trl=={TRL_VERSION}"], check=True
+        )
     return python
 
 
@@ -207,8 +306,17 @@ def warm_up(folder: Path, seed: int) -> tuple[Path, Path]:
     """The quickstart up to GRPO. Returns: (checkpoint, data folder)."""
     logger.info("warm-up: the quickstart's data, sft and sft_mixed, in %s", folder)
     quickstart.make_sums(folder / "data", seed)
-    for stage, flags in zip(quickstart.STAGES[:-1], quickstart.stage_flags(folder, seed, [])[:-1], strict=True):
-        command = [sys.executable, "-m", "megarl.cli", "train", f"@{quickstart.CONFIGS}/quickstart_{stage}.args", *flags]
+    for stage, flags in zip(
+        quickstart.STAGES[:-1], quickstart.stage_flags(folder, seed, [])[:-1], strict=True
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            f"@{quickstart.CONFIGS}/quickstart_{stage}.args",
+            *flags,
+        ]
         measured_process.run(command, folder / f"{stage}.log", dict(os.environ))
     return folder / "sft_mixed" / "hf", folder / "data"
 
@@ -216,25 +324,48 @@ def warm_up(folder: Path, seed: int) -> tuple[Path, Path]:
 def trl_recipe(config: TrainConfig) -> dict:
     """What TRL must know of megarl's configuration. Raises: ValueError if trl_grpo.py cannot do the same."""
     batch, optimizer, grpo = config.batch, config.optimizer, config.algorithm
-    mirrored = {"num_epochs": batch.num_epochs == 1, "kl_mode": grpo.kl_mode == "none", "lr_decay_style": optimizer.lr_decay_style == "constant",
-                "loss_aggregation": grpo.loss_aggregation == "token-mean", "clip_ratio_c": grpo.clip_ratio_c is None, "bf16": not config.model.bf16,
-                "entropy_coef": grpo.entropy_coef == 0, "normalize_advantages_by_std": grpo.normalize_advantages_by_std}  # fmt: skip
+    mirrored = {
+        "num_epochs": batch.num_epochs == 1,
+        "kl_mode": grpo.kl_mode == "none",
+        "lr_decay_style": optimizer.lr_decay_style == "constant",
+        "loss_aggregation": grpo.loss_aggregation == "token-mean",
+        "clip_ratio_c": grpo.clip_ratio_c is None,
+        "bf16": not config.model.bf16,
+        "entropy_coef": grpo.entropy_coef == 0,
+        "normalize_advantages_by_std": grpo.normalize_advantages_by_std,
+    }
     if wrong := [name for name, same in mirrored.items() if not same]:
-        raise ValueError(f"{GRPO}: trl_grpo.py runs only the defaults of {', '.join(wrong)}. Take them out of the recipe.")
+        raise ValueError(
+            f"{GRPO}: trl_grpo.py runs only the defaults of {', '.join(wrong)}. Take them out of the recipe."
+        )
     samples = batch.num_prompts * batch.num_samples_per_prompt
     return {
-        "num_prompts": batch.num_prompts, "num_samples_per_prompt": batch.num_samples_per_prompt, "global_batch_size": batch.global_batch_size,
-        "updates_per_step": samples // batch.global_batch_size, "max_response_length": config.sampling.max_response_length,
-        "temperature": config.sampling.temperature, "lr": optimizer.lr, "lr_warmup_iters": optimizer.lr_warmup_iters,
-        "adam_betas": [optimizer.adam_beta1, optimizer.adam_beta2], "adam_eps": optimizer.adam_eps, "weight_decay": optimizer.weight_decay,
-        "clip_grad": optimizer.clip_grad, "clip_eps_low": grpo.clip_eps_low, "clip_eps_high": grpo.clip_eps_high,
-    }  # fmt: skip
+        "num_prompts": batch.num_prompts,
+        "num_samples_per_prompt": batch.num_samples_per_prompt,
+        "global_batch_size": batch.global_batch_size,
+        "updates_per_step": samples // batch.global_batch_size,
+        "max_response_length": config.sampling.max_response_length,
+        "temperature": config.sampling.temperature,
+        "lr": optimizer.lr,
+        "lr_warmup_iters": optimizer.lr_warmup_iters,
+        "adam_betas": [optimizer.adam_beta1, optimizer.adam_beta2],
+        "adam_eps": optimizer.adam_eps,
+        "weight_decay": optimizer.weight_decay,
+        "clip_grad": optimizer.clip_grad,
+        "clip_eps_low": grpo.clip_eps_low,
+        "clip_eps_high": grpo.clip_eps_high,
+    }
 
 
 def megarl_step(row: dict) -> dict[str, float]:
     phases = {f"{name}_s": row[f"time/{name}_s"] for name in PHASES}
-    return {"step": row["step"], "step_s": row["time/step_s"], **phases, "reward": row["reward/mean"],
-            "response_length": row["response/length_mean"]}  # fmt: skip
+    return {
+        "step": row["step"],
+        "step_s": row["time/step_s"],
+        **phases,
+        "reward": row["reward/mean"],
+        "response_length": row["response/length_mean"],
+    }
 
 
 def step_time(run: dict) -> float:
@@ -255,26 +386,44 @@ def summarize(runs: list[dict], recipe: dict) -> dict:
         learning = [run for run in runs if run["side"] == side and run["kind"] == "learning"]
         steps = [step for run in speed for step in run["steps"][SKIPPED_STEPS:]]
         phases = {name: median(step.get(f"{name}_s", 0.0) for step in steps) for name in PHASES}
-        phases["rest"] = median(step["step_s"] - sum(step.get(f"{name}_s", 0.0) for name in PHASES) for step in steps)
+        phases["rest"] = median(
+            step["step_s"] - sum(step.get(f"{name}_s", 0.0) for name in PHASES) for step in steps
+        )
         seconds = median(step["step_s"] for step in steps)
-        undisturbed = [min(step["step_s"] for step in same) for same in zip(*(run["steps"] for run in speed), strict=True)]
+        undisturbed = [
+            min(step["step_s"] for step in same)
+            for same in zip(*(run["steps"] for run in speed), strict=True)
+        ]
         sides[side] = {
-            "samples_per_s": recipe["num_prompts"] * recipe["num_samples_per_prompt"] / seconds, "step_s": seconds, "phases_s": phases,
-            "step_s_best_of_repeats": median(undisturbed[SKIPPED_STEPS:]), "step_s_of_each_repeat": [step_time(run) for run in speed],
+            "samples_per_s": recipe["num_prompts"] * recipe["num_samples_per_prompt"] / seconds,
+            "step_s": seconds,
+            "phases_s": phases,
+            "step_s_best_of_repeats": median(undisturbed[SKIPPED_STEPS:]),
+            "step_s_of_each_repeat": [step_time(run) for run in speed],
             "response_length": sum(step["response_length"] for step in steps) / len(steps),
             "seconds_to_target": [seconds_to_target(run) for run in learning],
-            "accuracy_before": learning[0]["evaluations"][0], "accuracy_after": [list(run["evaluations"].values())[-1] for run in learning],
-            "startup_s": median(run["startup_s"] for run in speed), "wall_s": median(run["wall_s"] for run in speed),
+            "accuracy_before": learning[0]["evaluations"][0],
+            "accuracy_after": [list(run["evaluations"].values())[-1] for run in learning],
+            "startup_s": median(run["startup_s"] for run in speed),
+            "wall_s": median(run["wall_s"] for run in speed),
             "peak_memory_bytes": max(run["peak_memory_bytes"] for run in speed),
-        }  # fmt: skip
+        }
     pairs = zip(sides["megarl"]["step_s_of_each_repeat"], sides["trl"]["step_s_of_each_repeat"], strict=True)
-    return sides | {"step_time_ratio": sides["megarl"]["step_s"] / sides["trl"]["step_s"], "step_time_ratio_of_each_repeat": [m / t for m, t in pairs]}
+    return sides | {
+        "step_time_ratio": sides["megarl"]["step_s"] / sides["trl"]["step_s"],
+        "step_time_ratio_of_each_repeat": [m / t for m, t in pairs],
+    }
 
 
 def machine() -> dict:
     models = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return {"cores": len(os.sched_getaffinity(0)), "cores_of_machine": os.cpu_count(), "cpu": models[0] if models else platform.machine(),
-            "python": platform.python_version(), "load_average_at_end": os.getloadavg()}  # fmt: skip
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cores_of_machine": os.cpu_count(),
+        "cpu": models[0] if models else platform.machine(),
+        "python": platform.python_version(),
+        "load_average_at_end": os.getloadavg(),
+    }
 
 
 def table(result: dict) -> str:
@@ -289,23 +438,37 @@ def table(result: dict) -> str:
         return " ".join("never" if value is None else form.format(value) for value in values)
 
     lines = [
-        "", row("", "megarl", f"TRL {result['versions']['trl']['trl']}"),
+        "",
+        row("", "megarl", f"TRL {result['versions']['trl']['trl']}"),
         row("samples/s", *(f"{s['samples_per_s']:.0f}" for s in sides)),
         row("seconds per step (median)", *(f"{s['step_s']:.3f}" for s in sides)),
-        *(row(f"  {name.replace('_', '-')}", *(f"{s['phases_s'][name]:.3f}" for s in sides)) for name in (*PHASES, "rest")),
+        *(
+            row(f"  {name.replace('_', '-')}", *(f"{s['phases_s'][name]:.3f}" for s in sides))
+            for name in (*PHASES, "rest")
+        ),
         row("  if each step's best repeat counts", *(f"{s['step_s_best_of_repeats']:.3f}" for s in sides)),
         row("response length, tokens", *(f"{s['response_length']:.1f}" for s in sides)),
-        row(f"training seconds to {TARGET:.2f} held-out", *(several(s["seconds_to_target"], "{:.1f}") for s in sides)),
+        row(
+            f"training seconds to {TARGET:.2f} held-out",
+            *(several(s["seconds_to_target"], "{:.1f}") for s in sides),
+        ),
         row("held-out accuracy before", *(f"{s['accuracy_before']:.3f}" for s in sides)),
-        row(f"held-out accuracy after {result['steps']} steps", *(several(s["accuracy_after"], "{:.3f}") for s in sides)),
+        row(
+            f"held-out accuracy after {result['steps']} steps",
+            *(several(s["accuracy_after"], "{:.3f}") for s in sides),
+        ),
         row("start-up, seconds", *(f"{s['startup_s']:.1f}" for s in sides)),
         row("whole run, seconds", *(f"{s['wall_s']:.1f}" for s in sides)),
-        row("peak memory, GiB", *(f"{s['peak_memory_bytes'] / 2**30:.2f}" for s in sides)), "",
+        row("peak memory, GiB", *(f"{s['peak_memory_bytes'] / 2**30:.2f}" for s in sides)),
+        "",
         f"step time megarl / TRL: {summary['step_time_ratio']:.2f} (each repeat: {several(summary['step_time_ratio_of_each_repeat'], '{:.2f}')})",
         "TRL ran in the fastest of:",
-        *(f"  {describe(tuple(c.values())[:3])}: {several(c['step_s'], '{:.3f}')} s per step" for c in result["trl_configurations"]),
+        *(
+            f"  {describe(tuple(c.values())[:3])}: {several(c['step_s'], '{:.3f}')} s per step"
+            for c in result["trl_configurations"]
+        ),
         f"{result['machine']['cores']} cores of {result['machine']['cpu']}; load average at the end {result['machine']['load_average_at_end'][0]:.1f}",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

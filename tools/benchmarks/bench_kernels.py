@@ -60,13 +60,22 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default=",".join(CASES), help=f"some of {', '.join(CASES)}")
     parser.add_argument("--repeats", type=int, default=30 if CUDA else 5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--limit", type=int, default=90, help="seconds for a contender's first run, with compilation; else it is missing")
-    parser.add_argument("--small", action="store_true", help="sizes that finish in seconds, to see that everything runs")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=90,
+        help="seconds for a contender's first run, with compilation; else it is missing",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="sizes that finish in seconds, to see that everything runs"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.only.split(",")) - set(CASES):
         parser.error(f"--only {','.join(sorted(unknown))} must be some of {', '.join(CASES)}")
@@ -75,19 +84,33 @@ def parse_arguments() -> argparse.Namespace:
 
 def describe(threads: int) -> dict:
     """What a number depends on beside the code."""
-    commit = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+    )
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     device = torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine()
-    return {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit.stdout.strip() or "unknown", "command": sys.argv[1:],
-            "device": device, "cpu": cpu_name(), "threads": threads, "versions": versions, "load_before": os.getloadavg()[0]}  # fmt: skip
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": commit.stdout.strip() or "unknown",
+        "command": sys.argv[1:],
+        "device": device,
+        "cpu": cpu_name(),
+        "threads": threads,
+        "versions": versions,
+        "load_before": os.getloadavg()[0],
+    }
 
 
 def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def log_probs_case(small: bool) -> Case:
@@ -105,7 +128,9 @@ def log_probs_case(small: bool) -> Case:
         """In-place contenders destroy their input. Everybody gets it this way; the copy alone is the floor."""
         return buffer.detach().copy_(source).requires_grad_()
 
-    def differentiate(function: Callable[[Tensor], Tensor], logits: Tensor | None = None) -> dict[str, Tensor]:
+    def differentiate(
+        function: Callable[[Tensor], Tensor], logits: Tensor | None = None
+    ) -> dict[str, Tensor]:
         logits = fresh() if logits is None else logits
         log_probs = function(logits)
         (gradient,) = torch.autograd.grad(log_probs, logits, cotangent.to(log_probs.dtype))
@@ -115,12 +140,21 @@ def log_probs_case(small: bool) -> Case:
         return vocab_parallel_log_probs(logits, targets, vocab_size=vocab_size, inplace=True)[0]
 
     def naive(logits):
-        return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).gather(1, targets[:, None])[:, 0]
+        return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).gather(
+            1, targets[:, None]
+        )[:, 0]
 
     compiled = torch.compile(naive, dynamic=False)
-    functions = {"vocab_parallel_log_probs": ours, "naive": naive, "torch.compile": compiled, "megatron fused": megatron_log_probs(targets)}
+    functions = {
+        "vocab_parallel_log_probs": ours,
+        "naive": naive,
+        "torch.compile": compiled,
+        "megatron fused": megatron_log_probs(targets),
+    }
     functions |= liger_log_probs(targets)
-    contenders = [Contender(name, functools.partial(differentiate, function)) for name, function in functions.items()]
+    contenders = [
+        Contender(name, functools.partial(differentiate, function)) for name, function in functions.items()
+    ]
     contenders.append(Contender("copy of the logits", lambda: fresh() is None or {}))
     title = f"log-probs of logits, forward and backward: T={num_tokens} V={vocab_size} {DTYPE}"
     return Case(title, contenders, lambda: differentiate(naive, source.double().requires_grad_()))
@@ -130,12 +164,20 @@ def megatron_log_probs(targets: Tensor) -> Callable[[Tensor], Tensor]:
     """Megatron's fused cross-entropy of a split vocabulary, in a group of one."""
 
     def log_probs(logits: Tensor) -> Tensor:
-        on_cpu = contextlib.nullcontext if CUDA else importlib.import_module("megarl.megatron.cpu_shim").cpu_megatron
+        on_cpu = (
+            contextlib.nullcontext
+            if CUDA
+            else importlib.import_module("megarl.megatron.cpu_shim").cpu_megatron
+        )
         with on_cpu():
             fused = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
-            if logits.dtype == torch.float32:  # it subtracts the maximum in place, from fp32 logits without making a copy first
+            if (
+                logits.dtype == torch.float32
+            ):  # it subtracts the maximum in place, from fp32 logits without making a copy first
                 logits = logits.clone()
-            return -fused.fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], dist.group.WORLD)[:, 0]
+            return -fused.fused_vocab_parallel_cross_entropy(
+                logits[:, None], targets[:, None], dist.group.WORLD
+            )[:, 0]
 
     return log_probs
 
@@ -165,16 +207,19 @@ def policy_loss_case(small: bool) -> Case:
     columns = log_probs + 0.1 * noise, advantages, torch.full((num_tokens,), 1 / num_tokens, device=DEVICE)
     options = PolicyLossOptions(**CLIPS)
 
-    def differentiate(function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    def differentiate(
+        function: Callable[..., Tensor], dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
         leaf = log_probs.to(dtype).requires_grad_()
         return {"dlog_probs": torch.autograd.grad(function(leaf, *columns), leaf)[0]}
 
     compiled = torch.compile(eager_policy_loss, dynamic=False)
     contenders = [
         Contender("policy_loss", lambda: differentiate(lambda *columns: policy_loss(*columns, options)[0])),
-        Contender("eager", lambda: differentiate(eager_policy_loss)), Contender("torch.compile", lambda: differentiate(compiled)),
+        Contender("eager", lambda: differentiate(eager_policy_loss)),
+        Contender("torch.compile", lambda: differentiate(compiled)),
         Contender("copy of the columns", lambda: [x.clone() for x in (log_probs, *columns)] and {}),
-    ]  # fmt: skip
+    ]
     title = f"policy loss, forward and backward: N={num_tokens}"
     return Case(title, contenders, lambda: differentiate(eager_policy_loss, torch.float64))
 
@@ -201,15 +246,24 @@ def gae_case(small: bool) -> Case:
             advantages[:, t] = last
         return {"advantages": advantages.view(-1), "returns": (advantages + v).view(-1)}
 
-    contenders = [Contender("gae", ours), Contender("loop over tokens", loop),
-                  Contender("copy of the columns", lambda: [x.clone() for x in (rewards, values, mask)] and {})]  # fmt: skip
-    return Case(f"advantages and returns: {num_sequences} x {length} tokens", contenders, lambda: loop(torch.float64))
+    contenders = [
+        Contender("gae", ours),
+        Contender("loop over tokens", loop),
+        Contender("copy of the columns", lambda: [x.clone() for x in (rewards, values, mask)] and {}),
+    ]
+    return Case(
+        f"advantages and returns: {num_sequences} x {length} tokens", contenders, lambda: loop(torch.float64)
+    )
 
 
 CASES: dict[str, Callable[[bool], Case]] = {
-    "head": head_case, "head_entropy": functools.partial(head_case, entropy_coef=0.01), "head_half": functools.partial(head_case, idle=0.5),
-    "log_probs": log_probs_case, "policy_loss": policy_loss_case, "gae": gae_case,
-}  # fmt: skip
+    "head": head_case,
+    "head_entropy": functools.partial(head_case, entropy_coef=0.01),
+    "head_half": functools.partial(head_case, idle=0.5),
+    "log_probs": log_probs_case,
+    "policy_loss": policy_loss_case,
+    "gae": gae_case,
+}
 
 
 if __name__ == "__main__":

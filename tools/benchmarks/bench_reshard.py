@@ -61,15 +61,26 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="file for all numbers")
     parser.add_argument("--model", type=Path, help="Hugging Face folder with bf16 weights, for --device cpu")
-    parser.add_argument("--model-shape", choices=("0.5b", "7b"), default="0.5b", help="of the random weights, for --device cuda")
+    parser.add_argument(
+        "--model-shape",
+        choices=("0.5b", "7b"),
+        default="0.5b",
+        help="of the random weights, for --device cuda",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only-copies", action="store_true", help="without vLLM and without a second process")
-    parser.add_argument("--only-megarl", action="store_true", help="without the ways of others and without send/recv")
+    parser.add_argument(
+        "--only-copies", action="store_true", help="without vLLM and without a second process"
+    )
+    parser.add_argument(
+        "--only-megarl", action="store_true", help="without the ways of others and without send/recv"
+    )
     return parser.parse_args()
 
 
@@ -85,12 +96,22 @@ def run_phases(arguments: argparse.Namespace) -> dict:
                 for role, way in children.ways():
                     result["ways"].setdefault(way, []).append(children.measure(role, way))
             if with_others and dtype == "bfloat16":
-                digests = {role: children.ask(role, "digest") for role in roles if role != "reload" and not role.endswith("_1")}
-                assert len({tuple(digest) for digest in digests.values()}) == 1, "the ways do not bring the same weights"
+                digests = {
+                    role: children.ask(role, "digest")
+                    for role in roles
+                    if role != "reload" and not role.endswith("_1")
+                }
+                assert len({tuple(digest) for digest in digests.values()}) == 1, (
+                    "the ways do not bring the same weights"
+                )
     for way, runs in result["ways"].items():  # the first is a warm-up
-        result["ways"][way] = {"seconds": median(run["seconds"] for run in runs[1:]), "bytes": runs[0]["bytes"],
-                               "extra_bytes": max(run["extra_bytes"] for run in runs[1:]),
-                               "first_extra_bytes": runs[0]["extra_bytes"], "all_seconds": [run["seconds"] for run in runs]}  # fmt: skip
+        result["ways"][way] = {
+            "seconds": median(run["seconds"] for run in runs[1:]),
+            "bytes": runs[0]["bytes"],
+            "extra_bytes": max(run["extra_bytes"] for run in runs[1:]),
+            "first_extra_bytes": runs[0]["extra_bytes"],
+            "all_seconds": [run["seconds"] for run in runs],
+        }
     print_table(result)
     return result
 
@@ -105,7 +126,9 @@ class Children:
         self._processes, self._pipes = {}, {}
         for role in roles:
             self._pipes[role], theirs = context.Pipe()
-            self._processes[role] = context.Process(target=reshard_roles.play, args=(role, theirs, arguments, dtype), daemon=True)
+            self._processes[role] = context.Process(
+                target=reshard_roles.play, args=(role, theirs, arguments, dtype), daemon=True
+            )
             self._processes[role].start()
             theirs.close()
         self._ways = {role: self._receive(role) for role in roles}
@@ -159,16 +182,27 @@ def print_table(result: dict) -> None:
             ratio = f"{ratios[f'{way} / memcpy']:.2f} x {reference}"
             if result["arguments"]["device"] == "cuda":
                 ratio += f" = {1 / ratios[f'{way} / memcpy']:.2f} of its speed"
-        elif "copy bf16->bf16" in ways and kind not in ("memcpy", "torch", "copy", "aliased") and "bf16->bf16" in way:
+        elif (
+            "copy bf16->bf16" in ways
+            and kind not in ("memcpy", "torch", "copy", "aliased")
+            and "bf16->bf16" in way
+        ):
             ratios[f"{way} / copy"] = numbers["seconds"] / ways["copy bf16->bf16"]["seconds"]
             ratio = f"{ratios[f'{way} / copy']:.3g} x copy bf16->bf16"
-        speed, extra = numbers["bytes"] / numbers["seconds"] / 1e9, max(numbers["extra_bytes"], numbers["first_extra_bytes"])
-        print(f"{way:34}{1e3 * numbers['seconds']:10.2f}{numbers['bytes'] / 1e6:8.0f}{speed:8.2f}{extra / 1e6:10.1f}   {ratio}")
+        speed, extra = (
+            numbers["bytes"] / numbers["seconds"] / 1e9,
+            max(numbers["extra_bytes"], numbers["first_extra_bytes"]),
+        )
+        print(
+            f"{way:34}{1e3 * numbers['seconds']:10.2f}{numbers['bytes'] / 1e6:8.0f}{speed:8.2f}{extra / 1e6:10.1f}   {ratio}"
+        )
     for what, way, reference, (least, most) in TARGETS:
         if way in ways and (reference is None or reference in ways):
             value = ways[way]["seconds"] / (ways[reference]["seconds"] if reference else 1e-3)
             result.setdefault("targets", {})[what] = {"value": value, "least": least, "most": most}
-            print(f"{what:34}{value:10.3f}   target: {f'>= {least}' if least else f'<= {most}'}{'' if least <= value <= most else ', MISSED'}")
+            print(
+                f"{what:34}{value:10.3f}   target: {f'>= {least}' if least else f'<= {most}'}{'' if least <= value <= most else ', MISSED'}"
+            )
 
 
 if __name__ == "__main__":

@@ -31,13 +31,22 @@ def head_case(small: bool, entropy_coef: float = 0.0, idle: float = 0.0) -> Case
     if small:
         num_tokens, num_hidden, vocab_size = 128, 64, 1000
     head = Head.random(num_tokens, num_hidden, vocab_size, entropy_coef, idle)
-    contenders = [Contender("fused_linear_policy_loss", head.fused), Contender("linear_log_probs", head.recompute),
-                  Contender("naive", head.naive), Contender("torch.compile", head.compiled())]  # fmt: skip
+    contenders = [
+        Contender("fused_linear_policy_loss", head.fused),
+        Contender("linear_log_probs", head.recompute),
+        Contender("naive", head.naive),
+        Contender("torch.compile", head.compiled()),
+    ]
     if entropy_coef == 0:  # these have none
-        contenders += [Contender("cut-cross-entropy", head.cut_cross_entropy), Contender("liger grpo", head.liger)]
+        contenders += [
+            Contender("cut-cross-entropy", head.cut_cross_entropy),
+            Contender("liger grpo", head.liger),
+        ]
     contenders.append(Contender("three matrix products", head.matrix_products))
     title = f"output layer, forward and backward: T={num_tokens} H={num_hidden} V={vocab_size} {DTYPE}"
-    more = (", with entropy" if entropy_coef else "") + (f", {idle:.0%} of the sequences without advantage" if idle else "")
+    more = (", with entropy" if entropy_coef else "") + (
+        f", {idle:.0%} of the sequences without advantage" if idle else ""
+    )
     return Case(title + more, contenders, head.float64)
 
 
@@ -54,7 +63,9 @@ class Head:
     entropy_coef: float
 
     @classmethod
-    def random(cls, num_tokens: int, num_hidden: int, vocab_size: int, entropy_coef: float, idle: float) -> Head:
+    def random(
+        cls, num_tokens: int, num_hidden: int, vocab_size: int, entropy_coef: float, idle: float
+    ) -> Head:
         options = dict(generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
         hidden = (torch.randn(num_tokens, num_hidden, **options) * 0.5).to(DTYPE)
         weight = (torch.randn(vocab_size, num_hidden, **options) * 0.05).to(DTYPE)
@@ -63,8 +74,15 @@ class Head:
         advantages = torch.randn(num_tokens // tokens_per_sequence, **options)
         advantages[: int(idle * len(advantages))] = 0
         old, _ = linear_log_probs(hidden, weight, targets, vocab_size=vocab_size)
-        return cls(hidden.requires_grad_(), weight.requires_grad_(), targets, old,
-                   advantages.repeat_interleave(tokens_per_sequence), tokens_per_sequence, entropy_coef)  # fmt: skip
+        return cls(
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            targets,
+            old,
+            advantages.repeat_interleave(tokens_per_sequence),
+            tokens_per_sequence,
+            entropy_coef,
+        )
 
     @property
     def options(self) -> dict:
@@ -94,10 +112,16 @@ class Head:
         return self.backward(out.loss, out.log_probs)
 
     def recompute(self) -> dict[str, Tensor]:
-        return self.through_log_probs(*linear_log_probs(self.hidden, self.weight, self.targets, **self.options))
+        return self.through_log_probs(
+            *linear_log_probs(self.hidden, self.weight, self.targets, **self.options)
+        )
 
-    def naive_log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        log_p = torch.log_softmax((hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32)), -1)
+    def naive_log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        log_p = torch.log_softmax(
+            (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32)), -1
+        )
         entropy = -(log_p.exp() * log_p).sum(-1) if self.entropy_coef else None
         return log_p.gather(1, targets[:, None])[:, 0], entropy
 
@@ -111,17 +135,27 @@ class Head:
     def cut_cross_entropy(self) -> dict[str, Tensor]:
         linear_cross_entropy = importlib.import_module("cut_cross_entropy").linear_cross_entropy
         impl = dict(impl="cce", filter_eps=None) if CUDA else dict(impl="torch_compile")
-        return self.through_log_probs(-linear_cross_entropy(self.hidden, self.weight, self.targets, reduction="none", **impl), None)
+        return self.through_log_probs(
+            -linear_cross_entropy(self.hidden, self.weight, self.targets, reduction="none", **impl), None
+        )
 
     def liger(self) -> dict[str, Tensor]:
         """Its mean over all tokens; it walks over sequences, which have no padding here. Its log-probs stay inside."""
         module = importlib.import_module("liger_kernel.chunked_loss")
         shape = (-1, self.tokens_per_sequence)
         clips = dict(epsilon_low=CLIPS["clip_eps_low"], epsilon_high=CLIPS["clip_eps_high"])
-        head = module.LigerFusedLinearGRPOLoss(beta=0.0, compiled=CUDA, use_ref_model=False, loss_type="bnpo", **clips)
+        head = module.LigerFusedLinearGRPOLoss(
+            beta=0.0, compiled=CUDA, use_ref_model=False, loss_type="bnpo", **clips
+        )
         targets, advantages = self.targets.view(shape), self.advantages.view(shape)
-        value, _ = head(self.hidden.view(*targets.shape, -1), self.weight, targets, torch.ones_like(advantages), advantages[:, 0],
-                        old_per_token_logps=self.old.view(shape))  # fmt: skip
+        value, _ = head(
+            self.hidden.view(*targets.shape, -1),
+            self.weight,
+            targets,
+            torch.ones_like(advantages),
+            advantages[:, 0],
+            old_per_token_logps=self.old.view(shape),
+        )
         return self.backward(value)
 
     @torch.no_grad()
@@ -133,7 +167,10 @@ class Head:
     def float64(self) -> dict[str, Tensor]:
         """512 rows at a time, by autograd, with a loss in plain PyTorch."""
         wide = [x.detach().double().requires_grad_() for x in (self.hidden, self.weight)]
-        log_probs, gradients = torch.empty(len(self.hidden), dtype=torch.float64, device=DEVICE), [torch.zeros_like(x) for x in wide]
+        log_probs, gradients = (
+            torch.empty(len(self.hidden), dtype=torch.float64, device=DEVICE),
+            [torch.zeros_like(x) for x in wide],
+        )
         for first in range(0, len(self.hidden), 512):
             rows = slice(first, first + 512)
             out, entropy = self.naive_log_probs(wide[0][rows], wide[1], self.targets[rows])

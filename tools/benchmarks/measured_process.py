@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _READ_INTERVAL_S = 0.5
-_SEARCH_EVERY = 4  # readings: going through /proc costs milliseconds, and what is measured runs on the same cores
+_SEARCH_EVERY = (
+    4  # readings: going through /proc costs milliseconds, and what is measured runs on the same cores
+)
 
 
 @dataclass
@@ -33,7 +35,14 @@ def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
     """Run to the end, output into `log`. Raises: ProcessFailed with the end of the log if the exit code is not 0."""
     measured = Measured(time.time())
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
         ended = threading.Event()
         sampler = threading.Thread(target=_sample_memory, args=(process.pid, ended, measured), daemon=True)
         sampler.start()
@@ -51,7 +60,9 @@ def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
     measured.wall_s = time.time() - measured.started_at
     if process.returncode:
         tail = "\n".join(text for _, text in measured.lines[-20:])
-        raise ProcessFailed(f"`{' '.join(command)}` ended with exit code {process.returncode}. The end of {log}:\n{tail}")
+        raise ProcessFailed(
+            f"`{' '.join(command)}` ended with exit code {process.returncode}. The end of {log}:\n{tail}"
+        )
     return measured
 
 
@@ -61,7 +72,9 @@ def _sample_memory(root: int, ended: threading.Event, measured: Measured) -> Non
         if reading % _SEARCH_EVERY == 0:
             tree = _descendants(root)
         reading += 1
-        measured.peak_memory_bytes = max(measured.peak_memory_bytes, sum(_peak_rss_bytes(pid) for pid in tree))
+        measured.peak_memory_bytes = max(
+            measured.peak_memory_bytes, sum(_peak_rss_bytes(pid) for pid in tree)
+        )
 
 
 def _descendants(root: int) -> list[int]:

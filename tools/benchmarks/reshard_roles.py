@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, ReshardConfig, RolloutConfig, RunConfig, SamplingConfig, TrainConfig
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ReshardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.digest import Digest
@@ -33,8 +42,15 @@ if TYPE_CHECKING:
 TP = 2
 BUCKET_BYTES = 512 << 20
 SHORT = {"bfloat16": "bf16", "float32": "fp32"}
-SEVEN_B = {"hidden_size": 3584, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
-           "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+SEVEN_B = {
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 
 
 def play(role: str, connection: Connection, arguments: argparse.Namespace, dtype: str) -> None:
@@ -86,7 +102,9 @@ def peak_memory(device: str) -> int:
 
 
 def _status_bytes(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":")
+    )
     return int(line.split()[1]) << 10
 
 
@@ -109,10 +127,15 @@ def allocate(atlas: Atlas, dtype: torch.dtype, device: str) -> tuple[Tensor, dic
     """(one block, as Megatron keeps its parameters; [rows, cols] views of it)."""
     block = torch.zeros(sum(param.rows * param.cols for param in atlas.values()), dtype=dtype, device=device)
     parts = block.split([param.rows * param.cols for param in atlas.values()])
-    return block, {name: part.view(param.rows, param.cols) for (name, param), part in zip(atlas.items(), parts, strict=True)}
+    return block, {
+        name: part.view(param.rows, param.cols)
+        for (name, param), part in zip(atlas.items(), parts, strict=True)
+    }
 
 
-def shard(arguments: argparse.Namespace, shape: ModelShape, dtype: torch.dtype, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+def shard(
+    arguments: argparse.Namespace, shape: ModelShape, dtype: torch.dtype, rank: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """One rank's Megatron parameters with the folder's weights; random ones on a GPU."""
     atlas = megatron_atlas(shape, TP, rank)
     block, tensors = allocate(atlas, dtype, arguments.device)
@@ -142,14 +165,26 @@ def copies(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[d
         dst, src = [], []
         for (source, _), rects in plan.copies.items():
             for r in rects:
-                src.append(sources[source][r.src_name][r.src_row : r.src_row + r.rows, r.src_col : r.src_col + r.cols])
-                dst.append(tensors[r.dst_name][r.dst_row : r.dst_row + r.rows, r.dst_col : r.dst_col + r.cols])
+                src.append(
+                    sources[source][r.src_name][
+                        r.src_row : r.src_row + r.rows, r.src_col : r.src_col + r.cols
+                    ]
+                )
+                dst.append(
+                    tensors[r.dst_name][r.dst_row : r.dst_row + r.rows, r.dst_col : r.dst_col + r.cols]
+                )
         copy, label = CopyPlan(dst, src, arguments.threads), f"{short(dtype)}->{short(target)}"
         ways[f"copy {label}"] = copy.run, copy.bytes
         ways |= whole_block_copies(arguments, block, label)
         ends = [Digest(src, target, arguments.threads), Digest(dst, num_threads=arguments.threads)]
-        ways[f"sampled digests {label}"] = lambda ends=ends: check_equal(*(end.sampled(1) for end in ends)), copy.bytes
-        ways[f"full digests {label}"] = lambda ends=ends: check_equal(*(end.full() for end in ends)), copy.bytes
+        ways[f"sampled digests {label}"] = (
+            lambda ends=ends: check_equal(*(end.sampled(1) for end in ends)),
+            copy.bytes,
+        )
+        ways[f"full digests {label}"] = (
+            lambda ends=ends: check_equal(*(end.full() for end in ends)),
+            copy.bytes,
+        )
         if target == dtype == torch.bfloat16:
             kept = tensors
     return ways, weights_digest(kept) if dtype == torch.bfloat16 else (lambda: [])
@@ -159,7 +194,9 @@ def short(dtype: torch.dtype) -> str:
     return SHORT[str(dtype).removeprefix("torch.")]
 
 
-def whole_block_copies(arguments: argparse.Namespace, block: Tensor, label: str) -> dict[str, tuple[Callable[[], None], int]]:
+def whole_block_copies(
+    arguments: argparse.Namespace, block: Tensor, label: str
+) -> dict[str, tuple[Callable[[], None], int]]:
     """Of as many bytes as `block` holds, into it."""
     plain, num_bytes = torch.zeros_like(block), block.numel() * block.element_size()
     into = torch.zeros_like(block)
@@ -168,7 +205,12 @@ def whole_block_copies(arguments: argparse.Namespace, block: Tensor, label: str)
         return {f"memcpy {label}": ways.pop(f"torch copy_ {label}")}  # cudaMemcpyAsync
     from megarl import _C
 
-    return {f"memcpy {label}": (lambda: _C.memcpy(into.data_ptr(), plain.data_ptr(), num_bytes, arguments.threads), num_bytes)} | ways
+    return {
+        f"memcpy {label}": (
+            lambda: _C.memcpy(into.data_ptr(), plain.data_ptr(), num_bytes, arguments.threads),
+            num_bytes,
+        )
+    } | ways
 
 
 def check_equal(sent: list[int], received: list[int]) -> None:
@@ -178,7 +220,9 @@ def check_equal(sent: list[int], received: list[int]) -> None:
 
 def transfer(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tuple[dict, Callable]:
     shape = model_shape(arguments)
-    dist.init_process_group("gloo", init_method=f"file://{arguments.folder}/transfer", rank=rank, world_size=TP)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{arguments.folder}/transfer", rank=rank, world_size=TP
+    )
     atlas = vllm_atlas(shape, 1, 0)
     _, sources = shard(arguments, shape, dtype, rank)
     destinations = allocate(atlas, dtype, "cpu")[1] if rank == 0 else {}
@@ -198,41 +242,69 @@ def transfer(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tu
 
 def start_vllm(arguments: argparse.Namespace):
     """(LLM, its model)."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                   "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     from vllm import LLM
 
-    llm = LLM(str(arguments.model), dtype="bfloat16", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-              kv_cache_memory_bytes=64 << 20, disable_log_stats=True)  # fmt: skip
+    llm = LLM(
+        str(arguments.model),
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=4,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        disable_log_stats=True,
+    )
     return llm, llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
 
 
 def engine_config(arguments: argparse.Namespace, with_alias: bool) -> TrainConfig:
     return TrainConfig(
-        algorithm=None, model=ModelConfig(model=str(arguments.model), bf16=True), batch=BatchConfig(train_iters=1),
-        data=DataConfig(train_data=("unused.jsonl",)), run=RunConfig(save="unused"), reshard=ReshardConfig(reshard_alias=with_alias),
-        rollout=RolloutConfig(max_num_seqs=4), sampling=SamplingConfig(max_prompt_length=128, max_response_length=128))  # fmt: skip
+        algorithm=None,
+        model=ModelConfig(model=str(arguments.model), bf16=True),
+        batch=BatchConfig(train_iters=1),
+        data=DataConfig(train_data=("unused.jsonl",)),
+        run=RunConfig(save="unused"),
+        reshard=ReshardConfig(reshard_alias=with_alias),
+        rollout=RolloutConfig(max_num_seqs=4),
+        sampling=SamplingConfig(max_prompt_length=128, max_response_length=128),
+    )
 
 
-def start_engine(arguments: argparse.Namespace, dtype: torch.dtype, qkv_layout: str, with_alias: bool) -> RolloutEngine:
+def start_engine(
+    arguments: argparse.Namespace, dtype: torch.dtype, qkv_layout: str, with_alias: bool
+) -> RolloutEngine:
     """Beside a trainer of the same parallelism that holds the folder's weights; it has generated once."""
     from megarl.rollout.engine import RolloutEngine
 
     shape = model_shape(arguments)
-    dist.init_process_group("gloo", init_method=f"file://{arguments.folder}/engine-{qkv_layout}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{arguments.folder}/engine-{qkv_layout}", rank=0, world_size=1
+    )
     atlas = megatron_atlas(shape, 1, 0, qkv_layout=qkv_layout)
     _, tensors = allocate(atlas, dtype, "cpu")
     engine = RolloutEngine(engine_config(arguments, with_alias), shape, [0], {0: atlas}, tensors)
     load_hf(arguments.model, atlas, tensors, shape)
     engine.sync(0)
-    engine.generate([[1, 2, 3]], [0], temperature=1.0, max_tokens=2)  # from here on there is a prefix cache to clear
+    engine.generate(
+        [[1, 2, 3]], [0], temperature=1.0, max_tokens=2
+    )  # from here on there is a prefix cache to clear
     torch.set_num_threads(arguments.threads)
     return engine
 
 
 def sync(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dict, Callable]:
     """A whole sync that copies everything: both ends' digests, copies, vote, commit, prefix cache."""
-    engine, versions, spent = start_engine(arguments, dtype, "grouped", with_alias=False), itertools.count(1), 0.0
+    engine, versions, spent = (
+        start_engine(arguments, dtype, "grouped", with_alias=False),
+        itertools.count(1),
+        0.0,
+    )
     sampled = Digest.sampled
 
     def timed(digest: Digest, version: int) -> list[int]:
@@ -253,8 +325,10 @@ def sync(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dic
     def whole() -> None:
         engine.sync(next(versions))
 
-    return {f"sync {label}": (whole, engine.bytes_per_sync),
-            f"digests of a sync {label}": (digests, engine.bytes_per_sync)}, weights_digest(engine.tensors[0])  # fmt: skip
+    return {
+        f"sync {label}": (whole, engine.bytes_per_sync),
+        f"digests of a sync {label}": (digests, engine.bytes_per_sync),
+    }, weights_digest(engine.tensors[0])
 
 
 def alias(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[dict, Callable]:
@@ -285,7 +359,9 @@ def gather(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tupl
     if rank == 0:
         from vllm.model_executor.layers import utils
 
-        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+            layer, "cpu_linear", torch.nn.functional.linear
+        )
         _, model = start_vllm(arguments)
     # vLLM owns the default group of its process.
     group = dist.ProcessGroupGloo(dist.FileStore(f"{arguments.folder}/gather", TP), rank, TP)
@@ -294,14 +370,24 @@ def gather(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tupl
         for bucket in buckets(full_hf_tensors(shape, sources, group)):
             if model is not None:
                 received = bucket[0].clone()
-                model.load_weights((name, received[start:end].view(dtype).view(size)) for name, start, end, size in bucket[1])
+                model.load_weights(
+                    (name, received[start:end].view(dtype).view(size)) for name, start, end, size in bucket[1]
+                )
 
     atlas = vllm_atlas(shape, 1, 0)
-    held = {} if model is None else {name: p.data.view(atlas[name].rows, atlas[name].cols) for name, p in model.named_parameters()}
-    return {"gather + load bf16->bf16": (run, sum(t.numel() for t in held.values()) * dtype.itemsize)}, weights_digest(held)
+    held = (
+        {}
+        if model is None
+        else {name: p.data.view(atlas[name].rows, atlas[name].cols) for name, p in model.named_parameters()}
+    )
+    return {
+        "gather + load bf16->bf16": (run, sum(t.numel() for t in held.values()) * dtype.itemsize)
+    }, weights_digest(held)
 
 
-def full_hf_tensors(shape: ModelShape, sources: dict[str, Tensor], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+def full_hf_tensors(
+    shape: ModelShape, sources: dict[str, Tensor], group: dist.ProcessGroup
+) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor on every rank, under its Hugging Face name."""
     sizes = hf_sizes(shape)
     for name, local in sources.items():
@@ -316,8 +402,10 @@ def full_hf_tensors(shape: ModelShape, sources: dict[str, Tensor], group: dist.P
 
 def split_to_hf(shape: ModelShape, name: str, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Megatron's local layer spec, dense models."""
-    prefix = name.replace("decoder.layers.", "model.layers.").rpartition("self_attention.")[0] or \
-        name.replace("decoder.layers.", "model.layers.").rpartition("mlp.")[0]  # fmt: skip
+    prefix = (
+        name.replace("decoder.layers.", "model.layers.").rpartition("self_attention.")[0]
+        or name.replace("decoder.layers.", "model.layers.").rpartition("mlp.")[0]
+    )
     kind = name.rpartition(".")[2]
     if "word_embeddings" in name:
         yield "model.embed_tokens.weight", torch.cat(parts)[: shape.vocab_size]
@@ -326,7 +414,11 @@ def split_to_hf(shape: ModelShape, name: str, parts: list[Tensor]) -> Iterator[t
     elif "final_layernorm" in name:
         yield "model.norm.weight", parts[0]
     elif "linear_qkv" in name:
-        groups, heads, head_dim = shape.num_query_groups, shape.num_attention_heads // shape.num_query_groups, shape.head_dim
+        groups, heads, head_dim = (
+            shape.num_query_groups,
+            shape.num_attention_heads // shape.num_query_groups,
+            shape.head_dim,
+        )
         full = torch.cat(parts).view(groups, heads + 2, head_dim, -1)
         for letter, part in zip("qkv", full.split([heads, 1, 1], dim=1), strict=True):
             yield f"{prefix}self_attn.{letter}_proj.{kind}", part.reshape(-1, full.shape[-1])
@@ -357,4 +449,11 @@ def buckets(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, lis
     yield buffer[:at], entries
 
 
-SETUPS = {"copies": copies, "reload": reload, "gather": gather, "transfer": transfer, "sync": sync, "alias": alias}
+SETUPS = {
+    "copies": copies,
+    "reload": reload,
+    "gather": gather,
+    "transfer": transfer,
+    "sync": sync,
+    "alias": alias,
+}

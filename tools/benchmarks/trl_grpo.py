@@ -42,8 +42,14 @@ def main(job_file: str, result_file: str) -> None:
     trainer.train()
     if trainer.accelerator.is_main_process:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        result = {"first_step_at": recorder.first_step_at, "steps": recorder.steps, "evaluations": recorder.evaluations}
-        Path(result_file).write_text(json.dumps(result | {"threads": torch.get_num_threads(), "versions": versions}))
+        result = {
+            "first_step_at": recorder.first_step_at,
+            "steps": recorder.steps,
+            "evaluations": recorder.evaluations,
+        }
+        Path(result_file).write_text(
+            json.dumps(result | {"threads": torch.get_num_threads(), "versions": versions})
+        )
 
 
 class Recorder(TrainerCallback):
@@ -126,12 +132,22 @@ def build_trainer(job: dict, recorder: Recorder) -> TimedTrainer:
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     score = load_reward(job["reward_file"], job["reward_name"])
 
-    def reward(completions: list[str], ground_truth: list[str], data_source: list[str], **_: object) -> list[float]:
-        return [score(source, text, truth) for source, text, truth in zip(data_source, completions, ground_truth, strict=True)]
+    def reward(
+        completions: list[str], ground_truth: list[str], data_source: list[str], **_: object
+    ) -> list[float]:
+        return [
+            score(source, text, truth)
+            for source, text, truth in zip(data_source, completions, ground_truth, strict=True)
+        ]
 
-    trainer = TimedTrainer(model=model, reward_funcs=reward, args=grpo_config(job), processing_class=tokenizer,
-                           train_dataset=Dataset.from_list(read_rows(job["train_data"], tokenizer, job["train_rows"])),
-                           optimizers=build_optimizer(model, job))  # fmt: skip
+    trainer = TimedTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=grpo_config(job),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(read_rows(job["train_data"], tokenizer, job["train_rows"])),
+        optimizers=build_optimizer(model, job),
+    )
     trainer.recorder = recorder
     return trainer
 
@@ -146,27 +162,59 @@ def grpo_config(job: dict) -> GRPOConfig:
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return GRPOConfig(
-        output_dir=job["output_dir"], seed=job["seed"], use_cpu=True, bf16=False, fp16=False,
-        max_steps=job["steps"] * job["updates_per_step"], num_generations=job["num_samples_per_prompt"],
-        per_device_train_batch_size=job["global_batch_size"] // processes, gradient_accumulation_steps=1,
-        steps_per_generation=job["updates_per_step"], num_iterations=1, shuffle_dataset=False,
-        max_completion_length=job["max_response_length"], temperature=job["temperature"], top_p=1.0, top_k=0,
+        output_dir=job["output_dir"],
+        seed=job["seed"],
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        max_steps=job["steps"] * job["updates_per_step"],
+        num_generations=job["num_samples_per_prompt"],
+        per_device_train_batch_size=job["global_batch_size"] // processes,
+        gradient_accumulation_steps=1,
+        steps_per_generation=job["updates_per_step"],
+        num_iterations=1,
+        shuffle_dataset=False,
+        max_completion_length=job["max_response_length"],
+        temperature=job["temperature"],
+        top_p=1.0,
+        top_k=0,
         cache_implementation=job["cache_implementation"],
-        loss_type="bnpo", scale_rewards="group", beta=0.0, epsilon=job["clip_eps_low"], epsilon_high=job["clip_eps_high"],
-        max_grad_norm=job["clip_grad"], use_vllm=False,
+        loss_type="bnpo",
+        scale_rewards="group",
+        beta=0.0,
+        epsilon=job["clip_eps_low"],
+        epsilon_high=job["clip_eps_high"],
+        max_grad_norm=job["clip_grad"],
+        use_vllm=False,
         # No activation recompute, no logs, no progress bar, no checkpoints.
-        gradient_checkpointing=False, logging_strategy="no", report_to="none", disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
 
 
-def build_optimizer(model: torch.nn.Module, job: dict) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+def build_optimizer(
+    model: torch.nn.Module, job: dict
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """PyTorch's fused AdamW, and megarl's schedule: it warms up by step, not by update, and does not begin at 0."""
     if job["weight_decay"]:
-        raise ValueError(f"weight_decay ({job['weight_decay']}) must be 0: TRL would decay norms and biases too.")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], betas=tuple(job["adam_betas"]), eps=job["adam_eps"], weight_decay=0.0,
-                                  fused=True)  # fmt: skip
+        raise ValueError(
+            f"weight_decay ({job['weight_decay']}) must be 0: TRL would decay norms and biases too."
+        )
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=job["lr"],
+        betas=tuple(job["adam_betas"]),
+        eps=job["adam_eps"],
+        weight_decay=0.0,
+        fused=True,
+    )
     warmup, per_step = job["lr_warmup_iters"], job["updates_per_step"]
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update // per_step + 1) / max(1, warmup)))
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: min(1.0, (update // per_step + 1) / max(1, warmup))
+    )
 
 
 def load_reward(file: str, name: str) -> Callable[[str, str, str], float]:
@@ -180,9 +228,16 @@ def load_reward(file: str, name: str) -> Callable[[str, str, str], float]:
 def read_rows(file: str, tokenizer, order: list[int] | None = None) -> list[dict[str, str]]:
     """Prompts as rendered text: TRL then spends no time on chat templates in a step."""
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    return [{"prompt": tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True),
-             "ground_truth": row["reward_model"]["ground_truth"], "data_source": row["data_source"]}
-            for row in (rows if order is None else [rows[i] for i in order])]  # fmt: skip
+    return [
+        {
+            "prompt": tokenizer.apply_chat_template(
+                row["prompt"], tokenize=False, add_generation_prompt=True
+            ),
+            "ground_truth": row["reward_model"]["ground_truth"],
+            "data_source": row["data_source"],
+        }
+        for row in (rows if order is None else [rows[i] for i in order])
+    ]
 
 
 def held_out(trainer: TimedTrainer, job: dict) -> Callable[[], float]:
@@ -190,7 +245,13 @@ def held_out(trainer: TimedTrainer, job: dict) -> Callable[[], float]:
     works, and all leave together, so that none waits for another in the step that follows."""
     tokenizer, score = trainer.processing_class, load_reward(job["reward_file"], job["reward_name"])
     rows = read_rows(job["eval_data"], tokenizer)
-    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    inputs = tokenizer(
+        [row["prompt"] for row in rows],
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        add_special_tokens=False,
+    )
     inputs.pop("token_type_ids", None)
 
     def accuracy() -> float:
@@ -198,11 +259,20 @@ def held_out(trainer: TimedTrainer, job: dict) -> Callable[[], float]:
         model.eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(_EVALUATION_SEED)
-            ids = model.generate(**inputs, do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0,
-                                 max_new_tokens=job["max_response_length"])  # fmt: skip
+            ids = model.generate(
+                **inputs,
+                do_sample=True,
+                temperature=job["temperature"],
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=job["max_response_length"],
+            )
         model.train()
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return sum(score(row["data_source"], text, row["ground_truth"]) for row, text in zip(rows, texts, strict=True)) / len(rows)
+        return sum(
+            score(row["data_source"], text, row["ground_truth"])
+            for row, text in zip(rows, texts, strict=True)
+        ) / len(rows)
 
     def evaluate() -> float:
         scored = accuracy() if trainer.accelerator.is_main_process else 0.0

@@ -50,7 +50,11 @@ def compare(case: Case, repeats: int, limit_s: int) -> dict:
             with time_limit(limit_s):
                 contender.run()  # compiles, warms up
             memory, values = extra_memory(contender.run)
-            results[contender.name] = {"extra_bytes": memory, "errors": errors(values, expected), "seconds": []}
+            results[contender.name] = {
+                "extra_bytes": memory,
+                "errors": errors(values, expected),
+                "seconds": [],
+            }
             running.append(contender)
         except Exception as error:  # another's software, on a device that it may not know: report, and go on
             results[contender.name] = {"missing": first_line(error)}
@@ -137,5 +141,7 @@ def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
     out = {}
     for name, value in actual.items():
         difference = value.double() - expected[name]
-        out[name] = (difference.abs().max() if name == "log_probs" else difference.norm() / expected[name].norm()).item()
+        out[name] = (
+            difference.abs().max() if name == "log_probs" else difference.norm() / expected[name].norm()
+        ).item()
     return out

@@ -47,8 +47,10 @@ def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str
     if why_not[wanted] is None:
         return wanted, "--reshard-transport"
     works = ", ".join(name for name, reason in why_not.items() if reason is None)
-    raise ValueError(f"--reshard-transport ({wanted}): weights of rank {source.rank} cannot get to the engine of rank {destination.rank} "
-                     f"this way: {why_not[wanted]}. For this pair works: {works}. Try auto.")
+    raise ValueError(
+        f"--reshard-transport ({wanted}): weights of rank {source.rank} cannot get to the engine of rank {destination.rank} "
+        f"this way: {why_not[wanted]}. For this pair works: {works}. Try auto."
+    )
 
 
 def _best(source: Place, destination: Place) -> tuple[str, str]:
@@ -57,7 +59,9 @@ def _best(source: Place, destination: Place) -> tuple[str, str]:
     for transport in ("shared-memory", "cuda-ipc"):
         if _why_not(transport, source, destination) is None:
             return transport, f"same node, other process, {source.device}"
-    return "messages", _why_not("shared-memory" if destination.device == "cpu" else "cuda-ipc", source, destination)
+    return "messages", _why_not(
+        "shared-memory" if destination.device == "cpu" else "cuda-ipc", source, destination
+    )
 
 
 def _why_not(transport: str, source: Place, destination: Place) -> str | None:
@@ -70,7 +74,11 @@ def _why_not(transport: str, source: Place, destination: Place) -> str | None:
     for place in (source, destination):
         if place.device != device:
             return f"rank {place.rank} has its weights in {place.device} memory"
-    return None if source.node == destination.node else "they are on different nodes (or in different process namespaces)"
+    return (
+        None
+        if source.node == destination.node
+        else "they are on different nodes (or in different process namespaces)"
+    )
 
 
 def _same_process(source: Place, destination: Place) -> bool:

@@ -34,7 +34,9 @@ def open_shared(segment: CudaMemory) -> Tensor:
     device = device_index(segment.device_uuid)
     here = torch.cuda.current_device()
     if device != here and not torch.cuda.can_device_access_peer(here, device):
-        raise RuntimeError(f"GPU {here} cannot read GPU {device} of the same node directly. Use --reshard-transport messages.")
+        raise RuntimeError(
+            f"GPU {here} cannot read GPU {device} of the same node directly. Use --reshard-transport messages."
+        )
     storage = torch.UntypedStorage._new_shared_cuda(device, *segment.handle)
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
 
@@ -48,5 +50,7 @@ def device_index(uuid: str) -> int:
     for device in range(torch.cuda.device_count()):
         if device_uuid(device) == uuid:
             return device
-    raise RuntimeError(f"GPU {uuid}, which holds the weights, is not among the {torch.cuda.device_count()} that this process sees. "
-                       "Let it see all of the node's (CUDA_VISIBLE_DEVICES), or use --reshard-transport messages.")
+    raise RuntimeError(
+        f"GPU {uuid}, which holds the weights, is not among the {torch.cuda.device_count()} that this process sees. "
+        "Let it see all of the node's (CUDA_VISIBLE_DEVICES), or use --reshard-transport messages."
+    )

@@ -45,19 +45,32 @@ def export(tensors: dict[str, Tensor]) -> Exported:
             number_of[storage._cdata] = len(segments)
             segments.append((cuda_ipc if tensor.is_cuda else shared_memory).share(storage))
         rows, cols = tensor.shape
-        placed[name] = Placed(number_of[storage._cdata], tensor.storage_offset() * tensor.element_size(), rows, cols,
-                              tensor.stride(0), str(tensor.dtype).removeprefix("torch."))  # fmt: skip
+        placed[name] = Placed(
+            number_of[storage._cdata],
+            tensor.storage_offset() * tensor.element_size(),
+            rows,
+            cols,
+            tensor.stride(0),
+            str(tensor.dtype).removeprefix("torch."),
+        )
     return Exported(tuple(segments), placed)
 
 
 def open_exported(exported: Exported) -> dict[str, Tensor]:
     """The tensors, as views of the other process's memory: to be read only, and only while a sync is under way."""
-    opened = [(cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s) for s in exported.segments]
+    opened = [
+        (cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s)
+        for s in exported.segments
+    ]
     return {name: _view(opened[p.segment], p) for name, p in exported.tensors.items()}
 
 
 def _view(segment: Tensor, placed: Placed) -> Tensor:
     dtype = getattr(torch, placed.dtype)
-    span = ((placed.rows - 1) * placed.row_stride + placed.cols) * dtype.itemsize if placed.rows and placed.cols else 0
+    span = (
+        ((placed.rows - 1) * placed.row_stride + placed.cols) * dtype.itemsize
+        if placed.rows and placed.cols
+        else 0
+    )
     flat = segment[placed.offset : placed.offset + span].view(dtype)
     return flat.as_strided((placed.rows, placed.cols), (placed.row_stride, 1))

@@ -37,10 +37,14 @@ def share(storage: torch.UntypedStorage) -> SharedMemory:
     if not storage.is_shared():
         free = os.statvfs(_FOLDER)
         if storage.nbytes() > free.f_bavail * free.f_frsize:
-            raise OSError(f"{storage.nbytes():,} bytes of weights must be shared with another process and {_FOLDER} has "
-                          f"{free.f_bavail * free.f_frsize:,} left. Give the container more (docker run --shm-size), or use "
-                          "--reshard-transport messages.")  # fmt: skip
-    fd, num_bytes = storage._share_fd_cpu_()  # what Tensor.share_memory_() does, whatever the process-wide sharing strategy is
+            raise OSError(
+                f"{storage.nbytes():,} bytes of weights must be shared with another process and {_FOLDER} has "
+                f"{free.f_bavail * free.f_frsize:,} left. Give the container more (docker run --shm-size), or use "
+                "--reshard-transport messages."
+            )
+    fd, num_bytes = (
+        storage._share_fd_cpu_()
+    )  # what Tensor.share_memory_() does, whatever the process-wide sharing strategy is
     return SharedMemory(os.getpid(), process_start(os.getpid()), fd, os.fstat(fd).st_ino, num_bytes)
 
 
@@ -58,7 +62,9 @@ def open_shared(segment: SharedMemory) -> Tensor:
     finally:
         os.close(fd)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a read-only buffer becomes a tensor: it is only read
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # that a read-only buffer becomes a tensor: it is only read
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
