@@ -10,12 +10,14 @@ ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow clean
+.PHONY: help quickstart test test-slow test-stress clean
 
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
 	@echo 'make test-slow                          run the long tail: every layout, real size, faults; hours, 20 GB of memory'
+	@echo 'make test-stress [ARGS="tests/driver"]   run what has processes, signals or deadlines 20 times in each of four conditions;'
+	@echo '                                        goes on where it was interrupted (tools/stress_tests.py says how)'
 	@echo 'make clean                              remove the environment and everything that was built; runs/ stays'
 	@echo ''
 	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'
@@ -29,6 +31,9 @@ test: $(ENV)
 
 test-slow: $(ENV)
 	.venv/bin/python -m pytest $(or $(ARGS),tests) --import-mode=importlib -m slow
+
+test-stress: $(ENV)
+	.venv/bin/python tools/stress_tests.py $(ARGS)
 
 # The stamp is touched by setup_env.py, and only after everything is in place.
 $(ENV): tools/setup_env.py $(SOURCES)

@@ -1,7 +1,9 @@
-"""Builds the extension megarl._C with CMake and installs triton_kernels/ as megarl.kernels. Everything else is in pyproject.toml.
+"""Builds the extension megarl._C with CMake and installs triton_kernels/ as megarl.kernels. Everything else
+is in pyproject.toml.
 
-Environment: MEGARL_CUDA=AUTO|ON|OFF (AUTO: nvcc and something that could use the result), MEGARL_CUDA_ARCHS (CMake's list), MAX_JOBS.
-Without a C++ compiler the package installs without the extension, and weights are then copied by PyTorch."""
+Environment: MEGARL_CUDA=AUTO|ON|OFF (AUTO: nvcc and something that could use the result), MEGARL_CUDA_ARCHS
+(CMake's list), MAX_JOBS. Without a C++ compiler the package installs without the extension, and weights are
+then copied by PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def find_nvcc() -> str | None:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the PyTorch next to this Python is a CUDA build. Read, not imported: pip's isolated builds hide it."""
+    """Whether the PyTorch next to this Python is a CUDA build. Read, not imported: pip's isolated builds hide
+    it."""
     version = Path(sysconfig.get_path("purelib"), "torch", "version.py")
     lines = version.read_text().splitlines() if version.exists() else []
     return any(line.startswith("cuda") and not line.rstrip().endswith("None") for line in lines)
@@ -52,12 +55,14 @@ def cuda_choice() -> tuple[str | None, str]:
         return nvcc, "nvcc and a CUDA build of PyTorch were found"
     return (
         None,
-        "nvcc was found, but neither an NVIDIA driver nor a CUDA build of PyTorch (MEGARL_CUDA=ON builds it anyway)",
+        "nvcc was found, but neither an NVIDIA driver nor a CUDA build of PyTorch (MEGARL_CUDA=ON "
+        "builds it anyway)",
     )
 
 
 class CMakeBuild(build_ext):
-    """One CMake project, one module. A machine that cannot configure it installs without; code that does not compile is an error."""
+    """One CMake project, one module. A machine that cannot configure it installs without; code that does not
+    compile is an error."""
 
     def build_extension(self, ext: Extension) -> None:
         nvcc, reason = cuda_choice()
@@ -104,7 +109,8 @@ def build_info(nvcc: str | None, reason: str) -> str:
 
 setup(
     packages=[*find_packages(include=["megarl", "megarl.*"]), "megarl.kernels"],
-    # vLLM takes any top-level `triton_kernels` for OpenAI's package of that name, so ours is never importable under it.
+    # vLLM takes any top-level `triton_kernels` for OpenAI's package of that name, so ours is never importable
+    # under it.
     package_dir={"megarl.kernels": "triton_kernels"},
     ext_modules=[Extension("megarl._C", sources=[], optional=True)],
     cmdclass={"build_ext": CMakeBuild},

@@ -1,8 +1,10 @@
-"""A training loop of one's own: shorter answers earn a little more, and training stops when held-out accuracy is good enough.
+"""A training loop of one's own: shorter answers earn a little more, and training stops when held-out accuracy
+is good enough.
 
     python examples/own_loop.py @configs/quickstart_grpo.args --save runs/own_loop
 
-After `make quickstart`, whose model and data the configuration names. Nothing else starts it: this process is the driver."""
+After `make quickstart`, whose model and data the configuration names. Nothing else starts it: this process is
+the driver."""
 
 import sys
 

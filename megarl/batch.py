@@ -1,7 +1,7 @@
 """One packed batch from rollout to loss: no padding, typed columns.
 
-The one alignment rule: column[i] belongs to token i, so log_probs[i] is the log-probability *of* token i. The shift to the
-position that predicts it happens in `MicroBatch.predict_positions`, nowhere else.
+The one alignment rule: column[i] belongs to token i, so log_probs[i] is the log-probability *of* token i. The
+shift to the position that predicts it happens in `MicroBatch.predict_positions`, nowhere else.
 
 Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9, 1):
     tokens          5 6 7 1 8 9 9 1
@@ -20,7 +20,8 @@ TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values"
 
 @dataclass
 class Batch:
-    """B samples, T tokens. All tensors are on the CPU of the rank that holds them; columns not computed yet are None."""
+    """B samples, T tokens. All tensors are on the CPU of the rank that holds them; columns not computed yet
+    are None."""
 
     sample_ids: torch.Tensor
     """[B] int64, unique in the step; what the driver plans with."""
@@ -39,11 +40,12 @@ class Batch:
     values: torch.Tensor | None = None
     """[T] fp32, the critic's value of the state in which the token was chosen; 0 where masked."""
     advantages: torch.Tensor | None = None
-    """[T] fp32; 0 where masked."""
+    """[T] fp32; NaN where the sample's reward failed, 0 where masked."""
     returns: torch.Tensor | None = None
     """[T] fp32, what the critic learns to predict; NaN where the sample's reward failed, 0 where masked."""
     routed_experts: torch.Tensor | None = None
-    """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer; anything in layers without experts."""
+    """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer;
+    anything in layers without experts."""
 
     @staticmethod
     def from_samples(
@@ -87,7 +89,11 @@ class Batch:
     @property
     def response_lengths(self) -> torch.Tensor:
         """[B] int64."""
-        return _cumulative(self.response_mask)[self.cu_seqlens].diff()
+        return self.tokens_per_sample(self.response_mask)
+
+    def tokens_per_sample(self, mask: torch.Tensor) -> torch.Tensor:
+        """[B] int64, how many of each sample's tokens a [T] bool mask covers."""
+        return _cumulative(mask)[self.cu_seqlens].diff()
 
     def scatter(self, response_values: Iterable[float] | torch.Tensor) -> torch.Tensor:
         """[N] values of the response tokens, in order -> a [T] fp32 column."""
@@ -136,11 +142,13 @@ class Batch:
 
     @staticmethod
     def cat(batches: list[Batch]) -> Batch:
-        """One batch of all samples, in order. Raises: ValueError for a column that some of the batches have and others have not."""
+        """One batch of all samples, in order. Raises: ValueError for a column that some of the batches have
+        and others have not."""
         present = batches[0].columns.keys()
         if odd := sorted({name for b in batches for name in b.columns.keys() ^ present}):
             raise ValueError(
-                f"column {odd[0]} is in some of the {len(batches)} batches only. Set it in all of them, or in none."
+                f"column {odd[0]} is in some of the {len(batches)} batches only. Set it in all of "
+                "them, or in none."
             )
         parts = {
             name: torch.cat([getattr(b, name) for b in batches])
@@ -167,7 +175,8 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass takes: a batch plus where its N response tokens are, or those of one context-parallel rank."""
+    """What one forward pass takes: a batch plus where its N response tokens are, or those of one
+    context-parallel rank."""
 
     batch: Batch
     response_positions: torch.Tensor
@@ -179,7 +188,8 @@ class MicroBatch:
 
     @property
     def predict_positions(self) -> torch.Tensor:
-        """[N] int64: the position whose hidden state predicts each response token. A response never starts a sample."""
+        """[N] int64: the position whose hidden state predicts each response token. A response never starts a
+        sample."""
         return self.response_positions - 1
 
     @property

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 
 from megarl.batch import Batch
 from megarl.invariants import InvariantError, digest_of_bytes
 
-_LARGEST_LOG_PROB = 1e-3  # samplers round: log 1 may come out as a little more than 0
+Digests: TypeAlias = dict[str, dict[int, int]]
+"""Column -> sample id -> digest of the sample's rows of the column; "tokens": of its tokens and its mask."""
+
+_LARGEST_LOG_PROB = 1e-3
+"""Of an engine: samplers round, and log 1 may come out as a little more than 0. The trainer's kernels never
+do that."""
 
 
 def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: int) -> None:
     """What a rank is about to train on.
 
     Args:
-        expected: sample id -> digest of what the engine made, of exactly the samples that this rank trains on; None: not known."""
+        expected: sample id -> digest of what the engine made, of exactly the samples that this rank trains
+            on; None: not known."""
     ids = batch.sample_ids.tolist()
     if sorted(ids) != sorted(expected):
         odd = min(
@@ -26,7 +34,8 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
             default=next((i for i, count in Counter(ids).items() if count > 1), None),
         )
         raise InvariantError(
-            f"sample {odd} is here and should not be, or should be and is not: this rank has {len(ids)} samples, "
+            f"sample {odd} is here and should not be, or should be and is not: this rank has "
+            f"{len(ids)} samples, "
             f"and {len(expected)} are planned for it"
         )
     cu_seqlens = batch.cu_seqlens.tolist()
@@ -37,13 +46,15 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
         )
     if len(batch.tokens) and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size:
         raise InvariantError(
-            f"token ids {int(batch.tokens.min())} to {int(batch.tokens.max())} are not all in the vocabulary of {vocab_size}"
+            f"token ids {int(batch.tokens.min())} to {int(batch.tokens.max())} are not all in the "
+            f"vocabulary of {vocab_size}"
         )
     mask, response_lengths = batch.response_mask, batch.response_lengths
     if len(ids) and bool((wrong := (response_lengths == 0) | mask[batch.cu_seqlens[:-1]]).any()):
         row = int(wrong.nonzero()[0])
         raise InvariantError(
-            f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of {int(batch.lengths[row])} tokens; it must cover a "
+            f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of "
+            f"{int(batch.lengths[row])} tokens; it must cover a "
             "response, and not the first token, which nothing predicts"
         )
     for sample, found in zip(
@@ -51,7 +62,8 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
     ):
         if expected[sample] not in (None, found):
             raise InvariantError(
-                f"sample {sample}: its tokens or its mask are not those that the engine made (digest {found:08x}, made "
+                f"sample {sample}: its tokens or its mask are not those that the engine made "
+                f"(digest {found:08x}, made "
                 f"{expected[sample]:08x})"
             )
     if batch.rollout_log_probs is not None:
@@ -78,9 +90,54 @@ def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan:
             else "0"
         )
         raise InvariantError(
-            f"{name} of sample {int(batch.sample_ids[row])} is {float(column[at])} at position {at - int(batch.cu_seqlens[row])}, a "
+            f"{name} of sample {int(batch.sample_ids[row])} is {float(column[at])} at position "
+            f"{at - int(batch.cu_seqlens[row])}, a "
             f"{kind} token; there it must be {rule}"
         )
+
+
+def digests_of(batch: Batch, columns: Iterable[str]) -> Digests:
+    """Digests of the samples' rows in these columns. Two samples have different digests even where their rows
+    are equal."""
+    return {name: _digests_of_column(batch, name) for name in columns}
+
+
+def check_digests(
+    batch: Batch, written: Mapping[str, Mapping[int, int]], how: str = "written for it"
+) -> None:
+    """Check that every sample still has the rows that its digests were made from.
+
+    Args:
+        written: digests of at least the samples of the batch, made when the columns were written.
+        how: the end of the sentence "values of sample 5 are not those ...".
+    Raises: InvariantError naming column and sample."""
+    for name, expected in written.items():
+        for sample, found in _digests_of_column(batch, name).items():
+            if expected.get(sample) != found:
+                made = f"{expected[sample]:08x}" if sample in expected else "none"
+                raise InvariantError(
+                    f"{name} of sample {sample} are not those {how}: digest {found:08x}, written {made}"
+                )
+
+
+def _digests_of_column(batch: Batch, name: str) -> dict[int, int]:
+    ids = batch.sample_ids.tolist()
+    if name == "tokens":
+        lengths = batch.response_lengths
+        return dict(
+            zip(
+                ids,
+                _digests(batch.tokens, batch.response_mask, batch.lengths - lengths, lengths),
+                strict=True,
+            )
+        )
+    column = getattr(batch, name)
+    rows, width = memoryview(column.contiguous().flatten().view(torch.uint8).numpy()), column[:1].nbytes
+    bounds = [width * position for position in batch.cu_seqlens.tolist()]
+    return {
+        sample: zlib.crc32(rows[begin:end], sample & 0xFFFFFFFF)
+        for sample, begin, end in zip(ids, bounds, bounds[1:])
+    }
 
 
 def _digests(

@@ -1,10 +1,11 @@
-"""The console script `megarl`. Every subcommand reads the configuration first and reports all that is wrong with it; torch is
-imported only by what trains or evaluates."""
+"""The console script `megarl`. Every subcommand reads the configuration first and reports all that is wrong
+with it; torch is imported only by what trains or evaluates."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import megarl
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.workers.process import exit_on_signals, ignore_signals_for_good
 
 if TYPE_CHECKING:
     from megarl.config.mesh import MeshSpec
@@ -36,8 +38,26 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C; 143 after SIGTERM."""
-    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C; 143 after
+    SIGTERM.
+
+    Without `argv` this process is the command: then a signal is handled from here to the end of the
+    process."""
+    if argv is not None:
+        return _run(argv)
+    exit_on_signals(signal.SIGTERM)  # until the command has something to undo
+    try:
+        try:
+            return _run(sys.argv[1:])
+        finally:
+            ignore_signals_for_good()
+    except KeyboardInterrupt:  # a second one, or one that came when the command was done
+        ignore_signals_for_good()
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
+    command, *rest = list(argv) or ["--help"]
     if command in ("--help", "-h", "--version"):
         sys.stdout.write(f"megarl {megarl.__version__}\n" if command == "--version" else USAGE)
         return 0
@@ -56,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(argv: list[str]) -> int:
-    """Check the job (`megarl check`), then run it: here if the executor is inline, else on ranks that this process starts."""
+    """Check the job (`megarl check`), then run it: here if the executor is inline, else on ranks that this
+    process starts."""
     from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
 
@@ -101,7 +122,7 @@ def convert(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Print 'ok' with what the job amounts to, or everything that is wrong with it."""
+    """Print what the job amounts to, under 'ok' or 'not ok', and everything that is wrong with it."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
     from megarl.config.loader import load_config
@@ -117,16 +138,18 @@ def check(argv: list[str]) -> int:
     machine = (
         None
         if options.gpu_memory is None
-        else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9))
+        else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9), is_this=False)
     )
     report = examine(config, config.placement.nproc_per_node, machine=machine)
-    raise_findings(report.findings)
-    sys.stdout.write("\n".join(report.lines) + "\n")
+    sys.stdout.write("".join(f"{line}\n" for line in report.lines))
+    sys.stdout.flush()  # before what is wrong, where both go to one place
+    raise_findings([*report.findings, *report.estimates])
     return 0
 
 
 def reshard_plan(argv: list[str]) -> int:
-    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only, and no run folder or data."""
+    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only,
+    and no run folder or data."""
     from megarl.config.hf_config import ModelShape
     from megarl.config.roles import configs_of_actors
     from megarl.reshard.report import parse, report
@@ -148,7 +171,8 @@ def reshard_plan(argv: list[str]) -> int:
 
 
 def graph(argv: list[str]) -> int:
-    """Print the flow of one step of a configuration; with --svg draw it too. Needs the model's config.json only."""
+    """Print the flow of one step of a configuration; with --svg draw it too. Needs the model's config.json
+    only."""
     parser = argparse.ArgumentParser("megarl graph", description=graph.__doc__, allow_abbrev=False)
     parser.add_argument("--svg", metavar="FILE", help="draw the flow into this file")
     options, rest = parser.parse_known_args(argv)
@@ -156,7 +180,8 @@ def graph(argv: list[str]) -> int:
     if not config.algorithm.needs_rollout:
         raise ConfigError(
             [
-                "--algorithm (sft): has no flow; a step is one update on rows of the data. Try --algorithm grpo."
+                "--algorithm (sft): has no flow; a step is one update on rows of the data. Try "
+                "--algorithm grpo."
             ]
         )
     from megarl.algorithms.base import flow_of_actors
@@ -168,7 +193,8 @@ def graph(argv: list[str]) -> int:
         except OSError as error:
             raise ConfigError(
                 [
-                    f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a folder that exists."
+                    f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a "
+                    "folder that exists."
                 ]
             ) from error
     sys.stdout.write(flow.text(meshes))
@@ -184,7 +210,8 @@ def doctor(argv: list[str]) -> int:
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
-    """The configuration and the meshes of the roles, without what only a run needs: run folder, data, steps."""
+    """The configuration and the meshes of the roles, without what only a run needs: run folder, data,
+    steps."""
     from megarl.config.check import check_layout
     from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes

@@ -1,4 +1,5 @@
-"""`megarl convert`: Hugging Face folders, megarl checkpoints and Megatron's checkpoints into Hugging Face folders or megarl checkpoints.
+"""`megarl convert`: Hugging Face folders, megarl checkpoints and Megatron's checkpoints into Hugging Face
+folders or megarl checkpoints.
 
     megarl convert --model M --save OUT --dtype bfloat16                      another dtype, other shard sizes
     megarl convert --model M --load runs/a/checkpoint --save OUT              of a megarl checkpoint, a Hugging Face folder
@@ -6,17 +7,23 @@
     megarl convert --model M --save OUT --to checkpoint                       a checkpoint of the weights
     megarl convert --model M --save OUT --tensor-model-parallel-size 2        through Megatron's shards: the proof that nothing is lost
 
-Rows move from file to file, without ranks; memory does not grow with the model. A checkpoint serves any layout, so there is none to name.
-With a parallel size, ranks are started that load the weights as training does at that layout, write them again, and compare every tensor."""
+Rows move from file to file, without ranks; memory does not grow with the model. A checkpoint serves any
+layout, so there is none to name. With a parallel size, ranks are started that load the weights as training
+does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens by
+Megatron are compared with those by plain transformers: a fault of the mapping that loading and writing share
+changes no tensor, but it changes these. --no-compare-forward leaves that out."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
+import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +33,7 @@ from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, megatron_mesh
 from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.config.writing import obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +46,13 @@ SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_RANKS_WAIT_S = 1800.0
+COMPARED_SEQUENCES, COMPARED_TOKENS = 4, 24
+FORWARD_LIMIT = 1e-3
+"""Largest difference of log-probs that rounding in fp32 makes: 1e-6 a layer at the sizes that were measured,
+with room for deep models."""
+MOST_REROUTED = 0.1
+"""Share of the tokens of a mixture that may go to other experts because of rounding."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -71,7 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--load",
-        help="weights of this model: a megarl checkpoint, a Megatron checkpoint, or another Hugging Face folder",
+        help="weights of this model: a megarl checkpoint, a Megatron checkpoint, or another Hugging "
+        "Face folder",
     )
     parser.add_argument("--save", required=True, help="folder to write; must not exist, or be empty")
     parser.add_argument(
@@ -83,7 +99,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="default: that of the files; into a Hugging Face folder of a megarl checkpoint, that of the model that was trained",
+        help="default: that of the files; into a Hugging Face folder of a megarl checkpoint, that "
+        "of the model that was trained",
     )
     parser.add_argument("--max-shard-size", default="5GB", help="of a file, such as 500MB; default: 5GB")
     for name in SIZES:
@@ -92,6 +109,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
             type=int,
             help="go through Megatron's shards on ranks, at this layout",
         )
+    parser.add_argument(
+        "--no-compare-forward",
+        dest="compare_forward",
+        action="store_false",
+        help="with a parallel size: do not compare Megatron's log-probs with those of transformers, "
+        "which needs the whole model in fp32 on rank 0",
+    )
     return parser.parse_args(argv)
 
 
@@ -101,6 +125,8 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
     problems = []
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         problems.append(f"--save ({save}): exists and is not empty. Try --save {free_name(save)}.")
+    elif (why := obstacle(save)) is not None:
+        problems.append(f"--save ({save}): cannot be written: {why}. Name a folder that can be created.")
     if arguments.load is None and not any(Path(arguments.model).glob("*.safetensors")):
         problems.append(
             f"--model ({arguments.model}): holds no *.safetensors. Give a folder with weights, or --load."
@@ -113,7 +139,8 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
         and any(getattr(arguments, name) is not None for name in SIZES)
     ):
         problems.append(
-            "--dtype (float16): Megatron's shards are float32 or bfloat16 here. Leave the parallel sizes out, or try --dtype bfloat16."
+            "--dtype (float16): Megatron's shards are float32 or bfloat16 here. Leave the parallel "
+            "sizes out, or try --dtype bfloat16."
         )
     if shard_bytes(arguments.max_shard_size) is None:
         problems.append(
@@ -215,6 +242,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megarl.checkpoint.sources import CheckpointWeights, HFWeights, open_weights
+    from megarl.config.timeouts import group_timeout
     from megarl.megatron.mesh import create_groups
     from megarl.megatron.policy import Policy
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint
@@ -223,17 +251,18 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     from megarl.workers.megatron_role import megatron_atlases
     from megarl.workers.worker import join_world
 
-    join_world(timeout_s=1800)
+    join_world(_RANKS_WAIT_S)
     mesh, shape, parallel = mesh_of(arguments), load_shape(arguments), parallel_of(arguments)
     folder = Path(arguments.load or arguments.model)
     source = open_weights(folder, shape)
     if not isinstance(source, (CheckpointWeights, HFWeights)):
         raise ValueError(
-            f"--load ({folder}): Megatron's checkpoints are converted without ranks. Leave the parallel sizes out, or convert it first."
+            f"--load ({folder}): Megatron's checkpoints are converted without ranks. Leave the "
+            "parallel sizes out, or convert it first."
         )
     stored = {dtype for dtype, _ in source.tensors.values()}
     dtype = wanted_dtype(arguments, source) or (stored.pop() if len(stored) == 1 else torch.float32)
-    create_groups(mesh)
+    create_groups(mesh, group_timeout(_RANKS_WAIT_S))
     bf16 = dtype == torch.bfloat16  # else fp32, which holds every value of fp16
     model = (ValueModel if shape.value_head else Policy)(
         shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel
@@ -262,12 +291,123 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     if dist.get_rank() == 0:
         compare(source, open_weights(Path(arguments.save), shape), folder, arguments.save)
     dist.barrier()
+    if arguments.compare_forward:
+        del model
+        with hf_folder_of(arguments, source, shape) as written:
+            compare_forward(written, shape, mesh, parallel)
     dist.destroy_process_group()
     return 0
 
 
+@contextlib.contextmanager
+def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: ModelShape) -> Iterator[Path]:
+    """A Hugging Face folder of the converted weights, the same on all ranks: what was written or read, else
+    one that rank 0 makes for a while."""
+    import torch.distributed as dist
+
+    from megarl.checkpoint.sources import HFWeights, open_weights
+    from megarl.checkpoint.stream import write_hf
+
+    if arguments.to == "hf" or isinstance(source, HFWeights):
+        yield Path(arguments.save if arguments.to == "hf" else arguments.load or arguments.model)
+        return
+    made = Path(arguments.save).with_name(f".{Path(arguments.save).name}.compared")
+    try:
+        if dist.get_rank() == 0:
+            write_hf(
+                made,
+                open_weights(Path(arguments.save), shape),
+                shape,
+                Path(arguments.model),
+                None,
+                shard_bytes("5GB"),
+            )
+        dist.barrier()
+        yield made
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> None:
+    """Compute the log-probs (of a value head: the values) of a few sequences by Megatron at this layout and
+    by plain transformers, in fp32.
+
+    Collective over the mesh. Raises: RuntimeError if they differ by more than rounding. Random tokens serve:
+    every weight takes part in what comes out. Of a mixture a few tokens may differ: two experts that the
+    router scores alike are chosen by rounding."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.batch import Batch, MicroBatch
+    from megarl.megatron.policy import Policy
+    from megarl.megatron.value_model import ValueModel
+    from megarl.reshard.transfer import load_hf
+    from megarl.workers.megatron_role import megatron_atlases
+
+    generator = torch.Generator().manual_seed(0)
+    length = min(COMPARED_TOKENS, shape.max_position_embeddings)
+    tokens = torch.randint(0, shape.vocab_size, (COMPARED_SEQUENCES, length), generator=generator)
+    batch = Batch.from_samples(list(range(len(tokens))), tokens[:, :1].tolist(), tokens[:, 1:].tolist())
+    model = (ValueModel if shape.value_head else Policy)(
+        shape, mesh, ModelConfig(model=str(folder)), parallel
+    )
+    load_hf(folder, megatron_atlases(shape, mesh, parallel)[dist.get_rank()], model.parameters, shape)
+    ours = (
+        model.values([MicroBatch.of(batch)])
+        if shape.value_head
+        else model.log_probs([MicroBatch.of(batch)], temperature=1.0)
+    )
+    del model
+    of_ranks: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, None if ours is None else ours[0])
+    if dist.get_rank() == 0:
+        expected = transformers_outputs(folder, shape, tokens)
+        errors = torch.stack([(found - expected).abs() for found in of_ranks if found is not None])
+        share, what = (
+            float((errors > FORWARD_LIMIT).float().mean()),
+            "values" if shape.value_head else "log-probs",
+        )
+        told = (
+            f"{what} of {expected.numel()} tokens by Megatron and by transformers differ by up "
+            f"to {float(errors.max()):.2g}"
+        )
+        if not errors.isfinite().all() or share > (MOST_REROUTED if shape.is_moe else 0):
+            raise RuntimeError(
+                f"{told}, and rounding explains {FORWARD_LIMIT:g}: a tensor is not where the model "
+                "reads it; this is a bug in megarl, "
+                f"please report it. Do not use {folder}."
+            )
+        sys.stdout.write(f"{told}\n")
+    dist.barrier()
+
+
+def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probs, or values, of all tokens but the first of each sequence, one after the other, by
+    transformers' own model on a CPU in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    kind = AutoModelForSequenceClassification if shape.value_head else AutoModelForCausalLM
+    model = kind.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+    ).eval()
+    with torch.no_grad():
+        if shape.value_head:
+            return model.score(model.base_model(tokens).last_hidden_state)[:, :-1, 0].flatten()
+        return model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).flatten()
+
+
 def compare(source: WeightSource, written: WeightSource, folder: Path, save: str) -> None:
-    """Read both again and compare every tensor, in the dtype of the second. Raises RuntimeError naming those that differ."""
+    """Read both again and compare every tensor, in the dtype of the second. Raises RuntimeError naming those
+    that differ."""
     from megarl.checkpoint.stream import row_blocks
 
     different = [
@@ -280,7 +420,8 @@ def compare(source: WeightSource, written: WeightSource, folder: Path, save: str
     ]
     if different:
         raise RuntimeError(
-            f"{len(different)} tensors changed on the way, first {different[0]}: this is a bug in megarl, please report it"
+            f"{len(different)} tensors changed on the way, first {different[0]}: this is a bug in "
+            "megarl, please report it"
         )
     dtypes = " and ".join(sorted({str(dtype) for dtype, _ in written.tensors.values()}))
     sys.stdout.write(f"{len(written.tensors)} tensors, equal to {folder} in {dtypes}: {save}\n")

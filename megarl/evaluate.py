@@ -1,4 +1,5 @@
-"""`python -m megarl.evaluate @recipe.args --model FOLDER` under torchrun: held-out accuracy, sampled and greedy. See `megarl eval`."""
+"""`python -m megarl.evaluate @recipe.args --model FOLDER` under torchrun: held-out accuracy, sampled and
+greedy. See `megarl eval`."""
 
 from __future__ import annotations
 

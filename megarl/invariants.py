@@ -1,24 +1,35 @@
-"""What must hold of every step, checked at every step: cheap, and always on. A run that goes on after one of these fails trains on
-something else than it sampled, and nothing else would say so.
+"""What must hold of every step, checked at every step: cheap, and always on. A run that goes on after one of
+these fails trains on something else than it sampled, and nothing else would say so.
 
     where                        what
     samples from the engines     every group is complete, every response has a token, ids are unique       check_samples
     plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens  check_plan
     batch on a training rank     the tokens are those that the engine made, the mask covers the response    batch_invariants.check_batch
     scores                       each is finite, and of the response that was sampled                       check_scores
+    rewards                      each is the weighted sum of its own sample's scores                        check_rewards
+    rewards on a training rank   each is that of the sample with these tokens                               check_reward_digests
+    advantages                   some samples of each rank, recomputed by the algorithm's reference         workers.recompute
+    columns                      every sample has the rows that were written for it, also on another mesh   batch_invariants.check_digests
     columns of log-probs, ...    finite on response tokens, 0 elsewhere                                     batch_invariants.check_column
 
-A response is followed by its digest: made by the rank of the engine, compared by the ranks that train on it and by the driver."""
+A response is followed by its digest: made by the rank of the engine, compared by the ranks that train on it
+and by the driver. Every
+column has a digest per sample too: made where the column is written, compared wherever it is read."""
 
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megarl.packing import MiniBatch, Sample
+
+
+LARGEST_FLOAT32 = 3.4028234663852886e38
+"""Rewards are Python floats until the advantages are computed, in float32."""
 
 
 class InvariantError(RuntimeError):
@@ -26,12 +37,13 @@ class InvariantError(RuntimeError):
 
 
 class NonFiniteUpdate(FloatingPointError):
-    """The loss or the gradient of an update is not finite on some rank. Raised on all ranks of the mesh, with the same message; weights,
-    moments and step counts are then what they were before it."""
+    """The loss or the gradient of an update is not finite on some rank. Raised on all ranks of the mesh, with
+    the same message; weights, moments and step counts are then what they were before it."""
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
-    """32 bits of the token ids and of where the response begins. Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
+    """32 bits of the token ids and of where the response begins. Example: digest([5, 6], [7]) != digest([5],
+    [6, 7])."""
     return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())
 
 
@@ -40,60 +52,93 @@ def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) ->
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
 
 
+def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int) -> int:
+    """32 bits that bind a reward to its sample, whose tokens have the digest `tokens`."""
+    return zlib.crc32(struct.pack("<qqdq", sample, group, math.nan if reward is None else reward, tokens))
+
+
 def check_samples(
-    samples: Sequence[Sample], num_prompts: int, num_samples_per_prompt: int, max_length: int
+    samples: Sequence[Sample], visits: Collection[int], num_samples_per_prompt: int, max_length: int
 ) -> None:
-    """Of a whole step: every prompt has its group, and every response at least one token and no more than it may."""
+    """Raise unless every prompt of the step has its group, and every response a length that is allowed.
+
+    Args:
+        visits: of the step's prompts. They say which ids the samples have; see `RolloutBatch`."""
+    group = range(num_samples_per_prompt)
+    expected = {visit * num_samples_per_prompt + index for visit in visits for index in group}
     ids = Counter(s.sample_id for s in samples)
     if twice := [i for i, count in ids.items() if count > 1]:
         raise InvariantError(f"sample {twice[0]} was sampled more than once in this step")
-    if lost := set(range(num_prompts * num_samples_per_prompt)) - ids.keys():
+    if lost := expected - ids.keys():
         raise InvariantError(
-            f"{len(lost)} of {num_prompts} x {num_samples_per_prompt} samples are missing, the first is {min(lost)}, of "
-            f"prompt {min(lost) // num_samples_per_prompt}: groups must be complete"
+            f"{len(lost)} of {len(visits)} x {num_samples_per_prompt} samples are missing, the "
+            f"first is {min(lost)}, of visit {min(lost) // num_samples_per_prompt}: groups must be "
+            "complete"
         )
-    if strange := ids.keys() - set(range(num_prompts * num_samples_per_prompt)):
+    if strange := ids.keys() - expected:
         raise InvariantError(
-            f"sample {min(strange)} belongs to none of the {num_prompts} prompts of this step"
+            f"sample {min(strange)} belongs to none of the {len(visits)} prompts of this step"
         )
     for s in samples:
         if not 1 <= s.response_length < s.length <= max_length:
             raise InvariantError(
-                f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there must be at least one, "
+                f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there "
+                "must be at least one, "
                 f"after a prompt, and at most {max_length} together"
             )
 
 
+def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
+    """Raise ValueError for a reward that float32 cannot hold. Scores are finite, but weights and the user's
+    loop have changed them since.
+
+    Args:
+        rewards: sample id -> reward; None: it failed."""
+    for sample, reward in rewards.items():
+        if reward is not None and not abs(reward) <= LARGEST_FLOAT32:
+            raise ValueError(
+                f"reward of sample {sample} ({reward}): must be a number that float32 holds (at most "
+                f"{LARGEST_FLOAT32:.2g} in size), or None, a reward that failed. What made it: "
+                "--reward-model-weights, "
+                "or a change of batch.rewards?"
+            )
+
+
 def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
-    """Each sample is trained on once per epoch, and the losses are divided by all tokens that they sum over."""
+    """Each sample is trained on once per epoch, and the losses are divided by all tokens that they sum
+    over."""
     length_of = {s.sample_id: s.response_length for s in samples}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
     )
     if wrong := [s for s in length_of.keys() | planned.keys() if planned[s] != 1 or s not in length_of]:
         raise InvariantError(
-            f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample of the step must be, "
+            f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample "
+            "of the step must be, "
             "once"
         )
     for index, m in enumerate(mini_batches):
         members = [s for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)]
         if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
             raise InvariantError(
-                f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} response tokens, "
+                f"mini-batch {index} has {len(members)} samples with "
+                f"{sum(length_of[s] for s in members)} response tokens, "
                 f"and its loss would be divided for {m.num_sequences} with {m.num_tokens}"
             )
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
-    """Every sample is scored once, each score is a finite number or None, and the text that was judged is the one that was sampled."""
+    """Every sample is scored once, each score is a number that float32 holds or None, and the text that was
+    judged is the one that was sampled."""
     digest_of, seen = {s.sample_id: s.digest for s in samples}, Counter()
     for record in records:
         sample = record["sample_id"]
         seen[sample] += 1
         score = record.get("reward", record.get("score"))
-        if score is not None and not math.isfinite(score):
+        if score is not None and not abs(score) <= LARGEST_FLOAT32:
             raise InvariantError(
-                f"{role} says {score} of sample {sample}: a score must be finite, or None where it failed"
+                f"{role} says {score} of sample {sample}: a score must be finite in float32, or None "
+                "where it failed"
             )
         if (
             None not in (digest_of.get(sample), judged := record.get("digest"))
@@ -105,5 +150,48 @@ def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Se
             )
     if wrong := [s for s in seen.keys() | digest_of.keys() if seen[s] != 1 or s not in digest_of]:
         raise InvariantError(
-            f"{role} has scored sample {min(wrong)} {seen[min(wrong)]} times: each sample of the step must be, once"
+            f"{role} has scored sample {min(wrong)} {seen[min(wrong)]} times: each sample of the "
+            "step must be, once"
         )
+
+
+def check_rewards(
+    rewards: Mapping[int, float | None], scores: Sequence[tuple[float, Mapping[int, float | None]]]
+) -> None:
+    """Every sample's reward is the weighted sum of its own scores, and None where one of them failed.
+
+    Args:
+        scores: weight and scores by sample id, of each role that scores."""
+    for sample, reward in rewards.items():
+        parts = [(weight, of_role.get(sample)) for weight, of_role in scores]
+        wanted = (
+            None
+            if any(score is None for _, score in parts)
+            else sum(weight * score for weight, score in parts)
+        )
+        if reward != wanted:
+            raise InvariantError(
+                f"the reward of sample {sample} is {reward}, but its scores make {wanted}: it has "
+                "another sample's"
+            )
+
+
+def check_reward_digests(
+    sample_ids: Sequence[int],
+    group_ids: Sequence[int],
+    rewards: Sequence[float | None],
+    digests: Sequence[int],
+    tokens: Mapping[int, int],
+) -> None:
+    """On a rank that trains: the rewards of its samples are those that the driver had for these tokens.
+
+    Args:
+        digests: `digest_of_reward` of each row, made by the driver.
+        tokens: sample id -> digest of its tokens, of the samples on this rank."""
+    for sample, group, reward, digest in zip(sample_ids, group_ids, rewards, digests, strict=True):
+        if sample in tokens and digest_of_reward(sample, group, reward, tokens[sample]) != digest:
+            raise InvariantError(
+                f"the reward of sample {sample} ({reward}, group {group}) is not what the driver "
+                "has for this sample's "
+                "tokens: it belongs to another sample"
+            )

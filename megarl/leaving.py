@@ -1,7 +1,9 @@
-"""Leaving work that may take long, because the job is to end: asked for by the driver, heeded between two steps of an engine.
+"""Leaving work that may take long, because the job is to end: asked for by the driver, heeded between two
+steps of an engine.
 
-The ranks of one engine must leave it before the same step, or those that stay wait for the others in a collective. They take that step
-together, so none is more than one ahead: once every rank knows that it is asked, the engine's first rank names the step after its next."""
+The ranks of one engine must leave it before the same step, or those that stay wait for the others in a
+collective. They take that step together, so none is more than one ahead: once every rank knows that it is
+asked, the engine's first rank names the step after its next."""
 
 from __future__ import annotations
 

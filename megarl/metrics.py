@@ -1,6 +1,8 @@
-"""How per-rank metrics become one number: names with a part `max...` or `..._max` are maxima, all others are sums.
+"""How per-rank metrics become one number: names with a part `max...` or `..._max` are maxima, all others are
+sums.
 
-Losses and means come from the ranks already divided by their global denominators, so sums are right for them."""
+Losses and means come from the ranks already divided by their global denominators, so sums are right for
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ def is_maximum(name: str) -> bool:
 
 
 def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """One dict from those of several ranks or micro-batches; a rank that has nothing to report sends {} or None."""
+    """One dict from those of several ranks or micro-batches; a rank that has nothing to report sends {} or
+    None."""
     out: dict[str, float] = {}
     for part in parts:
         for name, value in (part or {}).items():

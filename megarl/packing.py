@@ -1,9 +1,10 @@
 """Which samples go through which forward pass on which rank, and which rank sends which sample where.
 
-Lengths and ids only; no tensors here. Mini-batches (one optimizer update each) are drawn from *all* samples of the step, so the
-same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples are spread over the data-parallel ranks by cost and
-packed into micro-batches of at most `max_tokens`; every rank gets the same number of micro-batches, so collectives line up and
-nothing is dropped. A rank with fewer samples than that gets empty ones: a forward pass whose loss is a sum of no terms.
+Lengths and ids only; no tensors here. Mini-batches (one optimizer update each) are drawn from *all* samples
+of the step, so the same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples are
+spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`; every rank
+gets the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
+samples than that gets empty ones: a forward pass whose loss is a sum of no terms.
 
 The driver plans once per mesh; from the plans each rank works out its own messages (`plan_route`)."""
 
@@ -47,12 +48,14 @@ class MiniBatch:
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
-    """FLOPs of one sequence up to a constant: 24 h^2 per token of matrices and 4 h per pair of attention, in one layer."""
+    """FLOPs of one sequence up to a constant: 24 h^2 per token of matrices and 4 h per pair of attention, in
+    one layer."""
     return length * (6 * hidden_size + length)
 
 
 def homes_of(samples: Sequence[Sample], replicas: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Sample id -> data-parallel rank of which some rank holds the sample. Samples that no rank of the mesh holds are left out.
+    """Sample id -> data-parallel rank of which some rank holds the sample. Samples that no rank of the mesh
+    holds are left out.
 
     Where several replicas hold a sample (an engine spans them), they take turns.
 
@@ -83,10 +86,12 @@ def plan_mini_batches(
 ) -> list[MiniBatch]:
     """Split the samples of a step into mini-batches of `global_batch_size` samples (the last may be smaller).
 
-    No data-parallel rank gets more than its fair part of a mini-batch's cost plus 1 - 1 / dp_size of the costliest sample.
+    No data-parallel rank gets more than its fair part of a mini-batch's cost plus 1 - 1 / dp_size of the
+    costliest sample.
 
     Args:
-        homes: sample id -> data-parallel rank that already has it; kept there unless the load would be uneven.
+        homes: sample id -> data-parallel rank that already has it; kept there unless the load would be
+            uneven.
         max_tokens: of a micro-batch. A longer sample gets a micro-batch of its own.
         seed: shuffles the samples before the split; None keeps their order.
     Raises: ValueError for a size below 1 or a sample id that comes twice."""
@@ -99,7 +104,8 @@ def plan_mini_batches(
             raise ValueError(f"{name} ({size}) must be at least 1.")
     if twice := [i for i, count in Counter(s.sample_id for s in samples).items() if count > 1]:
         raise ValueError(
-            f"sample_id ({twice[0]}) comes more than once among the samples of the step. Ids must be unique in it."
+            f"sample_id ({twice[0]}) comes more than once among the samples of the step. Ids must "
+            "be unique in it."
         )
     order = list(samples)
     if seed is not None:
@@ -143,7 +149,8 @@ def _balance(
 
 
 def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Best fit of samples that come longest first: each to the micro-batch where the least room stays, or to a new one."""
+    """Best fit of samples that come longest first: each to the micro-batch where the least room stays, or to
+    a new one."""
     bins: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # ascending (free tokens, index in bins)
     for sample in samples:
@@ -159,7 +166,8 @@ def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
 
 
 def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
-    """`count` micro-batches: halves the largest ones, which costs less than empty ones beside them; empty ones where all are single."""
+    """`count` micro-batches: halves the largest ones, which costs less than empty ones beside them; empty
+    ones where all are single."""
     bins = list(bins)
     largest = [(-sum(s.length for s in micro), index) for index, micro in enumerate(bins) if len(micro) > 1]
     heapify(largest)
@@ -177,14 +185,17 @@ def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
 def ranks_of_samples(
     mini_batches: Iterable[MiniBatch], replicas: Sequence[tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Sample id -> the ranks that `replicas` names for the data-parallel rank whose forward passes it goes through.
+    """Sample id -> the ranks that `replicas` names for the data-parallel rank whose forward passes it goes
+    through.
 
-    Raises: ValueError for a sample that comes twice, or mini-batches that were planned for another number of data-parallel ranks."""
+    Raises: ValueError for a sample that comes twice, or mini-batches that were planned for another number of
+    data-parallel ranks."""
     out: dict[int, tuple[int, ...]] = {}
     for mini_batch in mini_batches:
         if len(mini_batch.micro_batches) != len(replicas):
             raise ValueError(
-                f"mini-batches are planned for {len(mini_batch.micro_batches)} data-parallel ranks, the mesh has {len(replicas)}."
+                f"mini-batches are planned for {len(mini_batch.micro_batches)} data-parallel ranks, "
+                f"the mesh has {len(replicas)}."
             )
         for dp_rank, ranks in enumerate(replicas):
             for sample in mini_batch.samples_of(dp_rank):
@@ -207,12 +218,15 @@ class Route:
 def plan_route(
     rank: int, holders: Mapping[int, tuple[int, ...]], destinations: Mapping[int, tuple[int, ...]]
 ) -> Route:
-    """This rank's part of bringing every sample to all ranks of `destinations[sample]` that are not among `holders[sample]`.
+    """This rank's part of bringing every sample to all ranks of `destinations[sample]` that are not among
+    `holders[sample]`.
 
-    Every rank plans for itself and all come to the same messages, as long as they pass the same samples in the same order. Ranks that
-    hold the same samples take turns at sending, so the numbers of samples they send differ by one at most.
+    Every rank plans for itself and all come to the same messages, as long as they pass the same samples in
+    the same order. Ranks that hold the same samples take turns at sending, so the numbers of samples they
+    send differ by one at most.
 
-    Raises: KeyError or ZeroDivisionError for a sample of `destinations` that nobody holds; check it before."""
+    Raises: KeyError or ZeroDivisionError for a sample of `destinations` that nobody holds; check it
+    before."""
     route, turns = Route(), Counter()
     missing: dict[
         tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]

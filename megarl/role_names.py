@@ -1,6 +1,7 @@
 """Names of roles: a kind, and from the second of the kind on a number: critic, critic_2.
 
-Where there are several actors, the roles with an actor's number are its own: actor_2 samples with rollout_2 and learns with critic_2."""
+Where there are several actors, the roles with an actor's number are its own: actor_2 samples with rollout_2
+and learns with critic_2."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def suffix_of(index: int) -> str:
 
 
 def actor_suffix(role: str, roles: Container[str]) -> str:
-    """Suffix of the actor, of those among `roles`, that the role belongs to. Example: of reward_model_2 "_2" beside actor_2, else ""."""
+    """Suffix of the actor, of those among `roles`, that the role belongs to. Example: of reward_model_2 "_2"
+    beside actor_2, else ""."""
     suffix = kind_and_suffix(role)[1]
     return suffix if f"actor{suffix}" in roles else ""
 

@@ -1,12 +1,15 @@
-"""Pickles that travel through the job's store, each with an HMAC-SHA256 (RFC 2104) that is checked before anything is unpickled.
+"""Pickles that travel through the job's store, each with an HMAC-SHA256 (RFC 2104) that is checked before
+anything is unpickled.
 
-A pickle runs code when it is read, and whoever can reach the store's port can write there. The key is the job's secret:
+A pickle runs code when it is read, and whoever can reach the store's port can write there. The key is the
+job's secret:
 
     started by megarl               drawn by the process that starts the ranks, in their environment
     torchrun, one node              drawn by rank 0, in a file that only this user can read, removed when all ranks have read it
     torchrun, several nodes         the user's, in MEGARL_JOB_SECRET, the same on all nodes
 
-What is signed is the name that a message is stored under, too: one message cannot be put in the place of another."""
+What is signed is the name that a message is stored under, too: one message cannot be put in the place of
+another."""
 
 from __future__ import annotations
 
@@ -48,11 +51,13 @@ def dumps(value: object, name: str) -> bytes:
 
 
 def loads(data: bytes, name: str) -> object:
-    """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it; nothing is unpickled then."""
+    """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it;
+    nothing is unpickled then."""
     pickled = memoryview(data)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, pickled), data[:_MAC_BYTES]):
         raise ForgedMessage(
-            f"{name} in the job's store is not signed with the job's secret and was not read: another process wrote it, or "
+            f"{name} in the job's store is not signed with the job's secret and was not read: "
+            "another process wrote it, or "
             f"{JOB_SECRET} is not the same on all nodes."
         )
     return pickle.loads(pickled)
@@ -69,14 +74,16 @@ _secret: str | None = None
 
 
 def job_secret() -> str:
-    """This process's: from the environment, else drawn; once. Raises: ConfigError for one that is short enough to be guessed."""
+    """This process's: from the environment, else drawn; once. Raises: ConfigError for one that is short
+    enough to be guessed."""
     global _secret
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
         if given is not None and len(given) < _SHORTEST_SECRET:
             raise ConfigError(
                 [
-                    f"{JOB_SECRET} (variable, {len(given)} characters): must have at least {_SHORTEST_SECRET} characters. {_HOW}"
+                    f"{JOB_SECRET} (variable, {len(given)} characters): must have at least "
+                    f"{_SHORTEST_SECRET} characters. {_HOW}"
                 ]
             )
         _secret = given or secrets.token_hex(_SECRET_BYTES)
@@ -84,7 +91,8 @@ def job_secret() -> str:
 
 
 def check_secret(env: Mapping[str, str] = os.environ) -> None:
-    """In a rank. Raises: ConfigError if its secret is too short, or there is none where the ranks cannot agree on one by themselves."""
+    """In a rank. Raises: ConfigError if its secret is too short, or there is none where the ranks cannot
+    agree on one by themselves."""
     job_secret()
     alone = env["WORLD_SIZE"] == "1"
     on_one_node = (
@@ -93,15 +101,17 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
     if JOB_SECRET not in env and not alone and not on_one_node:
         raise ConfigError(
             [
-                f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: it signs commands in a "
+                f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, "
+                "on one node: it signs commands in a "
                 f"store that others can reach. {_HOW}"
             ]
         )
 
 
 def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
-    """In a rank under a launcher, before the first message: the secret of the environment, out of which it is taken, as children inherit
-    that, or rank 0's. Collective over the world; `store`: where the ranks of this attempt meet. Raises: ConfigError like check_secret."""
+    """In a rank under a launcher, before the first message: the secret of the environment, out of which it is
+    taken, as children inherit that, or rank 0's. Collective over the world; `store`: where the ranks of this
+    attempt meet. Raises: ConfigError like check_secret."""
     global _secret
     check_secret(env)
     if env.pop(JOB_SECRET, None) is not None or env["WORLD_SIZE"] == "1":
@@ -135,7 +145,8 @@ def _read(path: Path) -> str:
 
 
 def _folder() -> Path:
-    """One that nobody else can read or put anything into. Raises: ConfigError if somebody else has made it."""
+    """One that nobody else can read or put anything into. Raises: ConfigError if somebody else has made
+    it."""
     folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -143,7 +154,8 @@ def _folder() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
             [
-                f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try TMPDIR=$HOME, or a "
+                f"{folder} (folder for secrets): must be a folder of this user that nobody else may "
+                "open. Try TMPDIR=$HOME, or a "
                 f"{JOB_SECRET} of your own."
             ]
         )

@@ -1,4 +1,5 @@
-"""`python -m megarl.train @recipe.args [flags]` under torchrun: every rank serves, rank 0 also starts the driver.
+"""`python -m megarl.train @recipe.args [flags]` under torchrun: every rank serves, rank 0 also starts the
+driver.
 
 torchrun --nproc-per-node 2 -m megarl.train @configs/quickstart_grpo.args
 """
@@ -13,11 +14,12 @@ from megarl.algorithms import REGISTRY
 from megarl.checks.job import check_everything
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
+from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
 from megarl.driver.restarts import attempt_under_torchrun, continued
 from megarl.driver.torchrun import DRIVER_PID
 from megarl.signed_pickle import check_secret
-from megarl.workers.process import keep_checkout_off_path, quiet_libraries
+from megarl.workers.process import end_on_signals, keep_checkout_off_path, quiet_libraries
 
 InlineJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
@@ -33,6 +35,9 @@ def main(
         inline_job: what --executor inline runs instead; default: training.
         new_run: --save must be free.
     """
+    if "RANK" in os.environ:
+        # early: who is started by torchrun is told of a Ctrl-C too, and has nothing to say of it
+        end_on_signals()
     keep_checkout_off_path()
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -41,7 +46,8 @@ def main(
             return run_inline(config, inline_job, new_run)
         if "RANK" not in os.environ:
             sys.stderr.write(
-                "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m megarl.train ..., or "
+                "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N "
+                "-m megarl.train ..., or "
                 "megarl train ..., which does it for you\n"
             )
             return 2
@@ -69,13 +75,14 @@ def main(
 
 
 def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) -> int:
-    """Start the driver on rank 0, unless it is the driver that started this process (it checks the job while this process imports),
-    join the world, serve."""
+    """Start the driver on rank 0, unless it is the driver that started this process (it checks the job while
+    this process imports), join the world, serve."""
     from megarl.driver.torchrun import start_driver
-    from megarl.workers.process import end_on_signals, end_with_parent, keep_freed_memory
+    from megarl.workers.process import compute_fp32_exactly, end_with_parent, keep_freed_memory
 
-    end_on_signals()
     keep_freed_memory()
+    if trains_in_fp32(config):
+        compute_fp32_exactly()
     if driver_pid := os.environ.get(DRIVER_PID):
         end_with_parent(int(driver_pid))
     driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
@@ -96,6 +103,7 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     """Driver and the only rank in one process: a debugger stands where the error is."""
     quiet_libraries()
     from megarl.driver.__main__ import train_job
+    from megarl.driver.ending import run_here
     from megarl.driver.inline import inline_ranks
     from megarl.driver.preflight import read_inputs
 
@@ -104,9 +112,9 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    with inline_ranks(config) as executor:
-        (job or train_job)(executor, config, inputs, 1)
-    return 0
+    return run_here(
+        lambda executor: (job or train_job)(executor, config, inputs, 1), lambda: inline_ranks(config)
+    )
 
 
 if (

@@ -1,13 +1,18 @@
-"""The environment of every test, set before anything is imported, so that plain `pytest` and `make test` run the same."""
+"""The environment of every test, set before anything is imported, so that plain `pytest` and `make test` run
+the same."""
 
+import importlib.util
 import os
 import secrets
 import sys
 from pathlib import Path
 
+import pytest
+
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # many processes on few cores; also makes sums repeatable
-    "PYTHONSAFEPATH": "1",  # children do not find the folder triton_kernels/ as a package when they start in the checkout
+    # children do not find the folder triton_kernels/ as a package when they start in the checkout
+    "PYTHONSAFEPATH": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" refuses two ranks on one NUMA node
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -20,12 +25,51 @@ ENVIRONMENT = {
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
-# `python -m pytest` puts the working directory on the path; see PYTHONSAFEPATH above for why that must not be the checkout.
+# `python -m pytest` puts the working directory on the path; see PYTHONSAFEPATH above for why that must not be
+# the checkout.
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != CHECKOUT]
 
-# Triton decides at its import whether it compiles or interprets. Without a GPU there is nothing to compile for in this process, so it
-# is imported here to interpret, before anything else imports it. Children decide for themselves. Sandboxes may show only the device.
+
+def pytest_configure() -> None:
+    """Refuse to test another tree's megarl, which an editable install of that tree would bring.
+
+    Processes that tests start find what this one finds: the same interpreter and PYTHONPATH, and with
+    PYTHONSAFEPATH no working directory."""
+    folders = {
+        "megarl": CHECKOUT / "megarl",
+        "megarl.kernels": CHECKOUT / "triton_kernels",
+        "megarl._C": CHECKOUT / "megarl",
+    }
+    for name, folder in folders.items():
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # of the parent
+            spec = None
+        if spec is None and name == "megarl._C":  # may be left out
+            continue
+        found = (
+            "nothing"
+            if spec is None
+            else Path(spec.origin or next(iter(spec.submodule_search_locations))).resolve()
+        )
+        if spec is None or found.parent != folder:
+            own = CHECKOUT / ".venv" / "bin" / "python"
+            use = (
+                f"Use {own} -m pytest, or install"
+                if own.exists() and own != Path(sys.executable)
+                else "Install"
+            )
+            raise pytest.UsageError(
+                f"`import {name}` finds {found}, but these tests are of {folder}: another tree "
+                f"would be tested. {use} this one: "
+                f"{sys.executable} -m pip install --no-deps --no-build-isolation -e {CHECKOUT}"
+            )
+
+
+# Triton decides at its import whether it compiles or interprets. Without a GPU there is nothing to compile
+# for in this process, so it is imported here to interpret, before anything else imports it. Children decide
+# for themselves. Sandboxes may show only the device.
 HAS_GPU = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
 if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
     before = os.environ.get("TRITON_INTERPRET")
@@ -34,3 +78,13 @@ if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
         import triton.language  # noqa: F401
     finally:
         os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes, send signals or depend on time."""
+    from tests.processes import kind_of
+
+    for item in items:
+        kind = kind_of(item.path, getattr(item, "originalname", item.name))
+        if kind is not None and item.get_closest_marker("processes") is None:
+            item.add_marker(pytest.mark.processes(kind))

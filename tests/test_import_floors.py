@@ -1,8 +1,8 @@
 """Imports go down only, imports inside functions included.
 
-    train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards -> checkpoint
-    -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle -> config, flow, batch, packing, metrics
-    -> kernels, _C, role_names, leaving
+    train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards ->
+    checkpoint -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle, loggers -> config,
+    flow, batch, packing, metrics -> kernels, _C, role_names, leaving
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("kernels", "_C", "role_names", "leaving"),
     ("config", "flow", "batch", "packing", "metrics"),
-    ("invariants", "signed_pickle"),
+    ("invariants", "signed_pickle", "loggers"),
     ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
@@ -62,7 +62,8 @@ def sources() -> dict[str, str]:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Full names of everything imported anywhere in a file: `from a.b import c` is a.b.c. A relative import starts with a dot."""
+    """Full names of everything imported anywhere in a file: `from a.b import c` is a.b.c. A relative import
+    starts with a dot."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

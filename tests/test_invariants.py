@@ -1,10 +1,12 @@
-"""Data that was changed on its way is caught: each mutation below is planted in a correct step, and one check must name it.
+"""Data that was changed on its way is caught: each mutation below is planted in a correct step, and one check
+must name it.
 
 pytest tests/test_invariants.py"""
 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -15,7 +17,17 @@ from megarl.batch import Batch
 from megarl.driver.learner import Learner
 from megarl.driver.rollout_batch import RolloutBatch
 from megarl.batch_invariants import check_batch, check_column
-from megarl.invariants import InvariantError, check_plan, check_samples, check_scores, digest
+from megarl.invariants import (
+    InvariantError,
+    check_plan,
+    check_reward_digests,
+    check_reward_sizes,
+    check_rewards,
+    check_samples,
+    check_scores,
+    digest,
+    digest_of_reward,
+)
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
 
 VOCAB, PROMPTS, GROUP, MAX_LENGTH = 50, 3, 4, 20
@@ -53,7 +65,7 @@ def make_step() -> Step:
 
 
 def check(step: Step) -> None:
-    check_samples(step.samples, PROMPTS, GROUP, MAX_LENGTH)
+    check_samples(step.samples, range(PROMPTS), GROUP, MAX_LENGTH)
     check_plan(step.mini_batches, step.samples)
     check_batch(step.batch, {s.sample_id: s.digest for s in step.samples}, VOCAB)
     check_column(step.batch, "advantages")
@@ -152,7 +164,7 @@ def response_empty(step):
     step.samples[2] = replace(step.samples[2], length=4, response_length=0)
 
 
-@mutation("1 of 3 x 4 samples are missing, the first is 7, of prompt 1: groups must be complete")
+@mutation("1 of 3 x 4 samples are missing, the first is 7, of visit 1: groups must be complete")
 def group_truncated(step):
     del step.samples[7]
 
@@ -268,6 +280,30 @@ def test_the_digest_knows_where_the_response_begins():
     assert digest([5, 6], [7]) == digest((5, 6), (7,)) != digest([5], [6, 7]) != digest([], [5, 6, 7])
 
 
+def test_a_reward_is_made_of_its_own_samples_scores():
+    rule, model = {7: 1.0, 3: 0.5, 9: None}, {3: 2.0, 7: -1.0, 9: 4.0}
+    scores = [(1.0, rule), (0.5, model)]
+    check_rewards({7: 0.5, 3: 1.5, 9: None}, scores)
+    for wrong in ({7: 1.5, 3: 0.5, 9: None}, {7: 0.5, 3: 1.5, 9: 2.0}, {7: None, 3: 1.5, 9: None}):
+        with pytest.raises(InvariantError, match="the reward of sample [739] is .*, but its scores make"):
+            check_rewards(wrong, scores)
+
+
+def test_a_reward_is_bound_to_sample_group_and_tokens():
+    ids, groups, rewards, tokens = [7, 3, 9], [0, 0, 1], [1.0, None, 0.25], {7: 11, 9: 13}
+    digests = [digest_of_reward(*row) for row in zip(ids, groups, rewards, (11, 12, 13), strict=True)]
+    check_reward_digests(ids, groups, rewards, digests, tokens)
+    for changed in (
+        (ids, groups, [0.25, None, 1.0], digests, tokens),
+        (ids, [0, 1, 0], rewards, digests, tokens),
+        (ids, groups, rewards, digests, {7: 13, 9: 11}),
+        ([9, 3, 7], groups, rewards, digests, tokens),
+    ):
+        with pytest.raises(InvariantError, match="the reward of sample [79] .* belongs to another sample"):
+            check_reward_digests(*changed)
+    check_reward_digests(ids, groups, rewards, digests, {3: 12})  # another rank's samples are not looked at
+
+
 def test_steps_without_a_reward_are_told():
     learner = object.__new__(Learner)
     learner.config, learner.actor, learner.zero_reward_steps = (
@@ -277,7 +313,7 @@ def test_steps_without_a_reward_are_told():
     )
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
     notes = [
-        learner.note_zero_rewards(RolloutBatch(number, [0], 2, rewards=rewards))
+        learner.note_zero_rewards(RolloutBatch(number, {0: 0}, 2, rewards=rewards))
         for number, rewards in enumerate(steps, 1)
     ]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [
@@ -289,3 +325,18 @@ def test_steps_without_a_reward_are_told():
         "step 6: no reward but 0 in 2 steps",
         None,
     ]
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, float("inf"), float("nan")])
+def test_a_reward_that_float32_cannot_hold_is_named(reward):
+    check_reward_sizes({3: 3.4e38, 4: None, 5: -3.4e38})
+    shown = re.escape(str(reward))
+    with pytest.raises(
+        ValueError,
+        match=rf"reward of sample 4 \({shown}\): must be a number that float32 holds .* batch.rewards",
+    ):
+        check_reward_sizes({3: 1.0, 4: reward})
+    with pytest.raises(
+        InvariantError, match=rf"judge says {shown} of sample 0: a score must be finite in float32"
+    ):
+        check_scores("judge", [{"sample_id": 0, "score": reward}], [Sample(0, 5, 2)])

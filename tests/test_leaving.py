@@ -1,4 +1,5 @@
-"""Ranks of one engine leave it before the same step, whenever each of them hears of it. `pytest tests/test_leaving.py`"""
+"""Ranks of one engine leave it before the same step, whenever each of them hears of it. `pytest
+tests/test_leaving.py`"""
 
 import random
 import threading

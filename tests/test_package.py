@@ -1,6 +1,8 @@
-"""What is installed, and how: import cost, names, the two build variants, and the parts of set-up that can go wrong on a user's machine.
+"""What is installed, and how: import cost, names, the two build variants, and the parts of set-up that can go
+wrong on a user's machine.
 
-Imports are checked in fresh processes outside the checkout, where only what is installed can be found. Run: pytest tests/test_package.py"""
+Imports are checked in fresh processes outside the checkout, where only what is installed can be found. Run:
+pytest tests/test_package.py"""
 
 import importlib.metadata
 import importlib.util
@@ -45,6 +47,41 @@ def run_python(code, cwd, **environment):
     done = run([sys.executable, "-c", code], cwd, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("tree", ["copied", "own"])
+def test_the_suite_refuses_the_megarl_of_another_tree(tree, tmp_path):
+    """A copy of the tests beside a copy of the code, under an interpreter that has this tree installed; then
+    with the copy's code first."""
+    for folder in ("megarl", "triton_kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    for file in ("conftest.py", "processes.py"):
+        shutil.copy(ROOT / "tests" / file, tmp_path / "tests" / file)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    (tmp_path / "tests" / "test_file.py").write_text(
+        "import megarl\n\n\ndef test_file():\n    print('tested', megarl.__file__)\n"
+    )
+    installed = tmp_path / "site"
+    installed.mkdir()
+    if tree == "own":
+        (installed / "megarl").symlink_to(tmp_path / "megarl")
+        (tmp_path / "megarl" / "kernels").symlink_to(tmp_path / "triton_kernels")
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-s", "tests"],
+        tmp_path,
+        PYTHONPATH=str(installed),
+        PYTHONSAFEPATH="1",
+    )
+    if tree == "own":
+        assert done.returncode == 0 and f"tested {installed}" in done.stdout, done.stdout + done.stderr
+    else:
+        assert done.returncode == 4 and "tested" not in done.stdout, done.stdout + done.stderr
+        assert (
+            f"`import megarl` finds {ROOT / 'megarl' / '__init__.py'}, but these tests are of "
+            f"{tmp_path / 'megarl'}: " in done.stderr
+        )
+        assert f"pip install --no-deps --no-build-isolation -e {tmp_path}" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +145,17 @@ def test_version_comes_from_one_place():
 
 
 def test_kernels_are_installed_under_megarl_only(tmp_path):
-    code = "import importlib.util, megarl.kernels as k; print(k.__name__, importlib.util.find_spec('triton_kernels'))"
+    code = (
+        "import importlib.util, megarl.kernels as k; print(k.__name__, "
+        "importlib.util.find_spec('triton_kernels'))"
+    )
     assert run_python(code, tmp_path, PYTHONPATH=None) == "megarl.kernels None"
     assert run_python(code, ROOT, PYTHONPATH=None, PYTHONSAFEPATH="1") == "megarl.kernels None"
 
 
 def test_vllm_does_not_take_our_kernels_for_openai_s():
-    """In the checkout, as workers start. The second answer is with the checkout on the path: the mistake that the first rules out."""
+    """In the checkout, as workers start. The second answer is with the checkout on the path: the mistake that
+    the first rules out."""
     # A CUDA vLLM may bring the real package itself.
     code = f"""
 import sys
@@ -131,7 +172,8 @@ print(answer == bundled, import_utils.has_triton_kernels())"""
 def test_entry_points_load(tmp_path):
     code = (
         "from importlib.metadata import entry_points as e;"
-        "print([next(iter(e(group=g, name='megarl'))).load().__module__ for g in ('console_scripts', 'vllm.general_plugins')])"
+        "print([next(iter(e(group=g, name='megarl'))).load().__module__ for g in "
+        "('console_scripts', 'vllm.general_plugins')])"
     )
     assert run_python(code, tmp_path) == "['megarl.cli', 'megarl.rollout.plugin']"
 
@@ -153,7 +195,10 @@ def test_installation_without_compiler_is_whole(without_compiler, checkout):
 
 def test_copies_without_extension_warn_once(without_compiler, tmp_path):
     # The finder of the editable installation would add the checkout's extension to this one.
-    only_this = "import sys; sys.meta_path[:] = [finder for finder in sys.meta_path if '__editable__' not in finder.__module__]"
+    only_this = (
+        "import sys; sys.meta_path[:] = [finder for finder in sys.meta_path if "
+        "'__editable__' not in finder.__module__]"
+    )
     result = json.loads(run_python(only_this + COPY_TWICE, tmp_path, PYTHONPATH=str(without_compiler)))
     assert Path(result["file"]).is_relative_to(without_compiler)
     assert len(result["messages"]) == 1 and "megarl._C is not there" in result["messages"][0]
@@ -258,7 +303,8 @@ def add_distribution(site_packages, name, version, requires=(), source=""):
 
 
 def test_set_up_removes_only_what_does_not_import(tmp_path, monkeypatch, caplog):
-    """A real virtual environment with three small packages in the place of torchvision, torchaudio and torchcodec."""
+    """A real virtual environment with three small packages in the place of torchvision, torchaudio and
+    torchcodec."""
     setup_env = load_setup_env()
     venv.create(tmp_path / "env")
     for name, value in {

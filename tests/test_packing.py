@@ -1,5 +1,6 @@
-"""Micro-batch plans: nothing lost, nothing twice, equal counts on all ranks, balanced, and the same mini-batches in every layout; and the
-messages that follow from two plans: every sample once to every rank that needs it.
+"""Micro-batch plans: nothing lost, nothing twice, equal counts on all ranks, balanced, and the same
+mini-batches in every layout; and the messages that follow from two plans: every sample once to every rank
+that needs it.
 
     pytest tests/test_packing.py"""
 

@@ -2,7 +2,8 @@
 
     python tools/check_cuda.py [--archs 80 90 100]
 
-Needs nvcc (on PATH, in CUDA_HOME, or named in CUDACXX) and no GPU; without nvcc it says so and exits with 77, as a skipped check."""
+Needs nvcc (on PATH, in CUDA_HOME, or named in CUDACXX) and no GPU; without nvcc it says so and exits with 77,
+as a skipped check."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 SKIPPED = 77
 PROPERTIES = re.compile(
-    r"Function properties for (?P<kernel>\S+)\s*\n\s*(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"Function properties for (?P<kernel>\S+)\s*\n\s*(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads\s*\nptxas info\s*: Used (?P<registers>\d+) registers"
 )
 
@@ -46,7 +48,8 @@ def main() -> int:
                 verdict = "SPILLS" if kernel["stack"] or kernel["stores"] or kernel["loads"] else "ok"
                 bad |= verdict != "ok"
                 print(
-                    f"sm_{arch} {source.name} {kernel['kernel']}: {kernel['registers']} registers, {kernel['stack']} bytes stack, "
+                    f"sm_{arch} {source.name} {kernel['kernel']}: {kernel['registers']} registers, "
+                    f"{kernel['stack']} bytes stack, "
                     f"{kernel['stores']} + {kernel['loads']} bytes spilled: {verdict}"
                 )
     return int(bad)
@@ -58,7 +61,8 @@ def find_nvcc() -> str | None:
 
 
 def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | int]]:
-    """One record per kernel of `source`, by ptxas. Raises: RuntimeError if it does not compile or reports nothing."""
+    """One record per kernel of `source`, by ptxas. Raises: RuntimeError if it does not compile or reports
+    nothing."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             nvcc,

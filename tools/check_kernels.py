@@ -1,12 +1,15 @@
-"""Compiles every Triton kernel ahead of time, without a GPU, and refuses register spills and too much shared memory:
+"""Compiles every Triton kernel ahead of time, without a GPU, and refuses register spills and too much shared
+memory:
 
-    python tools/check_kernels.py [--capabilities 80 90 100] [--only gae] [--json out.json] [--triton-path DIR]
+    python tools/check_kernels.py [--capabilities 80 90 100] [--only gae] [--json out.json] [--triton-path
+    DIR]
 
-Each megarl.kernels.*_triton lists what to compile in AOT_CASES. Printed per kernel and compute capability: registers per thread, bytes
-of spill stores and loads, bytes of shared memory per block, and how many tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy
-(cp.async.bulk.tensor) instructions there are.
+Each megarl.kernels.*_triton lists what to compile in AOT_CASES. Printed per kernel and compute capability:
+registers per thread, bytes of spill stores and loads, bytes of shared memory per block, and how many
+tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions there are.
 
---triton-path is a folder with another Triton, made with `pip install --no-deps --target DIR triton==3.6.0`."""
+--triton-path is a folder with another Triton, made with `pip install --no-deps --target DIR
+triton==3.6.0`."""
 
 from __future__ import annotations
 
@@ -176,12 +179,14 @@ def _compile(index: int) -> Report:
     problems = []
     if report.spill_store_bytes or report.spill_load_bytes:
         problems.append(
-            f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded per thread must be 0: "
+            f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded "
+            "per thread must be 0: "
             f"use a smaller block or more warps (num_warps is {case.num_warps})"
         )
     if report.shared_bytes > MAX_SHARED_BYTES[capability]:
         problems.append(
-            f"shared memory ({report.shared_bytes} B) must be at most {MAX_SHARED_BYTES[capability]} B: use a smaller block or "
+            f"shared memory ({report.shared_bytes} B) must be at most "
+            f"{MAX_SHARED_BYTES[capability]} B: use a smaller block or "
             f"fewer stages (num_stages is {case.num_stages})"
         )
     missing = [
@@ -204,7 +209,8 @@ def compile_case(case, capability: int):
     if set(case.signature) | set(case.constants) != set(names):
         odd = sorted(set(names) ^ (set(case.signature) | set(case.constants)))
         raise ValueError(
-            f"signature and constants must name each argument of the kernel and no other: look at {', '.join(odd)}"
+            "signature and constants must name each argument of the kernel and no other: look at "
+            f"{', '.join(odd)}"
         )
     signature = {name: "constexpr" if name in case.constants else case.signature[name] for name in names}
     aligned = {

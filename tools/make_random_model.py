@@ -1,11 +1,13 @@
-"""A model folder of Qwen2.5-0.5B-Instruct's exact shape, made without a download, to try memory and speed of a machine.
+"""A model folder of Qwen2.5-0.5B-Instruct's exact shape, made without a download, to try memory and speed of
+a machine.
 
     python tools/make_random_model.py --out models/random-0.5b              config and tokenizer; train with --random-init
     python tools/make_random_model.py --out models/random-0.5b --weights    also model.safetensors, bf16, N(0, 0.02)
 
-config.json and generation_config.json are the real model's. The tokenizer has its 151,643 tokens, its special tokens at
-their ids, its splitting into words and a chat template like its own; but its merges are made up: all pairs and many triples of
-printable ASCII characters, so texts get other ids, and somewhat more of them."""
+config.json and generation_config.json are the real model's. The tokenizer has its 151,643 tokens, its special
+tokens at their ids, its splitting into words and a chat template like its own; but its merges are made up:
+all pairs and many triples of printable ASCII characters, so texts get other ids, and somewhat more of
+them."""
 
 from __future__ import annotations
 
@@ -57,11 +59,15 @@ GENERATION_CONFIG = {
 NUM_TOKENS = 151643
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # their ids follow the tokens'
 CHAT_TEMPLATE = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful "
+    "assistant.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # The characters that texts are made of come first: not all triples fit.
 CHARACTERS = (
     " "
@@ -119,7 +125,8 @@ def write_tokenizer(out: Path) -> None:
 
 
 def made_up_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token -> id, merges in order) of a byte-level BPE with NUM_TOKENS tokens: bytes, then pairs, then triples of CHARACTERS."""
+    """(token -> id, merges in order) of a byte-level BPE with NUM_TOKENS tokens: bytes, then pairs, then
+    triples of CHARACTERS."""
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

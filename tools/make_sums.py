@@ -1,4 +1,5 @@
-"""Writes the quickstart's data, tokenizer and initial model: `python tools/make_sums.py --out data/sums --seed 0`."""
+"""Writes the quickstart's data, tokenizer and initial model: `python tools/make_sums.py --out data/sums
+--seed 0`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`make quickstart`: data -> supervised warm-up -> GRPO -> a table, an answer before and after, and a plot. Two cores, no GPU.
+"""`make quickstart`: data -> supervised warm-up -> GRPO -> a table, an answer before and after, and a plot.
+Two cores, no GPU.
 
-python tools/quickstart.py [--seed 0] [--out runs/quickstart] [flags of megarl train for the GRPO job]
+python tools/quickstart.py [--seed 0] [--out runs/quickstart] [--small] [flags of megarl train for the GRPO
+job]
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from pathlib import Path
 from megarl.data.sums_files import make_sums
 
 STAGES = ("sft", "sft_mixed", "grpo")
+SMALL = {
+    "sft": ["--train-iters", "3"],
+    "sft_mixed": ["--train-iters", "3"],
+    "grpo": ["--train-iters", "2", "--eval-interval", "1", "--eval-num-prompts", "8"],
+}
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -27,6 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="replaced if it holds an earlier quickstart"
     )
+    parser.add_argument(
+        "--small", action="store_true", help="a few steps of every stage, to see that all runs"
+    )
     arguments, grpo_flags = parser.parse_known_args()
     start_over(arguments.out)
     seconds = {}
@@ -34,6 +44,7 @@ def main() -> int:
     make_sums(arguments.out / "data", arguments.seed)
     seconds["data"] = time.time() - started
     for stage, flags in zip(STAGES, stage_flags(arguments.out, arguments.seed, grpo_flags), strict=True):
+        flags += SMALL[stage] if arguments.small else []
         print(f"\n== {stage}: megarl train @configs/quickstart_{stage}.args {' '.join(flags)}", flush=True)
         started = time.time()
         code = subprocess.call(
@@ -111,7 +122,8 @@ def report(out: Path, seconds: dict[str, float]) -> None:
     ):
         print(f"{name:28s}  {first[key]:6.3f}  {last[key]:6.3f}")
     print(
-        f"{'response length':28s}  {steps[0]['response/length_mean']:6.1f}  {steps[-1]['response/length_mean']:6.1f}"
+        f"{'response length':28s}  {steps[0]['response/length_mean']:6.1f}  "
+        f"{steps[-1]['response/length_mean']:6.1f}"
     )
     print(
         f"tokens/s {sum(r['throughput/tokens_per_s'] for r in steps) / len(steps):.0f}, peak memory "

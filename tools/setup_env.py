@@ -3,11 +3,13 @@
     python3.11 tools/setup_env.py [--device auto|cpu|gpu]
 
 1. PyTorch first, because vLLM and the extension's build look at which PyTorch is there.
-2. megarl, editable, with the extra `cpu` or `gpu`, and `dev`; on a GPU Transformer Engine too, if it installs.
-3. torchvision, torchaudio and torchcodec leave again if they do not import: vLLM asks for them and megarl never uses them,
-   but builds for another PyTorch break `import transformers`.
+2. megarl, editable, with the extra `cpu` or `gpu`, and `dev`; on a GPU Transformer Engine too, if it
+   installs.
+3. torchvision, torchaudio and torchcodec leave again if they do not import: vLLM asks for them and megarl
+   never uses them, but builds for another PyTorch break `import transformers`.
 
-All versions come from pyproject.toml; which index pip asks is pip's own configuration. Safe to repeat; .venv/.ready says it ended well."""
+All versions come from pyproject.toml; which index pip asks is pip's own configuration. Safe to repeat;
+.venv/.ready says it ended well."""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def last_line(skip: tuple[str, ...] = ("WARNING",)) -> str:
 
 
 def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
-    """Runs pip with its output in .venv/setup.log, and says every half minute where it is. Returns whether it worked."""
+    """Runs pip with its output in .venv/setup.log, and says every half minute where it is. Returns whether it
+    worked."""
     logger.info("%s ...", doing)
     start = time.monotonic()
     with LOG.open("a") as log:
@@ -138,8 +141,10 @@ def install_torch(project: dict, extra: str) -> None:
     version = installed()["torch"].version
     if extra == "cpu" and sys.platform == "linux" and "+cpu" not in version:
         raise SetupError(
-            f"torch ({version}) must be the CPU build, {requirement}+cpu: {project['optional-dependencies']['cpu'][0]} "
-            "asks for exactly that one. Point pip to PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS) and run make again."
+            f"torch ({version}) must be the CPU build, {requirement}+cpu: "
+            f"{project['optional-dependencies']['cpu'][0]} "
+            "asks for exactly that one. Point pip to PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or "
+            "PIP_FIND_LINKS) and run make again."
         )
 
 
@@ -149,7 +154,8 @@ def install_megarl(project: dict, extra: str) -> None:
 
 
 def install_transformer_engine(project: dict) -> None:
-    """Its PyTorch part is compiled against the PyTorch that is there; where that fails, megarl runs on Megatron's local layers."""
+    """Its PyTorch part is compiled against the PyTorch that is there; where that fails, megarl runs on
+    Megatron's local layers."""
     requirements = project["optional-dependencies"]["te"]
     if not pip(
         f"installing {requirements[0]}",
@@ -173,8 +179,14 @@ def remove_mismatched() -> None:
         tried = run_python(f"import {name}")
         if tried.returncode == 0:
             continue
-        reason = f"asked for by {', '.join(pulled_by) or 'nobody'}, does not import with torch {distributions['torch'].version}"
-        doing = f"removing {name} {distributions[name].version} ({reason}: {error_line(tried.stderr)[:100]}), which is expected"
+        reason = (
+            f"asked for by {', '.join(pulled_by) or 'nobody'}, does not import with torch "
+            f"{distributions['torch'].version}"
+        )
+        doing = (
+            f"removing {name} {distributions[name].version} ({reason}: "
+            f"{error_line(tried.stderr)[:100]}), which is expected"
+        )
         require_pip(doing, "uninstall", "-y", name)
 
 
@@ -223,7 +235,8 @@ def check_environment() -> None:
         )
     else:
         logger.info(
-            "megarl._C is not built, weights are copied by PyTorch (slower); to see why: .venv/bin/pip install -v --no-deps -e ."
+            "megarl._C is not built, weights are copied by PyTorch (slower); to see why: "
+            ".venv/bin/pip install -v --no-deps -e ."
         )
 
 

@@ -1,12 +1,13 @@
-"""How per-token losses become one number: a weight per token, so that the loss of a mini-batch is sum_i weights[i] loss[i].
+"""How per-token losses become one number: a weight per token, so that the loss of a mini-batch is sum_i
+weights[i] loss[i].
 
     token-mean            1 / num_tokens                              every token counts the same (DAPO, arXiv:2503.14476)
     seq-mean-token-mean   1 / (num_sequences response_lengths[i])     every sequence counts the same (GRPO, arXiv:2402.03300)
     seq-mean-token-sum    1 / num_sequences                           a sequence counts by its length
     dr-grpo               1 / (num_sequences max_response_length)     as before, in units of a constant (arXiv:2503.20783)
 
-All counts are of the whole mini-batch: all micro-batches, all data-parallel ranks. Sums of the weighted losses over any split
-are then the loss, and sums of the gradients its gradient.
+All counts are of the whole mini-batch: all micro-batches, all data-parallel ranks. Sums of the weighted
+losses over any split are then the loss, and sums of the gradients its gradient.
 """
 
 from __future__ import annotations
@@ -77,3 +78,15 @@ def token_weights(
     return torch.full(
         response_lengths.shape, 1 / denominator, dtype=torch.float32, device=response_lengths.device
     )
+
+
+def total_weight(
+    mode: LossAggregation, num_tokens: int, num_sequences: int, max_response_length: int
+) -> float:
+    """What the weights of all tokens of a mini-batch add up to."""
+    return {
+        "token-mean": 1.0,
+        "seq-mean-token-mean": 1.0,
+        "seq-mean-token-sum": num_tokens / num_sequences,
+        "dr-grpo": num_tokens / (num_sequences * max_response_length),
+    }[mode]

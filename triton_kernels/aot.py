@@ -1,4 +1,5 @@
-"""What the ahead-of-time check compiles: each `<op>_triton.py` lists its kernels in `AOT_CASES: list[AotCase]`."""
+"""What the ahead-of-time check compiles: each `<op>_triton.py` lists its kernels in `AOT_CASES:
+list[AotCase]`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class AotCase:
     kernel: Any
     """The @triton.jit function."""
     signature: Mapping[str, str]
-    """Triton type of every argument that is not a constexpr, e.g. {"logits": "*bf16", "num_columns": "i32", "temperature": "fp32"}."""
+    """Triton type of every argument that is not a constexpr, e.g. {"logits": "*bf16", "num_columns": "i32",
+    "temperature": "fp32"}."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Value of every constexpr argument; also of a pointer that is passed as None."""
     aligned: tuple[str, ...] = ()
@@ -24,4 +26,5 @@ class AotCase:
     capabilities: tuple[int, ...] = (80, 90, 100)
     """Compute capabilities, 90 for sm_90, that this case is launched on."""
     must_use: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Capability -> instructions that its PTX must have, e.g. {90: ("wgmma.mma_async",), 100: ("tcgen05.mma",)}."""
+    """Capability -> instructions that its PTX must have, e.g. {90: ("wgmma.mma_async",), 100:
+    ("tcgen05.mma",)}."""

@@ -4,10 +4,12 @@
     tensor elsewhere        torch: PyTorch in chunks of rows, without a compiler
     MEGARL_KERNELS=torch    torch everywhere
     MEGARL_KERNELS=triton   triton; an error for a tensor that is not on CUDA
-    MEGARL_KERNELS=interpret  the Triton kernels in Triton's interpreter: for tests of the kernels on a CPU, thousands of times slower
+    MEGARL_KERNELS=interpret  the Triton kernels in Triton's interpreter: for tests of the kernels on a CPU,
+    thousands of times slower
 
-An op `<op>` has its specification, its PyTorch path and its one door in `<op>.py`, and its Triton kernels in `<op>_triton.py`, which
-the door imports where it launches them: a machine that never runs a kernel never imports Triton.
+An op `<op>` has its specification, its PyTorch path and its one door in `<op>.py`, and its Triton kernels in
+`<op>_triton.py`, which the door imports where it launches them: a machine that never runs a kernel never
+imports Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def _forced() -> str | None:
     value = os.environ.get("MEGARL_KERNELS") or None
     if value is not None and value not in _CHOICES:
         raise ValueError(
-            f"MEGARL_KERNELS ({value!r}) must be one of {', '.join(_CHOICES)}. Leave it out to choose by device."
+            f"MEGARL_KERNELS ({value!r}) must be one of {', '.join(_CHOICES)}. Leave it out to "
+            "choose by device."
         )
     return value
 
@@ -39,8 +42,9 @@ if _forced() == "interpret":
 def backend(tensor: Tensor) -> Literal["torch", "triton"]:
     """What runs an op on `tensor`.
 
-    Raises: ValueError for an unknown MEGARL_KERNELS, or one that this tensor cannot run with; ImportError without Triton where it
-    is needed; RuntimeError if Triton was imported to compile and is now asked to interpret.
+    Raises: ValueError for an unknown MEGARL_KERNELS, or one that this tensor cannot run with; ImportError
+    without Triton where it is needed; RuntimeError if Triton was imported to compile and is now asked to
+    interpret.
     """
     forced = _forced()
     if forced == "torch" or (forced is None and not tensor.is_cuda):
@@ -52,7 +56,8 @@ def backend(tensor: Tensor) -> Literal["torch", "triton"]:
         )
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
-            "the Triton kernels need the package triton: pip install triton, or MEGARL_KERNELS=torch to do without"
+            "the Triton kernels need the package triton: pip install triton, or "
+            "MEGARL_KERNELS=torch to do without"
         )
     if forced == "interpret" and not _interprets():
         raise RuntimeError(

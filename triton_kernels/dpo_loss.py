@@ -1,14 +1,16 @@
 """Preference losses of pairs of packed sequences, with the sums over tokens and the gradient, in one launch.
 
-With s = sum over the tokens of a sequence of log_probs - ref_log_probs, and the margin h = s(chosen) - s(rejected) of a pair:
+With s = sum over the tokens of a sequence of log_probs - ref_log_probs, and the margin h = s(chosen) -
+s(rejected) of a pair:
 
     sigmoid  -(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h)     DPO, arXiv:2305.18290, eq. 7;
              label_smoothing: cDPO (ericmitchell.ai/cdpo.pdf), the share of labels believed to be wrong
     ipo      (h - 1 / (2 beta))^2                                                                  arXiv:2310.12036, eq. 17
     total    = sum_p weights_p loss_p
 
-IPO is as in its paper, of sums; TRL's takes means over tokens. The gradient to a token's log-prob is weights dloss/dh for the chosen
-sequence and its negative for the rejected one. Tokens with mask False do not exist. 14 bytes per token, and no [T] buffer besides the gradient.
+IPO is as in its paper, of sums; TRL's takes means over tokens. The gradient to a token's log-prob is weights
+dloss/dh for the chosen sequence and its negative for the rejected one. Tokens with mask False do not exist.
+14 bytes per token, and no [T] buffer besides the gradient.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def dpo_loss(
         log_probs: [T] fp32, of the policy now, packed.
         ref_log_probs: [T] fp32, constants.
         mask: [T] bool, the response tokens. What the others hold is not read.
-        cu_seqlens: [2 P + 1] int32 or int64, from 0 to T: sequence 2 p is the chosen one of pair p, 2 p + 1 the rejected one.
+        cu_seqlens: [2 P + 1] int32 or int64, from 0 to T: sequence 2 p is the chosen one of pair p, 2 p + 1
+            the rejected one.
         weights: [P] fp32, constants: 1 / pairs of the whole mini-batch. The loss is summed, never divided.
         beta: strength of the pull towards the reference, > 0.
         label_smoothing: in [0, 1/2); sigmoid only.
@@ -100,7 +103,8 @@ def dpo_loss(
 def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind) -> None:
     if log_probs.ndim != 1 or ref_log_probs.shape != log_probs.shape:
         raise ValueError(
-            f"log_probs and ref_log_probs must be [T], got {list(log_probs.shape)} and {list(ref_log_probs.shape)}"
+            f"log_probs and ref_log_probs must be [T], got {list(log_probs.shape)} and "
+            f"{list(ref_log_probs.shape)}"
         )
     if mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(
@@ -123,7 +127,8 @@ def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoo
         raise ValueError(f"beta ({beta}) must be above 0, e.g. 0.1")
     if not 0 <= label_smoothing < 0.5 or (kind == "ipo" and label_smoothing != 0):
         raise ValueError(
-            f"label_smoothing ({label_smoothing}) must be in [0, 0.5), and 0 with kind 'ipo'; kind is {kind!r}"
+            f"label_smoothing ({label_smoothing}) must be in [0, 0.5), and 0 with kind 'ipo'; kind "
+            f"is {kind!r}"
         )
 
 

@@ -1,4 +1,5 @@
-"""Kernel of dpo_loss.py: one program per pair reads its two sequences, and then knows and writes the gradient of their tokens.
+"""Kernel of dpo_loss.py: one program per pair reads its two sequences, and then knows and writes the gradient
+of their tokens.
 
 A program leaves its share of the totals, which partial_sums_triton.py adds up in a fixed order."""
 
@@ -39,7 +40,8 @@ def _sigmoids(x):
     """(log sigmoid(x), sigmoid(x), sigmoid(-x)) of a scalar, without overflow or cancellation."""
     small = tl.exp(-tl.abs(x))
     u = 1.0 + small
-    # log(1 + small) to full precision, after W. Kahan: what rounding took from u is made up for by small / (u - 1).
+    # log(1 + small) to full precision, after W. Kahan: what rounding took from u is made up for by small / (u
+    # - 1).
     log1p = tl.where(u == 1.0, small, tl.log(u) * (small / tl.where(u == 1.0, 1.0, u - 1.0)))
     return (
         tl.where(x < 0, x, 0.0) - log1p + 0.0 * x,

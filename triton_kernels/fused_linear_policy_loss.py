@@ -1,21 +1,24 @@
-"""Output layer, log-probs, loss and all their gradients in one forward pass, without logits [N, V] and without recomputation.
+"""Output layer, log-probs, loss and all their gradients in one forward pass, without logits [N, V] and
+without recomputation.
 
     logits = hidden weight^T / temperature        log_probs, entropy = of the targets under softmax(logits)
     loss   = sum over chunks of rows of loss_fn(log_probs[rows], entropy[rows], rows)
 
-In reinforcement learning everything but the log-probs is known before the forward pass: advantages, old log-probs, token weights,
-normalisers. So the gradients g = dL/dlog_prob and h = dL/dentropy of a chunk exist as soon as its logits do, while these are still
-there, and the backward products follow at once:
+In reinforcement learning everything but the log-probs is known before the forward pass: advantages, old
+log-probs, token weights, normalisers. So the gradients g = dL/dlog_prob and h = dL/dentropy of a chunk exist
+as soon as its logits do, while these are still there, and the backward products follow at once:
 
     dlogits = (g (1[j = target] - p_j) - h p_j (log p_j + entropy)) / temperature
     dhidden = dlogits weight           dweight += dlogits^T hidden
 
-6 N V_tp H FLOPs, three matrix products, where recomputing the logits in the backward pass takes 8. Rows with g = h = 0 (masked,
-clipped, of groups without an advantage) are left out of the last two products: that saves up to two thirds.
+6 N V_tp H FLOPs, three matrix products, where recomputing the logits in the backward pass takes 8. Rows with
+g = h = 0 (masked, clipped, of groups without an advantage) are left out of the last two products: that saves
+up to two thirds.
 
-Memory: a buffer of logits for one chunk (see linear_head.py), dhidden, and dweight in fp32 unless it goes into `main_grad`. Plain
-PyTorch holds five [N, V_tp] tensors. The gradient in the forward pass is Liger's fused_linear_cross_entropy (arXiv:2410.10989);
-that of a loss over tokens, with entropy and the vocabulary split over ranks, is ours.
+Memory: a buffer of logits for one chunk (see linear_head.py), dhidden, and dweight in fp32 unless it goes
+into `main_grad`. Plain PyTorch holds five [N, V_tp] tensors. The gradient in the forward pass is Liger's
+fused_linear_cross_entropy (arXiv:2410.10989); that of a loss over tokens, with entropy and the vocabulary
+split over ranks, is ours.
 """
 
 from __future__ import annotations
@@ -32,9 +35,11 @@ from megarl.kernels.linear_head import LinearHead, check_head, check_main_grad
 from megarl.kernels.log_probs import Softmax, vocab_parallel_log_probs_ref
 
 TokenLoss = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, dict[str, Tensor]]]
-"""(log_probs [C], entropy [C] or None, which of the N rows) -> (loss, metrics), differentiable in its first two arguments.
+"""(log_probs [C], entropy [C] or None, which of the N rows) -> (loss, metrics), differentiable in its first
+two arguments.
 
-The loss must be a sum over tokens: called for any split of the rows, its values must add up to the same loss."""
+The loss must be a sum over tokens: called for any split of the rows, its values must add up to the same
+loss."""
 
 
 class FusedLoss(NamedTuple):
@@ -57,7 +62,8 @@ def fused_linear_policy_loss_ref(
     with_entropy: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> FusedLoss:
-    """The specification, with the unsplit weight [V, H], computed in `dtype` and differentiated by autograd."""
+    """The specification, with the unsplit weight [V, H], computed in `dtype` and differentiated by
+    autograd."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     log_probs, entropy = vocab_parallel_log_probs_ref(
         logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype
@@ -82,23 +88,28 @@ def fused_linear_policy_loss(
     """Loss of the targets' log-probs, its gradients made on the way. A collective of `group`, forward only.
 
     Args:
-        hidden: [N, H] bf16, fp16, fp32 or fp64, the same on every rank. Its gradient comes back summed over ranks.
-        weight: [V_tp, H] like hidden; this rank's rows [rank * V_tp, (rank + 1) * V_tp) of the padded output layer, all finite.
+        hidden: [N, H] bf16, fp16, fp32 or fp64, the same on every rank. Its gradient comes back summed over
+            ranks.
+        weight: [V_tp, H] like hidden; this rank's rows [rank * V_tp, (rank + 1) * V_tp) of the padded output
+            layer, all finite.
         targets: [N] int64 global token ids.
         loss_fn: a sum over tokens, see `TokenLoss`. It must give the same values on every rank of `group`.
         vocab_size: real tokens. Rows of the weight from there on are padding: probability 0, gradient 0.
         group: the tensor-parallel group. None (or a group of one): `weight` is the whole vocabulary.
         temperature: what the logits are divided by; the sampler's.
         with_entropy: give loss_fn the entropies; costs a pass over the logits.
-        main_grad: [V_tp, H] fp32 (fp64 for fp64). The weight's gradient is added to it in the forward pass, and `weight` itself gets
-            None in backward. None: backward returns it, rounded to the weight's dtype once.
-        loss_scale: with `main_grad`, what backward will be started with: dL/dloss. (Without, backward takes what comes.)
+        main_grad: [V_tp, H] fp32 (fp64 for fp64). The weight's gradient is added to it in the forward pass,
+            and `weight` itself gets None in backward. None: backward returns it, rounded to the weight's
+            dtype once.
+        loss_scale: with `main_grad`, what backward will be started with: dL/dloss. (Without, backward takes
+            what comes.)
 
-    Returns: see `FusedLoss`. log_probs are bitwise those of `linear_log_probs(..., method="chunked")` of the same rows. Without
-        autograd the loss alone is computed and main_grad left as it is.
+    Returns: see `FusedLoss`. log_probs are bitwise those of `linear_log_probs(..., method="chunked")` of the
+        same rows. Without autograd the loss alone is computed and main_grad left as it is.
 
     Raises:
-        ValueError: wrong shape, dtype or vocab_size; a target outside [0, vocab_size) on CPU (elsewhere its log-prob is NaN).
+        ValueError: wrong shape, dtype or vocab_size; a target outside [0, vocab_size) on CPU (elsewhere its
+            log-prob is NaN).
         RuntimeError: in a second backward; on CPU, in a backward that does not start with `loss_scale`.
     """
     check_head(hidden, weight, targets, vocab_size, group, temperature)
@@ -210,7 +221,8 @@ class _WithGradients(torch.autograd.Function):
         if ctx.loss_scale is not None:
             if grad_loss.device.type == "cpu" and grad_loss.item() != ctx.loss_scale:
                 raise RuntimeError(
-                    f"fused_linear_policy_loss: backward started with {grad_loss.item()}, but main_grad was given a gradient scaled by "
+                    f"fused_linear_policy_loss: backward started with {grad_loss.item()}, but "
+                    "main_grad was given a gradient scaled by "
                     f"loss_scale ({ctx.loss_scale}). Pass loss_scale={grad_loss.item()}."
                 )
             scale = grad_loss / ctx.loss_scale

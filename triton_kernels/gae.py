@@ -1,19 +1,22 @@
 """Generalized advantage estimation (arXiv:1506.02438, eq. 16) of packed sequences, in one launch.
 
-Of the actions t of a sequence (its tokens with mask True), with V(next) the value of the next action, or of the bootstrap after the last:
+Of the actions t of a sequence (its tokens with mask True), with V(next) the value of the next action, or of
+the bootstrap after the last:
 
     delta[t] = rewards[t] + gamma V(next) - values[t]
     A[t]     = delta[t] + gamma gae_lambda A(next)        returns[t] = A[t] + values[t]
 
-A token with mask False (what a tool or the environment said) is skipped: it takes no step of gamma or lambda, its reward and value
-are not read, and its advantage and return are 0. A reward for the whole sequence belongs on its last action.
+A token with mask False (what a tool or the environment said) is skipped: it takes no step of gamma or lambda,
+its reward and value are not read, and its advantage and return are 0. A reward for the whole sequence belongs
+on its last action.
 
-Scanned from the back, (A, V) of the tokens after t give those of t on by an affine map, and affine maps compose: one associative
-scan per sequence over five numbers per token, a tile at a time. Whitening needs the mean and the variance over all data-parallel
-ranks, so the same launch leaves (sum, sum of squares, count) of the advantages; the caller adds these up and calls `whiten`.
+Scanned from the back, (A, V) of the tokens after t give those of t on by an affine map, and affine maps
+compose: one associative scan per sequence over five numbers per token, a tile at a time. Whitening needs the
+mean and the variance over all data-parallel ranks, so the same launch leaves (sum, sum of squares, count) of
+the advantages; the caller adds these up and calls `whiten`.
 
-17 bytes are moved per token, and 9 more to whiten. A Python loop over the steps of padded sequences launches about eight kernels
-per step.
+17 bytes are moved per token, and 9 more to whiten. A Python loop over the steps of padded sequences launches
+about eight kernels per step.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class GAE(NamedTuple):
     returns: Tensor
     """[T] fp32, what the critic should have said; 0 where masked."""
     stats: Tensor
-    """[3] fp64: sum, sum of squares and count of the advantages of actions. Add up over data-parallel ranks, then `whiten`."""
+    """[3] fp64: sum, sum of squares and count of the advantages of actions. Add up over data-parallel ranks,
+    then `whiten`."""
 
 
 def gae_ref(
@@ -88,12 +92,16 @@ def gae(
         rewards: [T] fp32, per token, already KL-shaped.
         values: [T] fp32, the critic's V of the state before each token.
         mask: [T] bool, the tokens that the policy chose. What the others hold is not read, NaN included.
-        cu_seqlens: [B + 1] int32 or int64, from 0 to T: sequence b is the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1. May be empty.
+        cu_seqlens: [B + 1] int32 or int64, from 0 to T: sequence b is the tokens cu_seqlens[b] to
+            cu_seqlens[b + 1] - 1. May be empty.
         gamma, gae_lambda: discount per action and the estimator's decay, both in [0, 1].
-        bootstrap_values: [B] fp32, V of the state after the last action of each sequence, where it was cut off. None: all ended, 0.
+        bootstrap_values: [B] fp32, V of the state after the last action of each sequence, where it was cut
+            off. None: all ended, 0.
 
-    Returns: `GAE`. A NaN of an action reaches itself and the actions before it in its sequence, and the statistics.
-    Raises: ValueError for wrong shapes or dtypes, a gamma or gae_lambda outside [0, 1], or, on CPU, cu_seqlens that do not go from 0 to T.
+    Returns: `GAE`. A NaN of an action reaches itself and the actions before it in its sequence, and the
+    statistics.
+    Raises: ValueError for wrong shapes or dtypes, a gamma or gae_lambda outside [0, 1], or, on CPU,
+    cu_seqlens that do not go from 0 to T.
     """
     _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_values)
     if bootstrap_values is None:
@@ -116,7 +124,8 @@ def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     """
     if advantages.shape != mask.shape or stats.shape != (3,) or stats.dtype != torch.float64:
         raise ValueError(
-            f"advantages and mask must be [T] and stats fp64 [3], got {list(advantages.shape)}, {list(mask.shape)} "
+            f"advantages and mask must be [T] and stats fp64 [3], got {list(advantages.shape)}, "
+            f"{list(mask.shape)} "
             f"and {stats.dtype} {list(stats.shape)}"
         )
     if backend(advantages) == "triton":
@@ -137,7 +146,8 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
         raise ValueError(f"rewards must be a float tensor [T], got {rewards.dtype} {list(rewards.shape)}")
     if values.shape != rewards.shape or not values.is_floating_point():
         raise ValueError(
-            f"values must be a float tensor {list(rewards.shape)} like rewards, got {values.dtype} {list(values.shape)}"
+            f"values must be a float tensor {list(rewards.shape)} like rewards, got {values.dtype} "
+            f"{list(values.shape)}"
         )
     if mask.shape != rewards.shape or mask.dtype != torch.bool:
         raise ValueError(
@@ -146,7 +156,8 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
     check_cu_seqlens(cu_seqlens, len(rewards))
     if bootstrap_values is not None and bootstrap_values.shape != (len(cu_seqlens) - 1,):
         raise ValueError(
-            f"bootstrap_values must be [{len(cu_seqlens) - 1}], one per sequence, got {list(bootstrap_values.shape)}"
+            f"bootstrap_values must be [{len(cu_seqlens) - 1}], one per sequence, got "
+            f"{list(bootstrap_values.shape)}"
         )
     for name, value in {"gamma": gamma, "gae_lambda": gae_lambda}.items():
         if not 0 <= value <= 1:
@@ -154,7 +165,8 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """ValueError unless cu_seqlens is int [B + 1] and, where looking does not stop a stream, goes up from 0 to num_tokens."""
+    """ValueError unless cu_seqlens is int [B + 1] and, where looking does not stop a stream, goes up from 0
+    to num_tokens."""
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
@@ -162,14 +174,16 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     if cu_seqlens.device.type == "cpu":
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(
-                f"cu_seqlens must go up from 0 to the number of tokens ({num_tokens}), got {cu_seqlens.tolist()[:10]}"
+                f"cu_seqlens must go up from 0 to the number of tokens ({num_tokens}), got "
+                f"{cu_seqlens.tolist()[:10]}"
                 f"{'...' if len(cu_seqlens) > 10 else ''} ending at {int(cu_seqlens[-1])}"
             )
 
 
 def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay) -> GAE:
-    """Without the masked tokens the decay is the same at every step, so a scan by doubling needs one multiply-add per step:
-    after the step of s, advantages[t] holds the next 2 s terms of sum_n decay^n delta[t + n]."""
+    """Without the masked tokens the decay is the same at every step, so a scan by doubling needs one
+    multiply-add per step: after the step of s, advantages[t] holds the next 2 s terms of sum_n decay^n
+    delta[t + n]."""
     actions = mask.nonzero()[:, 0]
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     action_rewards, action_values = rewards[actions].to(dtype), values[actions].to(dtype)

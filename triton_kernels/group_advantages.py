@@ -1,14 +1,16 @@
-"""Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2; without the division: Dr. GRPO, arXiv:2503.20783).
+"""Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2; without the division: Dr. GRPO,
+arXiv:2503.20783).
 
     advantages[i] = rewards[i] - mean(group of i)        / (std(group of i) + eps), if normalize_by_std
 
-A group is all samples with the same id, in any order. The standard deviation is the unbiased one, as `torch.std`. A group with
-a single reward has nothing to be compared with: advantage 0. Equal rewards give exactly 0. A NaN reward is a sample whose
-reward failed: it takes no part in its group's statistics and its own advantage is 0.
+A group is all samples with the same id, in any order. The standard deviation is the unbiased one, as
+`torch.std`. A group with a single reward has nothing to be compared with: advantage 0. Equal rewards give
+exactly 0. A NaN reward is a sample whose reward failed: it takes no part in its group's statistics and its
+own advantage is 0.
 
-The kernel compares every sample with every other: 2 B^2 fp64 additions in one launch (B = 16384: 5e8, well below a millisecond),
-where finding the distinct ids needs a sort and a stop of the stream to learn how many there are. 16 bytes per sample leave or enter
-the chip; the rest is read from its caches.
+The kernel compares every sample with every other: 2 B^2 fp64 additions in one launch (B = 16384: 5e8, well
+below a millisecond), where finding the distinct ids needs a sort and a stop of the stream to learn how many
+there are. 16 bytes per sample leave or enter the chip; the rest is read from its caches.
 """
 
 from __future__ import annotations
@@ -34,27 +36,30 @@ def group_advantages_ref(
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
-    """Advantage of each sample within its group. The caller holds whole groups: nothing is reduced over ranks.
+    """Advantage of each sample within its group. The caller holds whole groups: nothing is reduced over
+    ranks.
 
     Args:
-        rewards: [B] fp32, one per sample; NaN where the reward failed.
+        rewards: [B] of any float dtype, one per sample, taken as fp32; NaN where the reward failed.
         group_ids: [B] int64, equal for the samples of one prompt.
         normalize_by_std: divide by the group's standard deviation + eps.
 
     Returns: [B] fp32, in the order of `rewards`.
-    Raises: ValueError for wrong shapes or dtypes, or, on CPU, an infinite reward. (Elsewhere looking at rewards would stop the
-        stream; the advantages of such a group are NaN.)
+    Raises: ValueError for wrong shapes or dtypes, or, on CPU, a reward that is infinite in fp32. (Elsewhere
+        looking at rewards would stop the stream; the advantages of such a group are NaN.)
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [B], got {rewards.dtype} {list(rewards.shape)}")
     if group_ids.shape != rewards.shape or group_ids.dtype != torch.int64:
         raise ValueError(
-            f"group_ids must be int64 {list(rewards.shape)} like rewards, got {group_ids.dtype} {list(group_ids.shape)}"
+            f"group_ids must be int64 {list(rewards.shape)} like rewards, got {group_ids.dtype} "
+            f"{list(group_ids.shape)}"
         )
+    given, rewards = rewards, rewards.float()
     if rewards.device.type == "cpu" and bool(rewards.isinf().any()):
         index = int(rewards.isinf().nonzero()[0])
         raise ValueError(
-            f"rewards[{index}] ({rewards[index].item()}) must be finite, or NaN for a failed sample"
+            f"rewards[{index}] ({given[index].item()}) must be finite in fp32, or NaN for a failed sample"
         )
     if backend(rewards) == "torch":
         return _compute_torch(rewards, group_ids, normalize_by_std, eps)
@@ -73,6 +78,6 @@ def _compute_torch(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, e
     mean = zeros.index_add(0, group, values) / count.clamp(min=1)
     centered = torch.where(is_valid, values - mean[group], 0.0)
     if not normalize_by_std:
-        return centered.to(rewards.dtype)
+        return centered.float()
     variance = zeros.index_add(0, group, centered.square()) / (count - 1).clamp(min=1)
-    return (centered / (variance.sqrt() + eps)[group]).to(rewards.dtype)
+    return (centered / (variance.sqrt() + eps)[group]).float()

@@ -1,6 +1,8 @@
-"""Kernel of group_advantages.py: a program compares its samples with all samples, a tile of [BLOCK, BLOCK_OTHERS] after another.
+"""Kernel of group_advantages.py: a program compares its samples with all samples, a tile of [BLOCK,
+BLOCK_OTHERS] after another.
 
-Neither a sort nor the number of groups is needed, and so nothing that would have to be read back from the GPU."""
+Neither a sort nor the number of groups is needed, and so nothing that would have to be read back from the
+GPU."""
 
 import torch
 import triton

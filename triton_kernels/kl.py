@@ -1,4 +1,5 @@
-"""Per-token estimates of KL(policy || reference) from tokens that the policy sampled (Schulman, joschu.net/blog/kl-approx.html).
+"""Per-token estimates of KL(policy || reference) from tokens that the policy sampled (Schulman,
+joschu.net/blog/kl-approx.html).
 
 With d = log_probs - ref_log_probs:
 
@@ -7,18 +8,19 @@ With d = log_probs - ref_log_probs:
     k2  = d^2 / 2              biased, small variance, >= 0
     k3  = exp(-d) - 1 + d      unbiased, small variance, >= 0; held at 10, without gradient, where it would be more
 
-What they do as a *loss* is another question: a good estimate of a value need not have a good gradient (arXiv:2510.01555). For
-tokens sampled from the policy that is differentiated:
+What they do as a *loss* is another question: a good estimate of a value need not have a good gradient
+(arXiv:2510.01555). For tokens sampled from the policy that is differentiated:
 
-    k1  gradient 1, so its expectation is 0: noise that pulls the policy nowhere. Right in the reward, useless in a loss.
-    abs gradient of size 1 towards the reference, however near it is.
+    k1  gradient 1, so its expectation is 0: noise that pulls the policy nowhere. Right in the reward, useless
+    in a loss. abs gradient of size 1 towards the reference, however near it is.
     k2  gradient d: unbiased for the gradient of KL(policy || reference), the same as k1 in the reward.
     k3  gradient 1 - exp(-d): of KL(reference || policy); equal to k2's to first order in d.
 
 `straight_through` shows the value of any of them and has the gradient of k2, unlimited.
 
-The limit of k3 is verl's: it is met where the policy's probability fell below 1/13 of the reference's, or is e^11 times as large.
-One launch reads 8 and writes 8 bytes per token: the estimate, and its slope for the backward.
+The limit of k3 is verl's: it is met where the policy's probability fell below 1/13 of the reference's, or is
+e^11 times as large. One launch reads 8 and writes 8 bytes per token: the estimate, and its slope for the
+backward.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def at_least_fp32(x: Tensor | None) -> Tensor | None:
 
 
 def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[Tensor, Tensor]:
-    """Estimate and derivative for differences d [N], by hand: autograd's derivative of exp(-d) + d loses all digits where d is
-    small, on every early step."""
+    """Estimate and derivative for differences d [N], by hand: autograd's derivative of exp(-d) + d loses all
+    digits where d is small, on every early step."""
     match kind:
         case "k1":
             value, slope = d, torch.ones_like(d)
@@ -77,7 +79,8 @@ def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False
 ) -> Tensor:
-    """KL estimate per token [N] from log_probs [N] and ref_log_probs [N], fp32. Differentiable in `log_probs` only.
+    """KL estimate per token [N] from log_probs [N] and ref_log_probs [N], fp32. Differentiable in `log_probs`
+    only.
 
     Raises: ValueError for an unknown kind, different shapes, or a ref_log_probs that requires a gradient.
     """

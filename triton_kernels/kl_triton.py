@@ -16,8 +16,9 @@ _BLOCK = 1024
 
 @triton.jit
 def exp_minus_1_minus_x(x):
-    """(exp(x) - 1 - x, exp(x) - 1) to a few units in the last place: exp loses all digits where x is small, and there is no expm1.
-    For |x| < 1/2 the first is x^2 times the sum of x^n / (n + 2)!, of which 8 terms leave 2e-9 of it."""
+    """(exp(x) - 1 - x, exp(x) - 1) to a few units in the last place: exp loses all digits where x is small,
+    and there is no expm1. For |x| < 1/2 the first is x^2 times the sum of x^n / (n + 2)!, of which 8 terms
+    leave 2e-9 of it."""
     near = tl.abs(x) < 0.5
     y = tl.where(near, x, 0.0)
     series = y * 2.7557319223985893e-06 + 2.48015873015873e-05

@@ -1,11 +1,13 @@
-"""The output layer and its softmax, a chunk of rows at a time: what `linear_log_probs` and `fused_linear_policy_loss` share.
+"""The output layer and its softmax, a chunk of rows at a time: what `linear_log_probs` and
+`fused_linear_policy_loss` share.
 
     logits = hidden weight^T      [C, V_tp] fp32: one buffer that every chunk of C rows overwrites
     dhidden = dlogits weight,     dweight += dlogits^T hidden
 
-Logits are fp32 whatever the inputs are: rounded to bf16 they would move log-probs by 1e-2 on average, which is more than a policy
-moves in a step. The products of bf16 inputs are exact in fp32, so on CUDA this costs bandwidth, not precision or FLOPs
-(`out_dtype`). PyTorch's CPU matrix product has no such output: there the logits of bf16 inputs are rounded to bf16.
+Logits are fp32 whatever the inputs are: rounded to bf16 they would move log-probs by 1e-2 on average, which
+is more than a policy moves in a step. The products of bf16 inputs are exact in fp32, so on CUDA this costs
+bandwidth, not precision or FLOPs (`out_dtype`). PyTorch's CPU matrix product has no such output: there the
+logits of bf16 inputs are rounded to bf16.
 
 Memory: C V_tp 4 bytes, 6 with the bf16 gradient on CUDA, and nothing that grows with N V.
 """
@@ -21,9 +23,11 @@ from torch import Tensor
 
 from megarl.kernels.log_probs import Softmax, runs_triton, softmax_gradient, softmax_rows
 
-# CPU: enough rows that the matrix products run at full speed and dweight, read and written once per chunk, costs little beside them.
+# CPU: enough rows that the matrix products run at full speed and dweight, read and written once per chunk,
+# costs little beside them.
 _CHUNK_ELEMENTS_CPU, _MIN_ROWS_CPU = 2**23, 256
-# CUDA: 2.5 GiB of logits, and at least what keeps the accumulation of dweight compute bound (660 rows on an H200).
+# CUDA: 2.5 GiB of logits, and at least what keeps the accumulation of dweight compute bound (660 rows on an
+# H200).
 _CHUNK_BYTES_CUDA, _MIN_ROWS_CUDA, _MAX_ROWS_CUDA = 5 * 2**29, 1024, 8192
 
 
@@ -38,7 +42,8 @@ def check_head(
     """Raises: ValueError, see the doors."""
     if hidden.ndim != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(
-            f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} {list(hidden.shape)}"
+            f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} "
+            f"{list(hidden.shape)}"
         )
     if (
         weight.ndim != 2
@@ -58,11 +63,13 @@ def check_head(
     num_columns = len(weight) * (1 if group is None else dist.get_world_size(group))
     if not 1 <= vocab_size <= num_columns:
         raise ValueError(
-            f"vocab_size ({vocab_size}) must be in [1, {num_columns}]: the rows of weight on all tensor-parallel ranks"
+            f"vocab_size ({vocab_size}) must be in [1, {num_columns}]: the rows of weight on all "
+            "tensor-parallel ranks"
         )
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(
-            f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on"
+            f"temperature ({temperature}) must be positive and finite; greedy decoding has no "
+            "log-probs to train on"
         )
     if targets.device.type == "cpu" and len(targets):
         smallest, largest = (x.item() for x in targets.aminmax())
@@ -110,7 +117,8 @@ class LinearHead:
 
     @property
     def rows_per_chunk(self) -> int:
-        """Depends on nothing but V_tp and the device: equal rows make equal chunks, and equal bits, in every function."""
+        """Depends on nothing but V_tp and the device: equal rows make equal chunks, and equal bits, in every
+        function."""
         num_columns = len(self.weight)
         if self.hidden.device.type == "cpu":
             return max(_CHUNK_ELEMENTS_CPU // num_columns, _MIN_ROWS_CPU)
@@ -151,7 +159,8 @@ class LinearHead:
         return self.nan_outside(log_probs, rows), entropy, softmax
 
     def nan_outside(self, log_probs: Tensor, rows: slice) -> Tensor:
-        """NaN for targets that are no token of the vocabulary. On a CPU there are none: `check_head` has looked."""
+        """NaN for targets that are no token of the vocabulary. On a CPU there are none: `check_head` has
+        looked."""
         targets = self._targets[rows]
         return (
             log_probs
@@ -168,9 +177,11 @@ class LinearHead:
         grad_weight: Tensor | None,
         with_hidden: bool,
     ) -> Tensor | None:
-        """Add the chunk's gradient to `grad_weight` [V_tp, H] and return that of `hidden` [C, H], of this rank's columns only.
+        """Add the chunk's gradient to `grad_weight` [V_tp, H] and return that of `hidden` [C, H], of this
+        rank's columns only.
 
-        `softmax` and `hidden` are of the same C rows. None for `grad_weight`, False for `with_hidden`: not wanted."""
+        `softmax` and `hidden` are of the same C rows. None for `grad_weight`, False for `with_hidden`: not
+        wanted."""
         dlogits = softmax_gradient(softmax, grad_log_probs, grad_entropy, self._gradient_buffer(softmax.kept))
         if grad_weight is not None:
             if hidden.is_cuda and hidden.dtype != grad_weight.dtype:
@@ -181,7 +192,8 @@ class LinearHead:
         return dlogits.to(hidden.dtype) @ self.weight if with_hidden else None
 
     def _gradient_buffer(self, kept: Tensor) -> Tensor:
-        """What dlogits are written to: the logits, or, for the bf16 matrix products of CUDA, a bf16 buffer."""
+        """What dlogits are written to: the logits, or, for the bf16 matrix products of CUDA, a bf16
+        buffer."""
         if self.hidden.dtype == self.dtype or not self.hidden.is_cuda:
             return kept
         if self._low_precision is None:

@@ -1,4 +1,5 @@
-"""Log-probs (and entropies) of targets straight from hidden states and the output layer, without logits [N, V].
+"""Log-probs (and entropies) of targets straight from hidden states and the output layer, without logits [N,
+V].
 
     logits = hidden weight^T      then as in log_probs.py
 
@@ -8,10 +9,11 @@ Two ways to the same numbers, up to rounding:
     tiles     one persistent Triton kernel whose tiles of logits never leave the registers; they leave behind maximum, sum of
               exponentials and of p log p: 12 bytes per row and 256 columns, merged in a fixed order
 
-2 N V_tp H FLOPs forward. Backward makes the logits again: 8 N V_tp H in all (`fused_linear_policy_loss` takes 6, but must know the loss).
-What is differentiated goes in chunks, whose logits are the same bits again: of logits around -120, two different matrix products
-disagree by 1e-5, and so would p and its normaliser. Kept for backward: the inputs and up to three numbers per row. The tiles are an
-online softmax as in cut-cross-entropy (arXiv:2411.09009), with entropies, without its locks and atomic sums: results are bitwise
+2 N V_tp H FLOPs forward. Backward makes the logits again: 8 N V_tp H in all (`fused_linear_policy_loss` takes
+6, but must know the loss). What is differentiated goes in chunks, whose logits are the same bits again: of
+logits around -120, two different matrix products disagree by 1e-5, and so would p and its normaliser. Kept
+for backward: the inputs and up to three numbers per row. The tiles are an online softmax as in
+cut-cross-entropy (arXiv:2411.09009), with entropies, without its locks and atomic sums: results are bitwise
 repeatable.
 """
 
@@ -32,7 +34,8 @@ from megarl.kernels.log_probs import Softmax, merge_ranks, runs_triton, vocab_pa
 Method = Literal["fastest", "chunked"]
 
 _measured: dict[tuple, bool] = {}
-"""(device, dtype, rows up to a power of two, V_tp and H, vocabulary, entropy, group, strides, alignment) -> whether tiles are faster."""
+"""(device, dtype, rows up to a power of two, V_tp and H, vocabulary, entropy, group, strides, alignment) ->
+whether tiles are faster."""
 
 
 def linear_log_probs_ref(
@@ -63,23 +66,29 @@ def linear_log_probs(
     main_grad: Tensor | None = None,
     method: Method = "fastest",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets`, and entropies, with gradients to `hidden` and `weight`. A collective of `group`, in backward too.
+    """Log-probs of `targets`, and entropies, with gradients to `hidden` and `weight`. A collective of
+    `group`, in backward too.
 
     Args:
-        hidden: [N, H] bf16, fp16, fp32 or fp64, the same on every rank. Its gradient comes back summed over ranks.
-        weight: [V_tp, H] like hidden; this rank's rows [rank * V_tp, (rank + 1) * V_tp) of the padded output layer, all finite.
+        hidden: [N, H] bf16, fp16, fp32 or fp64, the same on every rank. Its gradient comes back summed over
+            ranks.
+        weight: [V_tp, H] like hidden; this rank's rows [rank * V_tp, (rank + 1) * V_tp) of the padded output
+            layer, all finite.
         targets: [N] int64 global token ids.
         vocab_size: real tokens. Rows of the weight from there on are padding: probability 0, gradient 0.
         group: the tensor-parallel group. None (or a group of one): `weight` is the whole vocabulary.
         temperature: what the logits are divided by; the sampler's.
         with_entropy: also return the entropy of each row's softmax.
-        main_grad: [V_tp, H] fp32 (fp64 for fp64). Backward adds the weight's gradient to it and gives `weight` None.
-        method: "fastest", without autograd on CUDA, measures tiles and chunks once per shape; "chunked" gives the bits of
-            `fused_linear_policy_loss`, so that the ratio of a policy to itself is exactly 1.
+        main_grad: [V_tp, H] fp32 (fp64 for fp64). Backward adds the weight's gradient to it and gives
+            `weight` None.
+        method: "fastest", without autograd on CUDA, measures tiles and chunks once per shape; "chunked" gives
+            the bits of `fused_linear_policy_loss`, so that the ratio of a policy to itself is exactly 1.
 
-    Returns: log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64 for fp64).
+    Returns: log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64
+    for fp64).
 
-    Raises: ValueError: wrong shape, dtype, vocab_size or method; a target outside [0, vocab_size) on CPU (elsewhere: NaN).
+    Raises: ValueError: wrong shape, dtype, vocab_size or method; a target outside [0, vocab_size) on CPU
+    (elsewhere: NaN).
     """
     check_head(hidden, weight, targets, vocab_size, group, temperature)
     check_main_grad(main_grad, weight)
@@ -173,16 +182,19 @@ def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]
     )
     if head.group is not None:
         log_probs, entropy, _ = merge_ranks(log_probs, entropy, m + log_s, is_local, with_entropy, head.group)
-    return head.nan_outside(log_probs, slice(None)), entropy if with_entropy else None
+    # The target's logit is a product of its own, which may round above that of the tile.
+    return head.nan_outside(log_probs, slice(None)).clamp(max=0), entropy if with_entropy else None
 
 
 def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
-    """Measured the first time a shape comes by, on its own inputs. Ranks of a group agree, or their collectives would not match."""
+    """Measured the first time a shape comes by, on its own inputs. Ranks of a group agree, or their
+    collectives would not match."""
     if not runs_triton(head.hidden):
         return False
     from megarl.kernels import linear_log_probs_triton
 
-    # Nothing that ranks of a group differ in, such as their share of padding: either all of them have measured already, or none.
+    # Nothing that ranks of a group differ in, such as their share of padding: either all of them have
+    # measured already, or none.
     layout = [(x.stride(), x.data_ptr() % 16) for x in (head.hidden, head.weight)]
     rows = max(len(head.hidden) - 1, 0).bit_length()
     key = (

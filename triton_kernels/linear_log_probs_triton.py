@@ -1,10 +1,12 @@
-"""Triton kernel of linear_log_probs.py: hidden weight^T in tiles that stay in registers; each leaves (m, s, u) per row behind.
+"""Triton kernel of linear_log_probs.py: hidden weight^T in tiles that stay in registers; each leaves (m, s,
+u) per row behind.
 
     m = max y,   s = sum exp(y - m),   u = sum exp(y - m) (y - m)    over the tile's columns, y = logits / temperature
 
-A persistent kernel: one program per multiprocessor walks the tiles, GROUP_M row blocks at a time so that a column block of the weight
-stays in the L2 cache. What keeps the 128 x 256 tile free of register spills: columns beyond the vocabulary become -1e30, a number,
-so that nothing has to be selected twice, and the target's logit is a dot product of its own instead of a comparison in the tile.
+A persistent kernel: one program per multiprocessor walks the tiles, GROUP_M row blocks at a time so that a
+column block of the weight stays in the L2 cache. What keeps the 128 x 256 tile free of register spills:
+columns beyond the vocabulary become -1e30, a number, so that nothing has to be selected twice, and the
+target's logit is a dot product of its own instead of a comparison in the tile.
 """
 
 import torch
@@ -90,8 +92,9 @@ def _target_logits_kernel(
 
 
 def can_run(hidden: Tensor, weight: Tensor) -> bool:
-    """What tensor descriptors (TMA) ask for: contiguous columns, rows and starts at multiples of 16 bytes. fp32 would be TF32 on CUDA;
-    in the interpreter, which multiplies the raw bits of bf16, it is fp32 that runs."""
+    """What tensor descriptors (TMA) ask for: contiguous columns, rows and starts at multiples of 16 bytes.
+    fp32 would be TF32 on CUDA; in the interpreter, which multiplies the raw bits of bf16, it is fp32 that
+    runs."""
     aligned = all(
         x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
         for x in (hidden, weight)
@@ -104,8 +107,8 @@ def can_run(hidden: Tensor, weight: Tensor) -> bool:
 def linear_stats(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, ...]:
-    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over the rows of `weight`, each [N] fp32;
-    of inputs that `can_run`, N and V > 0."""
+    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over the rows of
+    `weight`, each [N] fp32; of inputs that `can_run`, N and V > 0."""
     parts = [
         _stats_of_rows(
             hidden[first : first + _ROWS_PER_LAUNCH],

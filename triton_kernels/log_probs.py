@@ -1,11 +1,12 @@
-"""Log-probabilities (and entropies) of given tokens under a softmax whose vocabulary is split over tensor-parallel ranks.
+"""Log-probabilities (and entropies) of given tokens under a softmax whose vocabulary is split over
+tensor-parallel ranks.
 
     y = logits / temperature              real columns only: a padded column takes no part
     log_probs[i] = y[i, targets[i]] - log sum_j exp(y[i, j])
     entropy[i]   = -sum_j p[i, j] log p[i, j],   p = softmax(y)
 
-A rank makes the log-softmax of its own columns (log_q, log-sum-exp z, entropy h). Ranks merge with one MAX all-reduce, M = max z,
-and one SUM all-reduce of three numbers per token, 16 bytes in all:
+A rank makes the log-softmax of its own columns (log_q, log-sum-exp z, entropy h). Ranks merge with one MAX
+all-reduce, M = max z, and one SUM all-reduce of three numbers per token, 16 bytes in all:
 
     S = sum exp(z - M)        log_prob = [log_q_target + z - M] - log S        entropy = sum exp(z - M) (h - z + M) / S + log S
 
@@ -13,13 +14,17 @@ For g = dL/dlog_prob and h = dL/dentropy the gradient needs nothing from the oth
 
     dL/dlogits_j = (g (1[j = target] - p_j) - h p_j (log p_j + entropy)) / temperature
 
-Memory beyond the logits: a full-precision forward that will be differentiated keeps one [N, V_tp] buffer, which the backward
-turns into the gradient in place. For bf16 and fp16 logits nothing is kept but the logits, and fp32 exists one chunk of rows
-at a time. Without autograd there is only the chunk. `inplace=True` spares the other [N, V_tp] buffer too.
+Logits may be -inf (banned tokens), on a rank all of them: its S is 0 then. A row of which every rank has -inf
+alone is NaN.
 
-The log-prob is the one of Megatron's `vocab_parallel_cross_entropy` (arXiv:1909.08053, section 3), but with temperature and
-entropy, without padded columns (they carry untrained logits; the engine that samples masks them), and from a maximum that
-starts at -inf, not at 0.
+Memory beyond the logits: a full-precision forward that will be differentiated keeps one [N, V_tp] buffer,
+which the backward turns into the gradient in place. For bf16 and fp16 logits nothing is kept but the logits,
+and fp32 exists one chunk of rows at a time. Without autograd there is only the chunk. `inplace=True` spares
+the other [N, V_tp] buffer too.
+
+The log-prob is the one of Megatron's `vocab_parallel_cross_entropy` (arXiv:1909.08053, section 3), but with
+temperature and entropy, without padded columns (they carry untrained logits; the engine that samples masks
+them), and from a maximum that starts at -inf, not at 0.
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
 
-# Elements of one chunk of rows. CPU: 2 MiB in fp32, about what a core caches. Others: 128 MiB in fp32, many waves of work.
+# Elements of one chunk of rows. CPU: 2 MiB in fp32, about what a core caches. Others: 128 MiB in fp32, many
+# waves of work.
 _CHUNK_ELEMENTS_CPU = 2**19
 _CHUNK_ELEMENTS = 2**25
 # In an entropy a smaller probability counts as 2**-100: invisible in the sum, and p log p is never 0 * inf.
@@ -51,7 +57,8 @@ def vocab_parallel_log_probs_ref(
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The specification: `vocab_parallel_log_probs` of unsplit logits [N, V], computed and returned in `dtype`."""
+    """The specification: `vocab_parallel_log_probs` of unsplit logits [N, V], computed and returned in
+    `dtype`."""
     log_probs = torch.log_softmax(logits[:, :vocab_size].to(dtype) / temperature, dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(1, targets[:, None])[:, 0], entropy
@@ -70,24 +77,25 @@ def vocab_parallel_log_probs(
     """Log-probs of `targets`, and entropies, with gradients to `logits`. A collective of `group`.
 
     Args:
-        logits: [N, V_tp] any float dtype; this rank's columns [rank * V_tp, (rank + 1) * V_tp) of the padded vocabulary. All
-            ranks have the same N and V_tp; N may be 0, and a rank may hold padding only.
+        logits: [N, V_tp] any float dtype; this rank's columns [rank * V_tp, (rank + 1) * V_tp) of the padded
+            vocabulary. All ranks have the same N and V_tp; N may be 0, and a rank may hold padding only.
         targets: [N] int64 global token ids, the same on every rank.
-        vocab_size: real tokens. Columns from there on are padding: probability 0, gradient 0, content ignored.
+        vocab_size: real tokens. Columns from there on are padding: probability 0, gradient 0, content
+            ignored.
         group: the tensor-parallel group. None (or a group of one): `logits` is the whole vocabulary.
         temperature: what the logits are divided by; the sampler's.
         with_entropy: also return the entropy of each row's softmax.
-        inplace: the memory of `logits` becomes the backward's buffer and then its gradient. The caller must not read it
-            afterwards; if autograd needs its values for another gradient, backward raises RuntimeError. Nothing is overwritten
-            where no gradient is recorded.
+        inplace: the memory of `logits` becomes the backward's buffer and then its gradient. The caller must
+            not read it afterwards; if autograd needs its values for another gradient, backward raises
+            RuntimeError. Nothing is overwritten where no gradient is recorded.
 
     Returns:
-        log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64 for fp64 logits).
-        Backward expects the same incoming gradients on every rank, and can run once.
+        log_probs [N] and entropy [N] (None unless `with_entropy`), the same on every rank, fp32 (fp64 for
+        fp64 logits). Backward expects the same incoming gradients on every rank, and can run once.
 
     Raises:
-        ValueError: wrong shape, dtype or vocab_size; a target outside [0, vocab_size) on CPU. (Elsewhere checking targets
-            would stop the stream; such a token's log-prob is NaN.)
+        ValueError: wrong shape, dtype or vocab_size; a target outside [0, vocab_size) on CPU. (Elsewhere
+            checking targets would stop the stream; such a token's log-prob is NaN.)
     """
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     _check(logits, targets, vocab_size, num_ranks, temperature)
@@ -125,12 +133,14 @@ def _check(logits: Tensor, targets: Tensor, vocab_size: int, num_ranks: int, tem
         )
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(
-            f"temperature ({temperature}) must be positive and finite; greedy decoding has no log-probs to train on"
+            f"temperature ({temperature}) must be positive and finite; greedy decoding has no "
+            "log-probs to train on"
         )
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """Keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16, Triton) the logits, to make it again."""
+    """Keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16, Triton) the logits, to make it
+    again."""
 
     @staticmethod
     def forward(ctx, logits, local_targets, num_real, group, temperature, with_entropy, inplace, keep):
@@ -178,7 +188,8 @@ class Softmax(NamedTuple):
     kept: Tensor
     """[N, V_tp]: log_q in the dtype of the results, or the logits."""
     shift: Tensor | None
-    """[N]: log p - log_q, or None for 0. Of the Triton kernels [N, 2]: what to take off a scaled logit to have log p, in two parts."""
+    """[N]: log p - log_q, or None for 0. Of the Triton kernels [N, 2]: what to take off a scaled logit to
+    have log p, in two parts."""
     targets: Tensor
     """[N] int64 columns of this rank; any column where not `is_local`."""
     is_local: Tensor
@@ -205,12 +216,15 @@ def softmax_rows(
     with_entropy: bool,
     log_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Softmax]:
-    """(log_probs, entropy or None, for the gradient) of checked arguments. A collective of `group`. Records no gradient.
+    """(log_probs, entropy or None, for the gradient) of checked arguments. A collective of `group`. Records
+    no gradient.
 
     Args:
-        local_targets: [N] int64 token ids less this rank's first column: negative or beyond its columns for other ranks' tokens.
+        local_targets: [N] int64 token ids less this rank's first column: negative or beyond its columns for
+            other ranks' tokens.
         num_real: this rank's columns that are not padding.
-        log_q: [N, V_tp] fp32 or fp64, written and kept for the gradient; may be `logits`. None: `logits` is kept. PyTorch only.
+        log_q: [N, V_tp] fp32 or fp64, written and kept for the gradient; may be `logits`. None: `logits` is
+            kept. PyTorch only.
     """
     dtype = logits.dtype if logits.dtype in (torch.float32, torch.float64) else torch.float32
     # A token of another rank: any column that exists, and what is read there or added to it becomes 0.
@@ -232,38 +246,52 @@ def softmax_rows(
     shift = None
     if group is not None:
         log_probs, entropy, shift = merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group)
-        log_s = log_s - shift
+        # A rank without probability in a row has none in the gradient.
+        log_s = torch.where(shift == -math.inf, math.inf, log_s - shift)
     if triton:
         shift = torch.stack([m, log_s], 1)
     kept = logits if log_q is None else log_q
     softmax = Softmax(kept, shift, targets, is_local, entropy, num_real, temperature, log_q is not None)
-    return log_probs, entropy if with_entropy else None, softmax
+    # Rounding must not make a certain token more than certain. NaN stays NaN.
+    return log_probs.clamp_(max=0), entropy if with_entropy else None, softmax
 
 
 def _stats(
     logits, targets, num_real, temperature, with_entropy, log_q_out, with_log_z, dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's columns: log_q at the targets [N], entropy [N] (0 unless wanted), log-sum-exp [N] (0 unless wanted)."""
+    """Of this rank's columns: log_q at the targets [N], entropy [N] (0 unless wanted), log-sum-exp [N] (0
+    unless wanted)."""
     log_probs, entropy, log_z = (
         torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3)
     )
     if num_real == 0:
         log_z.fill_(-math.inf)
     for rows, scaled in _scaled_chunks(logits, num_real, temperature, dtype, alias=log_q_out is not logits):
-        log_q = torch.log_softmax(scaled, dim=-1, out=None if log_q_out is None else log_q_out[rows])
+        log_q = _log_softmax(scaled, is_shard=with_log_z, out=None if log_q_out is None else log_q_out[rows])
         log_probs[rows] = log_q.gather(1, targets[rows, None])[:, 0]
         if with_log_z:
-            log_z[rows] = scaled.amax(-1) - log_q.amax(-1)
+            largest = scaled.amax(-1)
+            log_z[rows] = torch.where(largest == -math.inf, largest, largest - log_q.amax(-1))
         if with_entropy:
             log2_q = (log_q * _LOG2E).clamp_min_(_MIN_LOG2)
             entropy[rows] = torch.linalg.vecdot(log2_q.exp2(), log2_q).mul_(-_LN2)
     return log_probs, entropy, log_z
 
 
+def _log_softmax(scaled: Tensor, is_shard: bool, out: Tensor | None = None) -> Tensor:
+    """Of each row. A row of -inf alone is NaN, unless it is a shard: then its probabilities are 0, and those
+    of other ranks may not be."""
+    log_q = torch.log_softmax(scaled, dim=-1, out=out)
+    if is_shard and bool((undefined := log_q[:, 0].isnan()).any()):
+        log_q[undefined & (scaled.amax(-1) == -math.inf)] = -math.inf
+    return log_q
+
+
 def softmax_gradient(
     softmax: Softmax, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write dL/dlogits [N, V_tp] for dL/dlog_prob [N] and dL/dentropy [N] into `out`, any float dtype; may be `softmax.kept`."""
+    """Write dL/dlogits [N, V_tp] for dL/dlog_prob [N] and dL/dentropy [N] into `out`, any float dtype; may be
+    `softmax.kept`."""
     kept, shift, targets, is_local, entropy, num_real, temperature, is_log_q = softmax
     at_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
     row_scale, entropy_scale = -at_target, None
@@ -277,7 +305,8 @@ def softmax_gradient(
         return log_probs_triton.dlogits(
             kept, shift, targets, at_target, row_scale, entropy_scale, num_real, temperature, out
         )
-    for rows, log_q in _log_q_chunks(kept, num_real, temperature, is_log_q, entropy.dtype):
+    is_shard = shift is not None
+    for rows, log_q in _log_q_chunks(kept, num_real, temperature, is_log_q, entropy.dtype, is_shard):
         log2_p = log_q.mul_(_LOG2E)
         if shift is not None:
             log2_p.add_(shift[rows, None], alpha=_LOG2E)
@@ -299,7 +328,9 @@ def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tup
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     offset = log_z - largest
     share = offset.exp()
-    sums = [share, torch.where(is_local, log_probs + offset, 0)]
+    # Among -inf logits alone log_probs are undefined.
+    at_target = torch.where(offset == -math.inf, offset, log_probs + offset)
+    sums = [share, torch.where(is_local, at_target, 0)]
     if with_entropy:
         sums.append(torch.where(share > 0, share * (entropy - offset), 0))
     sums = torch.stack(sums)
@@ -311,8 +342,9 @@ def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tup
 def _scaled_chunks(
     logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a time; none without a column.
-    Each is overwritten by the next, or, where nothing has to change and `alias` allows it, is the logits themselves."""
+    """(rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a time;
+    none without a column. Each is overwritten by the next, or, where nothing has to change and `alias` allows
+    it, is the logits themselves."""
     elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
     num_rows = min(max(1, elements // logits.shape[1]), len(logits))
     unchanged = logits.dtype == dtype and temperature == 1 and num_real == logits.shape[1]
@@ -331,11 +363,12 @@ def _scaled_chunks(
 
 
 def _log_q_chunks(
-    kept: Tensor, num_real: int, temperature: float, is_log_q: bool, dtype: torch.dtype
+    kept: Tensor, num_real: int, temperature: float, is_log_q: bool, dtype: torch.dtype, is_shard: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or made again from kept logits."""
+    """(rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or made again from kept
+    logits."""
     if is_log_q:
         yield from _scaled_chunks(kept, kept.shape[1] if num_real else 0, 1.0, dtype, alias=True)
     else:
         for rows, scaled in _scaled_chunks(kept, num_real, temperature, dtype, alias=False):
-            yield rows, torch.log_softmax(scaled, dim=-1)
+            yield rows, _log_softmax(scaled, is_shard)

@@ -4,8 +4,8 @@
                    log_q = y[target] - m - log s,   entropy = log s - u / s
     dlogits        row_scale p + entropy_scale p log2(p) + at_target 1[j = target],   p = exp(y - m - log s), s over all ranks
 
-6 bytes per bf16 logit (8 with fp32 logits and bf16 gradients, as the fused head has them), no atomics, and every row by itself:
-bitwise the same whatever other rows there are. y = logits / temperature.
+6 bytes per bf16 logit (8 with fp32 logits and bf16 gradients, as the fused head has them), no atomics, and
+every row by itself: bitwise the same whatever other rows there are. y = logits / temperature.
 """
 
 import torch
@@ -36,6 +36,7 @@ def _logits_stats_kernel(
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * row_stride
     # The finite start, and floor, of everything: -inf logits (banned tokens) then make no NaN out of 0 * inf.
+    # They count nothing, so that # s is 0 in a row that has nothing else.
     m = -1e30
     s = 0.0
     u = 0.0
@@ -45,7 +46,7 @@ def _logits_stats_kernel(
         y = tl.maximum(y, -1e30, propagate_nan=tl.PropagateNan.ALL)
         new_m = tl.maximum(m, tl.max(y, 0))
         scale = tl.exp(m - new_m)
-        p = tl.where(columns < num_columns, tl.exp(y - new_m), 0.0)
+        p = tl.where((columns < num_columns) & (y != -1e30), tl.exp(y - new_m), 0.0)
         if ENTROPY:
             u = scale * (u + s * (m - new_m)) + tl.sum(p * (y - new_m), 0)
         s = s * scale + tl.sum(p, 0)
@@ -102,8 +103,8 @@ def _block(num_columns: int) -> int:
 def logits_stats(
     logits: Tensor, targets: Tensor, num_real: int, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) of the first `num_real` > 0 columns,
-    each [N] fp32."""
+    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) of the first
+    `num_real` > 0 columns, each [N] fp32."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     log_q, entropy, m, log_s = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
@@ -135,7 +136,8 @@ def dlogits(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """Write the gradient [N, V_tp] into `out`, 0 from column `num_real` on. `out` may be `logits`. shift: [N, 2] of m and log s."""
+    """Write the gradient [N, V_tp] into `out`, 0 from column `num_real` on. `out` may be `logits`. shift: [N,
+    2] of m and log s."""
     if out.stride(1) != 1:
         return out.copy_(
             dlogits(
@@ -170,7 +172,8 @@ def dlogits(
         ENTROPY=entropy_scale is not None,
         num_warps=_NUM_WARPS,
     )
-    # A launch is invisible to autograd, whose check of saved tensors refuses a second backward through overwritten ones.
+    # A launch is invisible to autograd, whose check of saved tensors refuses a second backward through
+    # overwritten ones.
     torch.autograd.graph.increment_version(out)
     return out
 

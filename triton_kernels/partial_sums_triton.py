@@ -1,4 +1,5 @@
-"""Second launch of a kernel that leaves one number per block and statistic: their totals, in a fixed order, without atomics.
+"""Second launch of a kernel that leaves one number per block and statistic: their totals, in a fixed order,
+without atomics.
 
     totals[r] = sum_b partials[r, b]        of row max_row: max(0, max_b partials[r, b])
 

@@ -1,4 +1,5 @@
-"""The policy loss of PPO and its relatives with everything that is added to it, and its gradient, in one launch.
+"""The policy loss of PPO and its relatives with everything that is added to it, and its gradient, in one
+launch.
 
     ratio = exp(log_probs - old_log_probs)
 
@@ -10,12 +11,14 @@
     loss    = tis policy + kl_coef kl(log_probs, ref_log_probs) - entropy_coef entropy
     total   = sum_i weights_i loss_i
 
-The gradient of ppo to a log-prob is -A ratio where neither clip holds the loss, else 0; log_probs - old_log_probs is limited to
-+-20 (a ratio of 5e8), with gradient 0 beyond. That of cispo is -A clip(ratio): the clip bounds it and never takes it away.
-kl.py has the KL estimates and their slopes. A token of weight 0 does not exist: whatever the other columns hold there.
+The gradient of ppo to a log-prob is -A ratio where neither clip holds the loss, else 0; log_probs -
+old_log_probs is limited to +-20 (a ratio of 5e8), with gradient 0 beyond. That of cispo is -A clip(ratio):
+the clip bounds it and never takes it away. kl.py has the KL estimates and their slopes. A token of weight 0
+does not exist: whatever the other columns hold there.
 
-Everything is known in the forward pass, so the only tensor that is made and kept is the gradient. Reading up to seven columns and
-writing one is 32 bytes per token, against some forty launches and buffers for PyTorch's graph of the same formula.
+Everything is known in the forward pass, so the only tensor that is made and kept is the gradient. Reading up
+to seven columns and writing one is 32 bytes per token, against some forty launches and buffers for PyTorch's
+graph of the same formula.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class PolicyLossStats(NamedTuple):
     """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient."""
 
     num_clipped: Tensor
-    """ppo: tokens whose loss is the clipped one: the clip took their gradient away. cispo: tokens whose ratio the clip changed."""
+    """ppo: tokens whose loss is the clipped one: the clip took their gradient away. cispo: tokens whose ratio
+    the clip changed."""
     num_dual_clipped: Tensor
     """Tokens with a negative advantage whose loss is the dual clip's bound."""
     kl_sum: Tensor
@@ -80,7 +84,8 @@ class PolicyLossOptions:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(choices)}")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
             raise ValueError(
-                f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip bounds every ratio"
+                f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip "
+                "bounds every ratio"
             )
 
 
@@ -95,7 +100,8 @@ def policy_loss_ref(
     ref_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """The specification of the loss, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
+    """The specification of the loss, in fp64 and differentiated by autograd, of the tokens whose weight is
+    not 0."""
     exists = weights != 0
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     log_probs, old, advantages, weights, rollout, ref, entropy = (
@@ -136,14 +142,15 @@ def policy_loss(
     Args:
         log_probs: [N] fp32, of the policy now.
         old_log_probs, advantages: [N] fp32, constants.
-        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`); 0 takes a token
-            out. The loss is summed, never divided.
+        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`);
+            0 takes a token out. The loss is summed, never divided.
         rollout_log_probs: [N] fp32, constants; with `tis_clip`.
         ref_log_probs: [N] fp32, constants; with `kl_coef`, and without for `ref_kl_sum` alone.
         entropy: [N] fp32; with `entropy_coef`, and without for `entropy_sum` alone.
 
     Returns: the loss, a scalar, and `PolicyLossStats`. N may be 0: all zeros, with a gradient of shape [0].
-    Raises: ValueError if shapes differ, if a constant requires a gradient, or if a column that an option needs is missing.
+    Raises: ValueError if shapes differ, if a constant requires a gradient, or if a column that an option
+    needs is missing.
     """
     _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy)
     loss, *stats = _PolicyLoss.apply(
@@ -167,7 +174,8 @@ def _check(
             continue
         if tensor.shape != log_probs.shape or log_probs.ndim != 1:
             raise ValueError(
-                f"{name} must be [N] like log_probs, got {list(tensor.shape)} with log_probs {list(log_probs.shape)}"
+                f"{name} must be [N] like log_probs, got {list(tensor.shape)} with log_probs "
+                f"{list(log_probs.shape)}"
             )
         if tensor.requires_grad and name != "entropy":
             raise ValueError(

@@ -1,6 +1,7 @@
 """Kernel of policy_loss.py: loss, gradient and statistics of a block of tokens in one program.
 
-A program leaves partial sums, which partial_sums_triton.py adds up in a fixed order. Options that are off are not compiled in."""
+A program leaves partial sums, which partial_sums_triton.py adds up in a fixed order. Options that are off are
+not compiled in."""
 
 import math
 
@@ -48,7 +49,8 @@ def _policy_loss_kernel(
     HAS_ENTROPY_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then PolicyLossStats' order."""
+    """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then
+    PolicyLossStats' order."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens

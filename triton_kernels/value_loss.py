@@ -1,11 +1,13 @@
-"""PPO's clipped value loss (of the code of arXiv:1707.06347; arXiv:2005.12729, section 3), its gradient and what a critic is judged by.
+"""PPO's clipped value loss (of the code of arXiv:1707.06347; arXiv:2005.12729, section 3), its gradient and
+what a critic is judged by.
 
     clipped = old_values + clip(values - old_values, -clip_eps, clip_eps)
     loss    = max((values - returns)^2, (clipped - returns)^2) / 2
     total   = sum_i weights_i loss_i
 
-The gradient to a value is (values - returns) weight, or 0 where the clipped term is the larger. A token of weight 0 does not exist:
-whatever the other columns hold there. All in one launch: 20 bytes per token; only the gradient is kept.
+The gradient to a value is (values - returns) weight, or 0 where the clipped term is the larger. A token of
+weight 0 does not exist: whatever the other columns hold there. All in one launch: 20 bytes per token; only
+the gradient is kept.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from megarl.kernels.kl import at_least_fp32
 
 
 class ValueLossStats(NamedTuple):
-    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient. With n tokens, the explained
-    variance is 1 - (error_squares - error_sum^2 / n) / (return_squares - return_sum^2 / n)."""
+    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient. With n
+    tokens, the explained variance is 1 - (error_squares - error_sum^2 / n) / (return_squares - return_sum^2 /
+    n)."""
 
     num_clipped: Tensor
     """Tokens whose loss is the clipped one: the clip took their gradient away."""
@@ -55,8 +58,10 @@ def value_loss(
     Args:
         values: [N] fp32, of the critic now.
         old_values, returns: [N] fp32, constants: of the critic before the first update, and `GAE.returns`.
-        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`); 0 takes a token out.
-        clip_eps: how far a value may move from the old one before its gradient ends, > 0. None: plain squared error.
+        weights: [N] fp32, constants: a token's share of the mean over the whole mini-batch (`token_weights`);
+            0 takes a token out.
+        clip_eps: how far a value may move from the old one before its gradient ends, > 0. None: plain squared
+            error.
 
     Returns: the loss, a scalar, and `ValueLossStats`. N may be 0.
     Raises: ValueError if shapes differ, a constant requires a gradient, or clip_eps is not positive.

@@ -1,17 +1,19 @@
 """What an algorithm is: a frozen dataclass whose fields are its flags, and pure functions of tensors.
 
-An algorithm sees the response tokens of one micro-batch of one rank, flat, N of them, and knows nothing of meshes, engines or
-micro-batches. What it returns is already divided by counts of the whole mini-batch, so that adding up over micro-batches and
-data-parallel ranks gives the loss, its gradient and the metrics, whatever the split.
+An algorithm sees the response tokens of one micro-batch of one rank, flat, N of them, and knows nothing of
+meshes, engines or micro-batches. What it returns is already divided by counts of the whole mini-batch, so
+that adding up over micro-batches and data-parallel ranks gives the loss, its gradient and the metrics,
+whatever the split.
 
-This file and the algorithms import torch inside their functions only: the configuration is read in processes without it.
+This file and the algorithms import torch inside their functions only: the configuration is read in processes
+without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
 from megarl.config.roles import configs_of_actors
@@ -26,25 +28,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """One step's S samples, of which B lie on this rank, with N response tokens in all, one sample after another.
+    """One step's S samples, of which B lie on this rank, with N response tokens in all, one sample after
+    another.
 
-    Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1 failed:
-        AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[0, 0, 0], rows=[2, 0], response_lengths=[2, 3], values=<5 values>, ...)
+    Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1
+        failed: AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[7, 7, 7], rows=[2, 0],
+        response_lengths=[2, 3],
+                        values=<5 values>, ...)
     """
 
     rewards: Tensor
     """[S] fp32, of all samples of the step, the same on every rank; NaN where the reward failed."""
     group_ids: Tensor
-    """[S] int64, equal for the samples of one prompt."""
+    """[S] int64, equal for the samples of one prompt: its visit. Visits are counted over the run, so they may
+    be large."""
     rows: Tensor
-    """[B] int64, which of the S are on this rank, in the order of its tokens. Each of the S is on one data-parallel rank."""
+    """[B] int64, which of the S are on this rank, in the order of its tokens. Each of the S is on one
+    data-parallel rank."""
     response_lengths: Tensor
     """[B] int64."""
     kl_coef: float
     """Factor of the KL to the reference at this step: the KL controller's."""
     sum_over_ranks: Callable[[Tensor], Tensor]
-    """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every rank, also where B is 0.
-    May overwrite its argument."""
+    """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every
+    rank, also where B is 0. May overwrite its argument."""
     old_log_probs: Tensor | None = None
     """[N] fp32; these three if `advantage_reads` names them."""
     ref_log_probs: Tensor | None = None
@@ -57,7 +64,8 @@ class AdvantageInputs:
         return per_sample[self.rows].repeat_interleave(self.response_lengths)
 
     def sum_per_sample(self, per_token: Tensor) -> Tensor:
-        """[N] -> [S] fp64: over each sample's tokens, wherever they are. Collective over the data-parallel ranks."""
+        """[N] -> [S] fp64: over each sample's tokens, wherever they are. Collective over the data-parallel
+        ranks."""
         rows = self.rows.repeat_interleave(self.response_lengths)
         return self.sum_over_ranks(
             per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double())
@@ -65,11 +73,52 @@ class AdvantageInputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceInputs:
+    """One step as the reference of the advantages sees it: everything is looked up by sample id, in plain
+    float64.
+
+    Example: samples 7 and 8 answer one prompt, and sample 7 is on this rank:
+        ReferenceInputs(rewards={7: 1.0, 8: 0.0}, positions={7: 0, 8: 1}, groups={7: (7, 8), 8: (7, 8)},
+        samples=[7], columns=<of sample 7>, ...)
+    """
+
+    rewards: Mapping[int, float]
+    """Sample id -> reward, of all samples of the step in the same order on every rank; NaN where the reward
+    failed."""
+    positions: Mapping[int, int]
+    """Sample id -> which of `rewards` is its."""
+    groups: Mapping[int, Sequence[int]]
+    """Sample id -> the samples of its group, itself among them."""
+    samples: Sequence[int]
+    """Samples on this rank."""
+    columns: Callable[[int, str], Tensor]
+    """Sample id on this rank, column -> [n] fp32, the values on its response tokens; what `advantage_reads`
+    and `advantage_writes` name."""
+    kl_coef: float
+    """Factor of the KL to the reference at this step."""
+    sums: Sequence[float] = ()
+    """`reference_sums`, added up over the data-parallel ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceColumn:
+    """One column of one sample as the reference has it."""
+
+    values: Sequence[float]
+    """[n], one per response token."""
+    magnitudes: Sequence[float]
+    """[n], the size of the numbers that each value is a sum of: in fp32 it may be wrong by this times the
+    rounding of a few operations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """One packed micro-batch on one rank: N response tokens, whatever their sequences.
+    """One packed micro-batch on one rank: N response tokens, whatever their sequences. Samples whose reward
+    failed are not among them.
 
     Example: two responses of 3 and 2 tokens here, two more of 4 and 1 elsewhere:
-        LossInputs(log_probs=<5 values>, response_lengths=[3, 3, 3, 2, 2], num_tokens=10, num_sequences=4, ...)
+        LossInputs(log_probs=<5 values>, response_lengths=[3, 3, 3, 2, 2], num_tokens=10, num_sequences=4,
+        ...)
     """
 
     log_probs: Tensor
@@ -77,9 +126,10 @@ class LossInputs:
     response_lengths: Tensor
     """[N] int64, response tokens of the sequence that the token belongs to."""
     num_tokens: int
-    """Response tokens of the whole mini-batch: all micro-batches and data-parallel ranks."""
+    """Response tokens of the whole mini-batch, above 0: all micro-batches and data-parallel ranks, without
+    samples whose reward failed."""
     num_sequences: int
-    """Sequences of the whole mini-batch."""
+    """Sequences of the whole mini-batch, likewise."""
     max_response_length: int
     """The longest response that sampling allows."""
     kl_coef: float
@@ -87,7 +137,8 @@ class LossInputs:
     entropy: Tensor | None = None
     """[N] fp32, of the policy now, with gradient; if `needs_entropy`."""
     old_log_probs: Tensor | None = None
-    """[N] fp32, of the policy before the first update on these samples; if `needs_rollout`, as the two below."""
+    """[N] fp32, of the policy before the first update on these samples; if `needs_rollout`, as the two
+    below."""
     rollout_log_probs: Tensor | None = None
     """[N] fp32, of the engine that sampled."""
     advantages: Tensor | None = None
@@ -98,14 +149,15 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLossInputs:
-    """One packed micro-batch of the critic on one rank: N response tokens. Counts are of the whole mini-batch, as in `LossInputs`."""
+    """One packed micro-batch of the critic on one rank: N response tokens. Counts and samples are as in
+    `LossInputs`."""
 
     values: Tensor
     """[N] fp32, of the critic now; carries the gradient."""
     old_values: Tensor
     """[N] fp32, of the critic before the first update on these samples."""
     returns: Tensor
-    """[N] fp32, of `compute_advantages`; NaN where there is nothing to learn, as the sample's reward failed."""
+    """[N] fp32, of `compute_advantages`."""
     response_lengths: Tensor
     """[N] int64, response tokens of the sequence that the token belongs to."""
     num_tokens: int
@@ -124,8 +176,9 @@ class Algorithm:
     critic_warmup_iters: ClassVar[int] = 0
     """So many first steps update the critic alone."""
     token_level: ClassVar[bool] = True
-    """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a micro-batch's tokens, and saves a
-    quarter of the output layer's work. False: it sees whole sequences, all tokens of a micro-batch at once."""
+    """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a
+    micro-batch's tokens, and saves a quarter of the output layer's work. False: it sees whole sequences, all
+    tokens of a micro-batch at once."""
 
     @property
     def needs_reference(self) -> bool:
@@ -143,12 +196,18 @@ class Algorithm:
         return ("rewards",)
 
     @property
+    def loss_reads(self) -> tuple[str, ...]:
+        """Columns that `loss` wants."""
+        return ("old_log_probs", "advantages", *(("ref_log_probs",) if self.needs_reference else ()))
+
+    @property
     def advantage_writes(self) -> tuple[str, ...]:
         """Columns that it gives."""
         return ("advantages", "returns") if self.needs_critic else ("advantages",)
 
     def flow(self, roles: Iterable[str]) -> Flow:
-        """What depends on what in one step. `roles`: names of those that the job has; what others would do is left out."""
+        """What depends on what in one step. `roles`: names of those that the job has; what others would do is
+        left out."""
         actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
         return (
@@ -170,11 +229,13 @@ class Algorithm:
         return ()
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
-        """A new run's. Whoever owns it passes its `coef` on as `kl_coef`, and updates it with the metric MEASURED_KL after each step."""
+        """A new run's. Whoever owns it passes its `coef` on as `kl_coef`, and updates it with the metric
+        MEASURED_KL after each step."""
         return FixedKLController(0.0)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The columns of `advantage_writes`, [N] fp32 each, and this rank's share of the metrics (see `loss`).
+        """The columns of `advantage_writes`, [N] fp32 each, and this rank's share of the metrics (see
+        `loss`).
 
         A sample whose reward failed has advantage 0 and returns NaN. Collective over the data-parallel ranks.
         """
@@ -182,16 +243,54 @@ class Algorithm:
             f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})"
         )
 
+    def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
+        """What `reference_advantages` needs to know of samples on other ranks, as numbers to add up over the
+        ranks. None: nothing.
+
+        The same number of numbers, or None, on every rank."""
+        return None
+
+    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn] | None:
+        """The columns of `advantage_writes` of one sample on this rank, recomputed in plain Python and apart
+        from `compute_advantages`.
+
+        At every step each rank compares some of its samples with it, and the run ends if they differ by more
+        than rounding. None: this algorithm has no reference, and nothing compares."""
+        return None
+
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the loss, a scalar with gradient, and of the metrics, scalars without.
 
-        Shares are summed over micro-batches and data-parallel ranks, but for metrics ending in `_max`: of those the maximum counts.
+        Shares are summed over micro-batches and data-parallel ranks, but for metrics ending in `_max`: of
+        those the maximum counts.
         """
         raise NotImplementedError
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """As `loss`, of the critic."""
         raise NotImplementedError(f"{type(self).__name__} has no critic")
+
+    def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
+        """What the weights of all tokens of a mini-batch add up to in `loss`. None: nobody says.
+
+        In each step's first update the weights are measured: the slope of the loss where all log-probs are
+        equal, all advantages -1 and the KL's factor 0. The run ends if they do not add up to this over all
+        ranks. Where a subclass has a loss of its own, only a sum of its own counts.
+        """
+        return None
+
+    def value_weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
+        """The same of `value_loss`, whose slope is measured where all values are as before and 1 above their
+        returns."""
+        return None
+
+
+def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *counts: int) -> float | None:
+    """The weight sum of one of the algorithm's losses, unless a subclass has replaced the loss alone."""
+    sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]
+    classes = type(algorithm).__mro__
+    of_loss, of_sum = (next(cls for cls in classes if name in vars(cls)) for name in (loss, sum_name))
+    return getattr(algorithm, sum_name)(*counts) if issubclass(of_sum, of_loss) else None
 
 
 def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, float]:

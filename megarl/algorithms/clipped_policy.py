@@ -1,13 +1,14 @@
-"""What GRPO and PPO have in common: PPO's clipped loss of the policy and the KL to a reference. They differ in the advantages."""
+"""What GRPO and PPO have in common: PPO's clipped loss of the policy and the KL to a reference. They differ
+in the advantages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
 from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
 from megarl.config.errors import require
 
@@ -20,36 +21,43 @@ class ClippedPolicy(Algorithm):
     """clipped policy loss"""
 
     policy_loss: Literal["ppo", "cispo"] = "ppo"
-    """ppo: a clipped token has no gradient. cispo: the clip only bounds the ratio that weighs a token's gradient."""
+    """ppo: a clipped token has no gradient. cispo: the clip only bounds the ratio that weighs a token's
+    gradient."""
     clip_eps_low: float = 0.2
     """The policy ratio is clipped at 1 - this."""
     clip_eps_high: float = 0.2
     """The policy ratio is clipped at 1 + this."""
     clip_ratio_c: float | None = None
-    """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default: none."""
+    """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default:
+    none."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
         "token-mean"
     )
-    """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum / --max-response-length."""
+    """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum
+    / --max-response-length."""
     kl_mode: Literal["none", "loss", "reward"] = "none"
-    """Where the KL to the reference policy is counted: nowhere, in the loss, or taken off the reward (ppo: of each token, grpo: of each
-    response)."""
+    """Where the KL to the reference policy is counted: nowhere, in the loss, or taken off the reward (ppo: of
+    each token, grpo: of each response)."""
     kl_coef: float = 0.0
     """Factor of that KL; above 0 unless --kl-mode none. With --kl-controller adaptive, where it starts."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """KL estimate per token. k1 is meant for --kl-mode reward: in the loss its gradient is zero on average, so it holds nothing back."""
+    """KL estimate per token. k1 is meant for --kl-mode reward: in the loss its gradient is zero on average,
+    so it holds nothing back."""
     kl_straight_through: bool = False
     """In the loss, give every estimate the gradient of k2, which is that of the KL."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: after each step --kl-coef is raised if the KL of a response is above --kl-target, and lowered if it is below."""
+    """adaptive: after each step --kl-coef is raised if the KL of a response is above --kl-target, and lowered
+    if it is below."""
     kl_target: float = 6.0
     """For --kl-controller adaptive: nats per response, by --kl-estimator."""
     kl_horizon: int = 10000
-    """For --kl-controller adaptive: by how many samples --kl-coef follows. A step of n samples changes it by at most 0.2 n / this."""
+    """For --kl-controller adaptive: by how many samples --kl-coef follows. A step of n samples changes it by
+    at most 0.2 n / this."""
     entropy_coef: float = 0.0
     """Factor of the mean entropy, which is subtracted from the loss."""
     tis_clip: float | None = None
-    """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's, this). Default: none."""
+    """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's,
+    this). Default: none."""
 
     def __post_init__(self) -> None:
         self._require()
@@ -120,7 +128,8 @@ class ClippedPolicy(Algorithm):
     def step_findings(self, num_samples: int) -> Iterable[str]:
         if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
             yield (
-                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step ({num_samples}), or the KL's factor "
+                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a "
+                f"step ({num_samples}), or the KL's factor "
                 f"may fall to 0 at once. Try {10 * num_samples}."
             )
 
@@ -130,29 +139,62 @@ class ClippedPolicy(Algorithm):
         return FixedKLController(self.kl_coef)
 
     def _reference_kl(self, inputs: AdvantageInputs) -> tuple[Tensor | None, dict[str, float]]:
-        """KL estimate [N] of each token, before the updates, and the metrics of it; None and none without a reference.
+        """KL estimate [N] of each token, before the updates, and the metrics of it; None and none without a
+        reference.
 
-        Metrics: kl/per_response, the mean over the step's samples, failed ones too, of a response's sum; kl/coef.
+        Metrics: kl/per_response, the mean over the step's samples with a reward of a response's sum, if there
+            is such a sample; kl/coef.
         """
         if not self.needs_reference:
             return None, {}
         from megarl.kernels.kl import kl_estimate
 
-        kl, num_samples = (
-            kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator),
-            len(inputs.rewards),
+        kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator)
+        is_scored = ~inputs.rewards.isnan()
+        metrics = {"kl/coef": inputs.kl_coef * len(inputs.rows) / len(inputs.rewards)}
+        if num_scored := int(is_scored.sum()):
+            metrics[MEASURED_KL] = kl[inputs.spread(is_scored)].double().sum().item() / num_scored
+        return kl, metrics
+
+    def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
+        from megarl.kernels.aggregate import total_weight
+
+        total = total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)
+        return total if self.tis_clip is None else min(self.tis_clip, 1.0) * total
+
+    def _reference_kl_costs(self, inputs: ReferenceInputs, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """For the reference of the advantages: what the KL takes off the reward of each token of the samples,
+        and the size of its terms, each [n] fp64."""
+        import torch
+
+        empty = [torch.zeros(0)]
+        log_probs, ref_log_probs = (
+            torch.cat(empty + [inputs.columns(sample, name) for sample in samples]).double()
+            for name in ("old_log_probs", "ref_log_probs")
         )
-        return kl, {
-            MEASURED_KL: kl.double().sum().item() / num_samples,
-            "kl/coef": inputs.kl_coef * len(inputs.rows) / num_samples,
-        }
+        d = log_probs - ref_log_probs
+        match self.kl_estimator:
+            case "k1":
+                kl = d
+            case "abs":
+                kl = d.abs()
+            case "k2":
+                kl = d * d / 2
+            case "k3":
+                near = d.clamp(-20, 20)  # beyond that k3 is at its limit anyway
+                kl = ((-near).exp() - 1 + near).clamp(max=10)
+        return inputs.kl_coef * kl, inputs.kl_coef * (1 + log_probs.abs() + ref_log_probs.abs()) * (
+            1 + d.abs()
+        )
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Clipped policy loss + kl_coef * KL - entropy_coef * entropy, all with the same token weights; TIS weighs the first only.
+        """Clipped policy loss + kl_coef * KL - entropy_coef * entropy, all with the same token weights; TIS
+        weighs the first only.
 
-        Metrics: policy/loss; per-token means policy/clip_fraction (the clip took the gradient away; cispo: bounded it), policy/kl
-        (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without `needs_entropy` -rollout_log_probs, the sampled
-        estimate for the engine), if used policy/ref_kl and policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
+        Metrics: policy/loss; per-token means policy/clip_fraction (the clip took the gradient away; cispo:
+        bounded it), policy/kl (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without
+        `needs_entropy` -rollout_log_probs, the sampled estimate for the engine), if used policy/ref_kl and
+        policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
         """
         from megarl.kernels.aggregate import token_weights
         from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss

@@ -1,9 +1,11 @@
-"""The factor of the KL to the reference, from step to step: fixed, or steered to a target (Ziegler et al., arXiv:1909.08593, section 2.2).
+"""The factor of the KL to the reference, from step to step: fixed, or steered to a target (Ziegler et al.,
+arXiv:1909.08593, section 2.2).
 
     error = clip(measured_kl / target - 1, -0.2, 0.2)        coef *= 1 + error * num_samples / horizon
 
-The paper writes 0.1 for num_samples / horizon; its code, which this follows, lets the factor move at one speed per sample,
-whatever the number of samples per step. Plain floats: these run where the metrics are, in a process without torch.
+The paper writes 0.1 for num_samples / horizon; its code, which this follows, lets the factor move at one
+speed per sample, whatever the number of samples per step. Plain floats: these run where the metrics are, in a
+process without torch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import math
 
 MEASURED_KL = "kl/per_response"
-"""The metric of `compute_advantages` to update with: the mean over the step's samples of the KL summed over a response, in nats."""
+"""The metric of `compute_advantages` to update with: the mean over the step's samples of the KL summed over a
+response, in nats."""
 
 MAX_ERROR = 0.2
 
@@ -47,7 +50,8 @@ class AdaptiveKLController(FixedKLController):
         """Raises: ValueError for a KL that is no number, or samples so many that the factor could reach 0."""
         if not math.isfinite(measured_kl):
             raise ValueError(
-                f"measured_kl ({measured_kl}) must be finite: the log-probs of the policy or of the reference are not"
+                f"measured_kl ({measured_kl}) must be finite: the log-probs of the policy or of the "
+                "reference are not"
             )
         if MAX_ERROR * num_samples >= self.horizon:
             raise ValueError(

@@ -1,26 +1,35 @@
-"""Proximal Policy Optimization (arXiv:1707.06347) of language models (InstructGPT, arXiv:2203.02155): a critic says what a reward is worth.
+"""Proximal Policy Optimization (arXiv:1707.06347) of language models (InstructGPT, arXiv:2203.02155): a
+critic says what a reward is worth.
 
 Of the response tokens t = 0 .. T - 1 of a sample, with the critic's values V(t), and V(T) = 0:
 
     r(t) = -kl_coef KL(t)  (--kl-mode reward)  + the sample's reward on the last token
     A(t) = r(t) + gamma V(t + 1) - V(t) + gamma gae_lambda A(t + 1)        return(t) = A(t) + V(t)        (GAE, arXiv:1506.02438)
 
-A is whitened over all tokens of the step, on all ranks; the policy learns from it by the clipped loss, the critic learns the returns by
-the value loss clipped around its values before the step.
+A is whitened over all tokens of the step, on all ranks; the policy learns from it by the clipped loss, the
+critic learns the returns by the value loss clipped around its values before the step.
 
-A response that --max-response-length cut ends there like any other: its reward is on its last token, no value is added for what it might
-have said. A sample whose reward failed teaches nothing: its advantages are 0, it is not in the whitening statistics nor in the critic's
-loss. Its tokens still count in the denominators of both losses, which are known before rewards are.
+A response that --max-response-length cut ends there like any other: its reward is on its last token, no value
+is added for what it might have said. A sample whose reward failed teaches nothing: it is neither in the
+whitening statistics nor in the losses, nor in what they are divided by.
 
-Not as in InstructGPT, which is `--kl-mode reward --kl-estimator k1 --kl-coef 0.02`, with a mix of pretraining gradients that is not here.
+Not as in InstructGPT, which is `--kl-mode reward --kl-estimator k1 --kl-coef 0.02`, with a mix of pretraining
+gradients that is not here.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megarl.algorithms.base import AdvantageInputs, ValueLossInputs, advantage_metrics
+from megarl.algorithms.base import (
+    AdvantageInputs,
+    ReferenceColumn,
+    ReferenceInputs,
+    ValueLossInputs,
+    advantage_metrics,
+)
 from megarl.algorithms.clipped_policy import ClippedPolicy
 
 if TYPE_CHECKING:
@@ -36,11 +45,13 @@ class PPO(ClippedPolicy):
     gamma: float = 1.0
     """Discount of rewards per token."""
     gae_lambda: float = 0.95
-    """Decay of generalized advantage estimation per token: 1 trusts rewards alone, 0 the critic's next value alone."""
+    """Decay of generalized advantage estimation per token: 1 trusts rewards alone, 0 the critic's next value
+    alone."""
     whiten_advantages: bool = True
     """Give the advantages of each step mean 0 and variance 1 over all tokens."""
     value_clip_eps: float | None = 0.2
-    """The critic learns nothing from a token whose value moved further than this from that before the step. none: no such clip."""
+    """The critic learns nothing from a token whose value moved further than this from that before the step.
+    none: no such clip."""
     critic_warmup_iters: int = 0
     """So many first steps update the critic alone. The actor's learning-rate schedule begins after them."""
 
@@ -58,9 +69,10 @@ class PPO(ClippedPolicy):
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Advantages and returns by the formulas above; one sum over ranks.
 
-        Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef, and of the tokens of samples with a
-        reward critic/value_mean, critic/return_mean and critic/explained_variance: 1 - variance of (returns - values) / variance of
-        returns, before the updates; 0 where the returns are equal but for rounding.
+        Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef, and of the
+        tokens of samples with a reward critic/value_mean, critic/return_mean and critic/explained_variance: 1
+        - variance of (returns - values) / variance of returns, before the updates; 0 where the returns are
+        equal but for rounding.
         Raises: ValueError for an infinite reward.
         """
         import torch
@@ -70,7 +82,8 @@ class PPO(ClippedPolicy):
         if bool(inputs.rewards.isinf().any()):
             index = int(inputs.rewards.isinf().nonzero()[0])
             raise ValueError(
-                f"rewards[{index}] ({inputs.rewards[index].item()}) must be finite, or NaN for a failed sample"
+                f"rewards[{index}] ({inputs.rewards[index].item()}) must be finite, or NaN for a "
+                "failed sample"
             )
         values, lengths, rewards = inputs.values, inputs.response_lengths, inputs.rewards[inputs.rows]
         kl, metrics = self._reference_kl(inputs)
@@ -101,8 +114,61 @@ class PPO(ClippedPolicy):
             "returns": torch.where(is_scored, estimate.returns, torch.nan),
         }, metrics
 
+    def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
+        """Sum, sum of squares and count of the advantages before whitening, which are returns - values."""
+        if not self.whiten_advantages:
+            return None
+        import torch
+
+        empty = [torch.zeros(0)]
+        returns, values = (
+            torch.cat(empty + [inputs.columns(s, name) for s in inputs.samples]).double()
+            for name in ("returns", "values")
+        )
+        advantages = (returns - values)[~returns.isnan()]
+        return [float(advantages.sum()), float(advantages.square().sum()), float(len(advantages))]
+
+    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
+        """GAE of one sample, a token at a time from its end, by the formulas above."""
+        values, reward = inputs.columns(sample, "values").tolist(), inputs.rewards[sample]
+        n = len(values)
+        if math.isnan(reward):
+            nothing = [0.0] * n
+            return {
+                "advantages": ReferenceColumn(values=nothing, magnitudes=nothing),
+                "returns": ReferenceColumn(values=[math.nan] * n, magnitudes=nothing),
+            }
+        costs = sizes = [0.0] * n
+        if self.kl_mode == "reward":
+            costs, sizes = (per_token.tolist() for per_token in self._reference_kl_costs(inputs, [sample]))
+        advantages, returns, magnitudes = [0.0] * n, [0.0] * n, [0.0] * n
+        advantage = magnitude = next_value = 0.0
+        last_reward = reward
+        for t in reversed(range(n)):
+            delta = last_reward - costs[t] + self.gamma * next_value - values[t]
+            advantage = delta + self.gamma * self.gae_lambda * advantage
+            magnitude = (
+                abs(last_reward)
+                + sizes[t]
+                + self.gamma * abs(next_value)
+                + abs(values[t])
+                + self.gamma * self.gae_lambda * magnitude
+            )
+            next_value, last_reward = values[t], 0.0
+            advantages[t], returns[t], magnitudes[t] = advantage, advantage + values[t], magnitude
+        found = {"returns": ReferenceColumn(values=returns, magnitudes=magnitudes)}
+        if self.whiten_advantages:
+            total, squares, count = inputs.sums
+            mean = total / count
+            scale = math.sqrt(max(squares - total * mean, 0.0) / max(count - 1, 1) + 1e-8)
+            advantages = [(a - mean) / scale for a in advantages]
+            # Mean and deviation are of rounded numbers too.
+            magnitudes = [(m + abs(mean)) / scale * (1 + abs(a)) for m, a in zip(magnitudes, advantages)]
+        return {"advantages": ReferenceColumn(values=advantages, magnitudes=magnitudes)} | found
+
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2, averaged by loss_aggregation.
+        """max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2,
+        averaged by loss_aggregation.
 
         Metrics: critic/loss; critic/clip_fraction, of tokens, whose gradient the clip took away.
         """
@@ -117,16 +183,15 @@ class PPO(ClippedPolicy):
             inputs.num_sequences,
             inputs.max_response_length,
         )
-        # A reward failed, unless it is the critic itself that gave NaN: that must show in the loss.
-        has_no_target = inputs.returns.isnan() & ~inputs.old_values.isnan()
         loss, stats = value_loss(
-            inputs.values,
-            inputs.old_values,
-            inputs.returns,
-            weights.masked_fill(has_no_target, 0),
-            clip_eps=self.value_clip_eps,
+            inputs.values, inputs.old_values, inputs.returns, weights, clip_eps=self.value_clip_eps
         )
         return loss, {"critic/loss": loss.detach(), "critic/clip_fraction": stats.num_clipped / n}
+
+    def value_weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
+        from megarl.kernels.aggregate import total_weight
+
+        return total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)
 
 
 def _sums(column: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +210,8 @@ def _critic_metrics(
     value_sum: float,
     value_squares: float,
 ) -> dict[str, float]:
-    """This rank's share, by its tokens, of metrics that are functions of sums over all ranks. returns - values are the advantages."""
+    """This rank's share, by its tokens, of metrics that are functions of sums over all ranks. returns -
+    values are the advantages."""
     if count == 0:
         return dict.fromkeys(("critic/value_mean", "critic/return_mean", "critic/explained_variance"), 0.0)
     unexplained, variance = (

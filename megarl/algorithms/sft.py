@@ -17,7 +17,15 @@ class SFT(Algorithm):
 
     needs_rollout: ClassVar[bool] = False
 
+    @property
+    def loss_reads(self) -> tuple[str, ...]:
+        return ()
+
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean negative log-prob over the response tokens of the whole mini-batch. Metric: policy/loss, the same number."""
+        """Mean negative log-prob over the response tokens of the whole mini-batch. Metric: policy/loss, the
+        same number."""
         loss = -inputs.log_probs.sum() / inputs.num_tokens
         return loss, {"policy/loss": loss.detach()}
+
+    def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
+        return 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, check_tensors
 from megarl.checkpoint.rectangles import Box, Rectangle, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
+from megarl.config.model_function import differences
 
 
 class Checkpoint:
@@ -87,18 +88,26 @@ class Checkpoint:
             sizes,
         )
 
+    def check_model(self, model: Mapping[str, object]) -> None:
+        """Raises: CheckpointError if the tensors were saved for a model that computes something else, by its
+        `function_fields`."""
+        saved = self.state.get("model")
+        if model and isinstance(saved, dict) and (different := differences(saved, model)):
+            raise CheckpointError(f"{self.folder} is of another model: it has {', '.join(different)}.")
+
 
 def load(
     folder: str | os.PathLike,
     rectangles: Sequence[Rectangle],
     group: dist.ProcessGroup | None = None,
     digests: bool = True,
+    model: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """Fill the rectangles of every rank of a group, after `verify`. Collective.
 
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
-    checkpoint = verify(folder, rectangles, group, digests)
+    checkpoint = verify(folder, rectangles, group, digests, model)
     Crew(group).all(lambda: checkpoint.fill(rectangles))
     return checkpoint.state
 
@@ -108,12 +117,15 @@ def verify(
     rectangles: Sequence[Rectangle],
     group: dist.ProcessGroup | None = None,
     digests: bool = True,
+    model: Mapping[str, object] | None = None,
 ) -> Checkpoint:
-    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which each rank reads its share.
-    Collective. Of each kind that the ranks ask for, the checkpoint must have the tensors that they ask for and no others.
+    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which
+    each rank reads its share. Collective. Of each kind that the ranks ask for, the checkpoint must have the
+    tensors that they ask for and no others.
 
     Args:
         digests: False: they have just been checked.
+        model: `function_fields` of the model that the tensors are for, which must be those that were saved.
     Raises: CheckpointError, on every rank."""
     crew = Crew(group)
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
@@ -125,6 +137,7 @@ def verify(
         checkpoint = Checkpoint(folder)
         for kind, of_kind in sizes.items():
             checkpoint.check(kind, of_kind)
+        checkpoint.check_model(model or {})
         if digests:
             checkpoint.manifest.check_digests(
                 checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size]

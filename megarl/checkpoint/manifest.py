@@ -84,7 +84,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises: CheckpointError if the folder holds no checkpoint, or a damaged one; a file of the wrong size is damage."""
+        """Raises: CheckpointError if the folder holds no checkpoint, or a damaged one; a file of the wrong
+        size is damage."""
         path = folder / MANIFEST
         try:
             body = read_json(path, _FORM, VERSION, CheckpointError)
@@ -118,7 +119,8 @@ class Manifest:
             found = path.stat().st_size if path.exists() else None
             if found != size:
                 raise CheckpointError(
-                    f"{path} is {'missing' if found is None else f'damaged: it has {found} bytes'}, and {size} were written."
+                    f"{path} is {'missing' if found is None else f'damaged: it has {found} bytes'}, "
+                    f"and {size} were written."
                 )
 
     def check_digests(self, folder: Path, names: Collection[str]) -> None:
@@ -146,7 +148,8 @@ def _stored_tensor(item: dict[str, object], files: Sequence[str]) -> StoredTenso
 
 
 def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str, tuple[int, int]]) -> None:
-    """Compare (rows, cols) by name. Raises: CheckpointError listing what is missing, too many or of another size than config.json says."""
+    """Compare (rows, cols) by name. Raises: CheckpointError listing what is missing, too many or of another
+    size than config.json says."""
     problems = [f"{name} is missing" for name in sizes if name not in found]
     problems += [f"{name} is not a tensor of this model" for name in found if name not in sizes]
     problems += [

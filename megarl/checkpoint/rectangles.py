@@ -1,6 +1,7 @@
 """Rectangles of canonical matrices, and which ones a stretch of a local parameter's memory is made of.
 
-The canonical matrices are the atlas' (`megarl/reshard/atlas.py`): the tensors of the Hugging Face folder, [rows, cols], a vector [n, 1]."""
+The canonical matrices are the atlas' (`megarl/reshard/atlas.py`): the tensors of the Hugging Face folder,
+[rows, cols], a vector [n, 1]."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def whole(shape: Sequence[int]) -> Box:
 def rectangles_of(
     kind: str, param: LocalParam, sizes: dict[str, tuple[int, int]], flat: Tensor, start: int = 0
 ) -> Iterator[Rectangle]:
-    """What the elements [start, start + len(flat)) of a local parameter hold, at most three rectangles of each piece: the end of a row,
-    whole rows, the start of a row. Padding is left out.
+    """What the elements [start, start + len(flat)) of a local parameter hold, at most three rectangles of
+    each piece: the end of a row, whole rows, the start of a row. Padding is left out.
 
     Args:
         sizes: of the canonical tensors.

@@ -28,14 +28,18 @@ def save(
     state: dict[str, object],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it returns, or not there.
+    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it
+    returns, or not there.
 
-    To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else uses.
+    To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else
+    uses.
 
     Args:
-        rectangles: of this rank. The same rectangle of several ranks is written once. All together must cover every tensor.
+        rectangles: of this rank. The same rectangle of several ranks is written once. All together must cover
+            every tensor.
         state: what else to remember, for JSON; the first rank's counts.
-    Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is missing."""
+    Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is
+        missing."""
     crew, folder = Crew(group), Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     plan = SavePlan.of(rectangles, group)
@@ -55,7 +59,8 @@ Writers = dict[tuple[str, str, Box], int]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every rank, but for `rank`."""
+    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every
+    rank, but for `rank`."""
 
     rank: int
     offers: list[list[Offer]]
@@ -79,7 +84,8 @@ class SavePlan:
         state: dict[str, object],
         group: dist.ProcessGroup | None = None,
     ) -> Manifest:
-        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on every rank."""
+        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on
+        every rank."""
         written = Crew(group).all(lambda: _write_files(folder, self.rank, chosen))
         return self._manifest({name: of for files in written for name, of in files.items()}, state)
 
@@ -100,7 +106,8 @@ class SavePlan:
 
 
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
-    """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not cover each tensor once."""
+    """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not
+    cover each tensor once."""
     holders: dict[tuple[str, str, Box], list[int]] = {}
     boxes: dict[tuple[str, str], set[Box]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -144,8 +151,8 @@ def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[s
         name = file_name(kind, rank)
         try:
             written[name] = write_tensors(folder / name, list(entries.values()))
-        except OSError as error:  # of a full disk it does not say which file
-            raise CheckpointError(f"{folder / name} cannot be written: {error.strerror or error}.") from error
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
     return written
 
 

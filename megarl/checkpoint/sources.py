@@ -1,4 +1,5 @@
-"""Weights on disk under their canonical names, whatever they are stored in: read a few rows at a time, without ranks."""
+"""Weights on disk under their canonical names, whatever they are stored in: read a few rows at a time,
+without ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from megarl.checkpoint.tensor_file import TensorFile
 from megarl.checkpoint.torch_dist import MegatronWeights, megatron_folder
 from megarl.config.checkpoint_folders import MANIFEST
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import OUTPUT, hf_sizes
-from megarl.reshard.transfer import IGNORED_SUFFIXES, prediction_tensors, weight_files
+from megarl.config.model_function import function_fields
+from megarl.reshard.atlas import hf_sizes
+from megarl.reshard.hf_folder import names_left_out, read_folder
+from megarl.reshard.transfer import note_prediction_tensors
 
 
 class WeightSource(Protocol):
@@ -36,26 +39,17 @@ class WeightSource(Protocol):
 
 
 class HFWeights:
-    """The *.safetensors of a Hugging Face folder. Buffers that old ones carry, and the output layer of a tied one, are left out."""
+    """The *.safetensors of a Hugging Face folder. Buffers that old ones carry, and the output layer of a tied
+    one, are left out."""
 
     dtype = None
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        files, file_of = _hf_files(folder)
-        for name, path in file_of.items():
-            if path not in files:
-                raise CheckpointError(f"{path} is missing; the folder's index names it.")
-            if name not in files[path]:
-                raise CheckpointError(f"{name} is not in {path}, where the folder's index says.")
-        left_out = prediction_tensors(folder, file_of, shape)
-        file_of = {
-            name: path
-            for name, path in file_of.items()
-            if name not in left_out
-            and not name.endswith(IGNORED_SUFFIXES)
-            and not (shape.tie_word_embeddings and name == OUTPUT)
-        }
-        self._file_of = {name: files[path] for name, path in file_of.items()}
+        stored = read_folder(folder)
+        note_prediction_tensors(folder, stored, shape)
+        left_out = names_left_out(stored, shape)
+        files = {path: TensorFile(path) for path in {tensor.path for tensor in stored.values()}}
+        self._file_of = {name: files[tensor.path] for name, tensor in stored.items() if name not in left_out}
         self.tensors = {name: (file.dtype(name), file.shape(name)) for name, file in self._file_of.items()}
 
     def read(self, name: str, row_start: int, row_end: int) -> Tensor:
@@ -85,19 +79,6 @@ class CheckpointWeights:
         self.checkpoint.manifest.check_digests(self.checkpoint.folder, self.checkpoint.files([WEIGHTS]))
 
 
-def _hf_files(folder: Path) -> tuple[dict[Path, TensorFile], dict[str, Path]]:
-    """(the files that are there, tensor name -> the file that the index names, or that has it)"""
-    files = {path: TensorFile(path) for path in sorted(folder.glob("*.safetensors"))}
-    if (folder / "model.safetensors.index.json").exists():
-        try:
-            return files, weight_files(folder)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder / 'model.safetensors.index.json'} is not an index: {type(error).__name__}: {error}."
-            ) from error
-    return files, {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
-
-
 def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
     """Of a megarl checkpoint, a sharded checkpoint of Megatron, or a Hugging Face folder of this model.
 
@@ -110,7 +91,8 @@ def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
         source = HFWeights(folder, shape)
     else:
         raise CheckpointError(
-            f"{folder} holds no weights that can be read: neither {MANIFEST} (a megarl checkpoint), nor .metadata (Megatron's "
+            f"{folder} holds no weights that can be read: neither {MANIFEST} (a megarl checkpoint), "
+            "nor .metadata (Megatron's "
             "--ckpt-format torch_dist), nor *.safetensors (Hugging Face)."
         )
     check_tensors(
@@ -118,4 +100,6 @@ def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
         {name: matrix_size(shape) for name, (_, shape) in source.tensors.items()},
         hf_sizes(shape),
     )
+    if isinstance(source, CheckpointWeights):
+        source.checkpoint.check_model(function_fields(shape))
     return source

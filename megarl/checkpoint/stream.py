@@ -1,6 +1,8 @@
-"""Writing weights that come a few rows at a time, without ranks: into a Hugging Face folder or a megarl checkpoint.
+"""Writing weights that come a few rows at a time, without ranks: into a Hugging Face folder or a megarl
+checkpoint.
 
-The memory needed is that of the rows that are just moving, and what the source keeps: of a Megatron checkpoint the chunks of one tensor."""
+The memory needed is that of the rows that are just moving, and what the source keeps: of a Megatron
+checkpoint the chunks of one tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ from megarl.checkpoint.sources import WeightSource
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.checkpoint_json import sync_folder
 from megarl.config.hf_config import ModelShape
+from megarl.config.model_function import function_fields
 from megarl.reshard import transfer
 from megarl.reshard.atlas import KEPT_IN_FP32, hf_sizes
+from megarl.reshard.hf_folder import INDEX
 
 BLOCK_BYTES = 64 << 20
 
@@ -40,7 +44,8 @@ def write_hf(
 
     Args:
         dtype: None: that of each tensor in the source.
-    Raises: CheckpointError if there is no room; ValueError or OSError if reading or writing fails. `folder` is then not there."""
+    Raises: CheckpointError if there is no room; ValueError or OSError if reading or writing fails. `folder`
+        is then not there."""
     entries = _entries(source, shape, dtype)
     _check_room(folder, entries)
     shards = _shards(entries, "model", max_shard_bytes)
@@ -50,7 +55,7 @@ def write_hf(
             write_tensors(partial / file, [entries[name] for name in names])
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            transfer.write_text(partial / INDEX, json.dumps(index, indent=2) + "\n")
         sync_folder(partial)
         transfer.publish(partial, folder)
     except BaseException:
@@ -61,13 +66,20 @@ def write_hf(
 def write_checkpoint(
     folder: Path, source: WeightSource, shape: ModelShape, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> None:
-    """Write a checkpoint that has weights only, every tensor whole in one file. Arguments and errors as of `write_hf`."""
+    """Write a checkpoint that has weights only, every tensor whole in one file. Arguments and errors as of
+    `write_hf`."""
     entries = _entries(source, shape, dtype)
     _check_room(folder, entries)
     shards = _shards(entries, WEIGHTS, max_shard_bytes)
     partial = folder.with_name(f".{folder.name}.partial")
     start_folder(partial, folder)
-    manifest = Manifest(state={"dtype": str(_main_dtype(entries)).removeprefix("torch."), "job": {}})
+    manifest = Manifest(
+        state={
+            "dtype": str(_main_dtype(entries)).removeprefix("torch."),
+            "model": function_fields(shape),
+            "job": {},
+        }
+    )
     stored = manifest.tensors.setdefault(WEIGHTS, {})
     try:
         for file, names in shards.filename_to_tensors.items():
@@ -129,5 +141,6 @@ def _check_room(folder: Path, entries: dict[str, Entry]) -> None:
     needed, free = sum(entry.num_bytes for entry in entries.values()), shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(
-            f"{folder}: {os.strerror(errno.ENOSPC)}: {needed / 1e9:.2f} GB are to be written and {free / 1e9:.2f} GB are free there."
+            f"{folder}: {os.strerror(errno.ENOSPC)}: {needed / 1e9:.2f} GB are to be written and "
+            f"{free / 1e9:.2f} GB are free there."
         )

@@ -1,7 +1,7 @@
 """Safetensors files, written and read in pieces: nobody holds more than the rows that are just moving.
 
-The library `safetensors` writes only what is in memory as a whole, and reads through a memory map. The format: 8 bytes with the length of the
-header, little endian; the header, JSON, key -> {dtype, shape, data_offsets}; the elements, in order, without gaps."""
+The library `safetensors` writes only what is in memory as a whole, and reads through a memory map. Headers
+are read by megarl/config/tensor_header.py, which describes the format."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.rectangles import matrix_size
+from megarl.config.tensor_header import TensorFileError, read_header
+from megarl.config.writing import writing
 
 DTYPES = {
     "F64": torch.float64,
@@ -30,17 +32,12 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100 << 20
-"""As in the library."""
-
-
-class TensorFileError(ValueError):
-    """A file that is not what its header, or its reader, says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor to write. `blocks` gives its rows from the first to the last, in tensors of any number of rows."""
+    """A tensor to write. `blocks` gives its rows from the first to the last, in tensors of any number of
+    rows."""
 
     key: str
     dtype: torch.dtype
@@ -54,7 +51,8 @@ class Entry:
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> tuple[int, str]:
-    """Write a file and wait until it is on the disk. Returns: its size in bytes and its SHA-256."""
+    """Write a file and wait until it is on the disk. Returns: its size in bytes and its SHA-256. Raises:
+    WriteError."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for entry in entries:
         header[entry.key] = {
@@ -66,7 +64,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> tuple[int, str]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that elements are aligned
     digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
+    with writing(path), open(path, "wb", buffering=0) as file:
 
         def put(data) -> None:
             digest.update(data)
@@ -100,27 +98,14 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
-        size = self.path.stat().st_size
-        with open(self.path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise TensorFileError(
-                    f"{self.path} is cut short or not a safetensors file: {size} bytes, and a header of {length}"
-                )
-            try:
-                header = json.loads(file.read(length))
-                self._entries = {key: _place(item) for key, item in header.items() if key != "__metadata__"}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise TensorFileError(
-                    f"{self.path} has no safetensors header: {type(error).__name__}: {error}"
-                ) from error
-        self._data = 8 + length
-        for key, (dtype, shape, start, end) in self._entries.items():
-            rows, cols = matrix_size(shape or (1,))
-            if end - start != rows * cols * dtype.itemsize or self._data + end > size:
-                raise TensorFileError(
-                    f"{self.path} is cut short or damaged: {key} should be bytes {start} to {end} of {size - self._data}"
-                )
+        self._data, header = read_header(self.path)
+        if unknown := [(key, entry.dtype) for key, entry in header.items() if entry.dtype not in DTYPES]:
+            raise TensorFileError(
+                f"{self.path}: {unknown[0][0]} is of {unknown[0][1]}, which is not supported"
+            )
+        self._entries = {
+            key: (DTYPES[entry.dtype], entry.shape, entry.start) for key, entry in header.items()
+        }
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
@@ -138,7 +123,7 @@ class TensorFile:
         """[row_end - row_start, cols], a copy."""
         if key not in self._entries:
             raise TensorFileError(f"{self.path} has no {key}")
-        dtype, shape, start, _ = self._entries[key]
+        dtype, shape, start = self._entries[key]
         rows, cols = matrix_size(shape or (1,))
         row_end = rows if row_end is None else row_end
         if not 0 <= row_start <= row_end <= rows:
@@ -153,11 +138,3 @@ class TensorFile:
                     raise TensorFileError(f"{self.path} ends within {key}")
                 view = view[count:]
         return out
-
-
-def _place(item: dict[str, object]) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """(dtype, shape, start, end) of what a header says of a tensor. Raises: KeyError, TypeError or ValueError if it says something else."""
-    shape, (start, end) = tuple(item["shape"]), item["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError(f"shape {list(shape)} and offsets {start} and {end} must be whole numbers from 0 on")
-    return DTYPES[item["dtype"]], shape, start, end

@@ -1,4 +1,5 @@
-"""Reading the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as megatron.core.dist_checkpointing 0.16.1 writes it.
+"""Reading the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
+megatron.core.dist_checkpointing 0.16.1 writes it.
 
     iter_0000100/
       .metadata          torch.distributed.checkpoint's: global name -> size and chunks; chunk -> file, offset, length. A pickle
@@ -6,12 +7,13 @@
       metadata.json      {"sharded_backend": "torch_dist", ...}
       common.pt          arguments and counters; never opened here
 
-Global names are those of a GPTModel without tensor parallelism. Layers that are alike are one tensor, [layers, ...], and experts a second axis:
-decoder.layers.mlp.experts.experts.linear_fc1.weight is [layers, experts, 2 * ffn, hidden]. Layers that differ (dense ones before
-mixtures) have their number in the name instead. So the table that the atlas has for one rank says what every tensor is made of.
+Global names are those of a GPTModel without tensor parallelism. Layers that are alike are one tensor,
+[layers, ...], and experts a second axis: decoder.layers.mlp.experts.experts.linear_fc1.weight is [layers,
+experts, 2 * ffn, hidden]. Layers that differ (dense ones before mixtures) have their number in the name
+instead. So the table that the atlas has for one rank says what every tensor is made of.
 
-A pickle can run code when it is read. This one is read with the few classes that it needs, any other is refused; the chunks are read
-by torch.load(weights_only=True)."""
+A pickle can run code when it is read. This one is read with the few classes that it needs, any other is
+refused; the chunks are read by torch.load(weights_only=True)."""
 
 from __future__ import annotations
 
@@ -101,24 +103,28 @@ def _enum_member(owner: object, name: str) -> enum.Enum:
 
 
 def megatron_folder(folder: Path) -> Path | None:
-    """The folder with .metadata: this one, or that of the last iteration in it. None if it is none of Megatron's.
+    """The folder with .metadata: this one, or that of the last iteration in it. None if it is none of
+    Megatron's.
 
     Raises: CheckpointError for one of Megatron's other formats."""
     if (folder / LATEST).exists():
         iteration = (folder / LATEST).read_text(errors="replace").strip()
         if iteration != "release" and not re.fullmatch("[0-9]{1,18}", iteration):
             raise CheckpointError(
-                f"{folder / LATEST} has to hold the number of an iteration, or release, and holds {iteration!r:.40}."
+                f"{folder / LATEST} has to hold the number of an iteration, or release, and holds "
+                f"{iteration!r:.40}."
             )
         folder = folder / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     backend = folder / "metadata.json"
     if backend.exists() and (name := _sharded_backend(backend)) != "torch_dist":
         raise CheckpointError(
-            f"{folder} is a Megatron checkpoint in the format {name}; only torch_dist can be read (--ckpt-format torch_dist)."
+            f"{folder} is a Megatron checkpoint in the format {name}; only torch_dist can be read "
+            "(--ckpt-format torch_dist)."
         )
     if any(folder.glob("mp_rank_*")):
         raise CheckpointError(
-            f"{folder} is a Megatron checkpoint in the old format (mp_rank_...); load it with Megatron-LM and save it with "
+            f"{folder} is a Megatron checkpoint in the old format (mp_rank_...); load it with "
+            "Megatron-LM and save it with "
             "--ckpt-format torch_dist."
         )
     return folder if (folder / ".metadata").exists() else None
@@ -160,7 +166,8 @@ class _Held(NamedTuple):
 class MegatronWeights:
     """A `sources.WeightSource` of the checkpoint of a GPTModel.
 
-    Raises: CheckpointError naming tensors that this model has and the checkpoint does not, or the other way round."""
+    Raises: CheckpointError naming tensors that this model has and the checkpoint does not, or the other way
+    round."""
 
     dtype = None
 
@@ -196,7 +203,8 @@ class MegatronWeights:
                 found += part.numel()
         if found != out.numel():
             raise CheckpointError(
-                f"{self._folder}: {name} lacks {out.numel() - found} elements in rows {row_start} to {row_end}."
+                f"{self._folder}: {name} lacks {out.numel() - found} elements in rows {row_start} "
+                f"to {row_end}."
             )
         return out
 
@@ -228,7 +236,8 @@ class MegatronWeights:
                 else rows != param.rows and "layers" in key
             ):
                 problems.append(
-                    f"{key} is {'x'.join(map(str, size))} there, and number {'.'.join(map(str, index)) or 0} should be {param.rows}x{param.cols}"
+                    f"{key} is {'x'.join(map(str, size))} there, and number "
+                    f"{'.'.join(map(str, index)) or 0} should be {param.rows}x{param.cols}"
                 )
                 continue
             for piece in param.pieces:
@@ -277,14 +286,16 @@ class MegatronWeights:
                 )
             except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
                 raise CheckpointError(
-                    f"{path}: {key} cannot be read, the file is missing, cut short or damaged ({type(error).__name__}: "
+                    f"{path}: {key} cannot be read, the file is missing, cut short or damaged "
+                    f"({type(error).__name__}: "
                     f"{error})."
                 ) from error
         return self._chunks[tuple(offsets)]
 
 
 def _global_names(local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What Megatron may call a parameter of a one-rank model (of its local layer spec), and where in the tensor of that name it then is."""
+    """What Megatron may call a parameter of a one-rank model (of its local layer spec), and where in the
+    tensor of that name it then is."""
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local)
     if layer is None:
         yield local, ()

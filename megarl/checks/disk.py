@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from megarl.checks.fits import gb
 from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
 from megarl.checks.sizes import canonical_elements, megatron_held
+from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, actor_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import LoRAConfig, TrainConfig
+from megarl.config.writing import obstacle
+
+
+def save_findings(config: TrainConfig) -> Iterator[str]:
+    """One if the run folder cannot be created or written on this machine, with a folder that can."""
+    folder = Path(config.run.save)
+    if (why := obstacle(folder)) is not None:
+        beside, here = free_name(folder), free_name(Path("runs") / (folder.name or "run"))
+        usable = next((path for path in (beside, here) if obstacle(path) is None), None)
+        advice = "Name a folder that can be created." if usable is None else f"Try --save {usable}."
+        yield f"--save ({folder}): cannot be written: {why}. {advice}"
 
 
 def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
-    """One if the run folder's file system has no room for the checkpoints that are there at once and the exports."""
+    """One if the run folder's file system has no room for the checkpoints that are there at once and the
+    exports."""
     needed = checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
     if free is not None and needed > free:
         fewer = replace(config, checkpoint=replace(config.checkpoint, keep=1))
@@ -51,7 +65,8 @@ def checkpoint_bytes(config: TrainConfig) -> int:
 
 
 def copy_bytes(config: TrainConfig, world_size: int) -> int:
-    """Of the copies, on the rank that has most, that are in host memory while a checkpoint is written. A role's ranks share its checkpoint."""
+    """Of the copies, on the rank that has most, that are in host memory while a checkpoint is written. A
+    role's ranks share its checkpoint."""
     copies = dict.fromkeys(range(world_size), 0)
     for of_actor in configs_of_actors(config).values():
         meshes = actor_meshes(of_actor, world_size)

@@ -2,58 +2,116 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megarl.checks.machine import Machine
-from megarl.checks.memory import PHASES, Part, Parts, certain_bytes, estimate, phase_bytes, roles_of
+from megarl.checks.memory import (
+    PHASES,
+    Part,
+    Parts,
+    estimate,
+    longest_sequence_bytes,
+    peak_bytes,
+    peak_phase,
+    phase_bytes,
+    roles_of,
+)
 from megarl.config.check import job_findings
 from megarl.config.check_parallel import divisors
 from megarl.config.schema import TrainConfig
 
 _SPLIT = ("actor", "critic", "reference", "reward")
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_PHASE_NAMES = {
+    "rollout": "the rollout",
+    "log-probs": "the log-probs",
+    "update": "an update",
+    "sync": "a weight sync",
+}
 
 
 def memory_findings(
     config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True
 ) -> Iterator[str]:
-    """One if what is certain alone cannot fit, with the least change that was computed to fit."""
+    """One if a step needs more than there is, with the least change that was computed to fit; one if an
+    engine has no room for a sequence."""
     found = _shortage(parts, machine, ranks_per_node)
     if found is None:
+        yield from _cache_findings(config, parts, machine)
         return
-    who, needed, there = found
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):
-        if job_findings(changed, len(parts), new_run):
-            continue
-        if _shortage(estimate(changed, len(parts), machine, new_run), machine, ranks_per_node) is None:
-            advice = f"Try {flags}."
+        if (tried := _made_to_fit(flags, changed, len(parts), machine, ranks_per_node, new_run)) is not None:
+            advice = f"Try {tried}."
             break
     elsewhere = "" if machine.has_gpu else " A job for GPUs: megarl check --gpu-memory GB."
-    yield f"--model ({config.model.model}): {who} {gb(needed)} GB for weights, gradients, optimizer and engine alone, of {gb(there)} GB. {advice}{elsewhere}"
+    yield (
+        f"--model ({config.model.model}): {found.who} {gb(found.needed)} GB {found.when}, of "
+        f"{gb(found.there)} GB. {advice}{elsewhere}"
+    )
 
 
-def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> tuple[str, int, int] | None:
-    """(who needs, bytes needed, bytes there) of what cannot fit: one rank on its GPU, or on a CPU all of a machine together."""
-    needs = {rank: certain_bytes(of_rank) for rank, of_rank in parts.items()}
+def _made_to_fit(
+    flags: str, config: TrainConfig, world_size: int, machine: Machine, ranks_per_node: int, new_run: bool
+) -> str | None:
+    """The flags, with those for a smaller KV cache if that is what is missing; None if the configuration does
+    not fit or breaks a rule."""
+    parts = estimate(config, world_size, machine, new_run)
+    shortage = _shortage(parts, machine, ranks_per_node)
+    if shortage is not None:
+        smaller = _smaller_cache(config, machine, shortage)
+        if smaller is None:
+            return None
+        flags, config = f"{smaller[0]} {flags}".strip(), smaller[1]
+        parts = estimate(config, world_size, machine, new_run)
+    fits = _shortage(parts, machine, ranks_per_node) is None and not list(
+        _cache_findings(config, parts, machine)
+    )
+    return flags if fits and not job_findings(config, world_size, new_run) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    """Who needs how many bytes of how many, and when in a step."""
+
+    who: str
+    when: str
+    needed: int
+    there: int
+    num_ranks: int = 1
+
+    @property
+    def excess_of_rank(self) -> int:
+        return -(-(self.needed - self.there) // self.num_ranks)
+
+
+def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> _Shortage | None:
+    """What cannot fit: one rank on its GPU, or on a CPU all of a machine together."""
+    needs = {rank: peak_bytes(of_rank) for rank, of_rank in parts.items()}
+    worst = max(needs, key=needs.__getitem__)
+    when = f"during {_PHASE_NAMES[peak_phase(parts[worst])]}"
     if machine.has_gpu:
-        rank = max(needs, key=needs.__getitem__)
-        who, needed, there = f"on its GPU rank {rank} needs", needs[rank], machine.gpu_bytes
+        found = _Shortage(f"on its GPU rank {worst} needs", when, needs[worst], machine.gpu_bytes or 0)
+        known = machine.gpu_bytes is not None
     else:
         here = [size for rank, size in needs.items() if rank < ranks_per_node]
-        who, needed, there = (
-            f"on this machine {len(here)} {'ranks need' if len(here) > 1 else 'rank needs'}",
-            sum(here),
-            machine.ram_bytes,
+        who = f"on this machine {len(here)} {'ranks need' if len(here) > 1 else 'rank needs'}"
+        found, known = (
+            _Shortage(who, when, sum(here), machine.ram_bytes or 0, len(here)),
+            machine.ram_bytes is not None,
         )
-    return (who, needed, there) if there is not None and needed > there else None
+    return found if known and found.needed > found.there else None
 
 
 def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainConfig]]:
-    """(flags, the configuration with them), the least first."""
+    """(flags, the configuration with them), the least first: what costs time before what changes numbers or
+    layout."""
+    yield from _cheaper_updates("", config)
     half = replace(config, model=replace(config.model, bf16=True))
     if not config.model.bf16:
-        yield "--bf16", half
+        yield from _cheaper_updates("--bf16", half)
     if config.others:
         return
     for tp in [tp for tp in divisors(world_size) if tp > config.actor.tensor_model_parallel_size]:
@@ -64,9 +122,91 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
         }
         split["rollout"] = replace(config.rollout, tensor_parallel_size=tp)
         flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
-        yield flags, replace(config, **split)
+        yield from _cheaper_updates(flags, replace(config, **split))
         if not config.model.bf16:
-            yield f"--bf16 {flags}", replace(half, **split)
+            yield from _cheaper_updates(f"--bf16 {flags}", replace(half, **split))
+
+
+def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """The configuration itself, and with fewer activations: recomputed ones, then shorter micro-batches
+    too."""
+    yield flags, config
+    if config.actor.recompute_granularity is None:
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+        roles = {
+            role: replace(getattr(config, role), **recompute)
+            for role in _SPLIT
+            if getattr(config, role) is not None
+        }
+        flags, config = f"{flags} {_RECOMPUTE}".strip(), replace(config, **roles)
+        yield flags, config
+    longest, tokens = (
+        config.sampling.max_prompt_length + config.sampling.max_response_length,
+        config.batch.max_tokens_per_micro_batch,
+    )
+    while tokens // 2 >= longest:
+        tokens //= 2
+        shorter = replace(config.batch, max_tokens_per_micro_batch=tokens)
+        yield f"{flags} --max-tokens-per-micro-batch {tokens}".strip(), replace(config, batch=shorter)
+
+
+def _smaller_cache(
+    config: TrainConfig, machine: Machine, shortage: _Shortage
+) -> tuple[str, TrainConfig] | None:
+    """(flags, the configuration) with a KV cache that leaves room for what is missing; None if it is not that
+    large, or no flag sets it."""
+    rollout, given = config.rollout, config.rollout.kv_cache_memory_bytes
+    if not config.algorithm.needs_rollout:
+        return None
+    if given is not None and (rest := (given - shortage.excess_of_rank) // 10**6 * 10**6) > 0:
+        return f"--rollout-kv-cache-memory-bytes {rest}", replace(
+            config, rollout=replace(rollout, kv_cache_memory_bytes=rest)
+        )
+    if given is None and machine.has_gpu:
+        percent = math.floor(
+            100 * (rollout.gpu_memory_utilization - shortage.excess_of_rank / machine.gpu_bytes)
+        )
+        if percent > 0:
+            return f"--rollout-gpu-memory-utilization {percent / 100:g}", replace(
+                config, rollout=replace(rollout, gpu_memory_utilization=percent / 100)
+            )
+    return None
+
+
+def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Iterator[str]:
+    """One if an engine's KV cache cannot hold one sequence of full length: vLLM then refuses to start."""
+    if not config.algorithm.needs_rollout or config.others or machine.has_gpu and machine.gpu_bytes is None:
+        return
+    one = longest_sequence_bytes(config, machine)
+    for rank, of_rank in parts.items():
+        for part in of_rank:
+            if part.name == "KV cache" and part.bytes < one:
+                yield _no_room_for_a_sequence(config, rank, part.bytes, one, machine)
+                return
+
+
+def _no_room_for_a_sequence(config: TrainConfig, rank: int, cache: int, one: int, machine: Machine) -> str:
+    longest = config.sampling.max_prompt_length + config.sampling.max_response_length
+    said = (
+        f"leaves {gb(cache)} GB of KV cache on rank {rank}, and one sequence of {longest} tokens "
+        f"needs {gb(one)} GB"
+    )
+    given, share = config.rollout.kv_cache_memory_bytes, config.rollout.gpu_memory_utilization
+    if given is not None:
+        return (
+            f"--rollout-kv-cache-memory-bytes ({given}): {said}. Try --rollout-kv-cache-memory-bytes {one}."
+        )
+    needed = math.ceil(100 * (share + (one - cache) / machine.gpu_bytes)) / 100
+    advice = (
+        f"Try --rollout-gpu-memory-utilization {needed:g}."
+        if needed <= 1
+        else "Try a larger --rollout-tensor-parallel-size."
+    )
+    return f"--rollout-gpu-memory-utilization ({share:g}): {said}. {advice}"
 
 
 def memory_table(parts: Parts, machine: Machine) -> list[str]:
@@ -75,9 +215,7 @@ def memory_table(parts: Parts, machine: Machine) -> list[str]:
     for rank, of_rank in parts.items():
         alike.setdefault(of_rank, []).append(rank)
     place = "GPU" if machine.has_gpu else "memory"
-    lines = [
-        f"{place} of each rank, GB, without activations:  " + "  ".join(f"{phase:>9}" for phase in PHASES)
-    ]
+    lines = [f"{place} of each rank, GB:  " + "  ".join(f"{phase:>9}" for phase in PHASES)]
     width = len(lines[0]) - 11 * len(PHASES)
     for of_rank, ranks in alike.items():
         lines.append(
@@ -86,13 +224,13 @@ def memory_table(parts: Parts, machine: Machine) -> list[str]:
         )
         for role in roles_of(of_rank):
             own = [part for part in of_rank if part.role == role]
-            lines.append(
-                f"    {role}: "
-                + ", ".join(
-                    f"{part.name} {gb(part.bytes)}{' (offloaded)' if part.offloaded else ''}" for part in own
-                )
-            )
+            lines.append(f"    {role}: " + ", ".join(map(_described, own)))
     return lines
+
+
+def _described(part: Part) -> str:
+    of = " (offloaded)" if part.offloaded else f" ({part.during})" if part.during is not None else ""
+    return f"{part.name} {gb(part.bytes)}{of}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checks.disk import copy_bytes, disk_findings, disk_line
+from megarl.checks.disk import copy_bytes, disk_findings, disk_line, save_findings
+from megarl.checks.engine import engine_findings
 from megarl.checks.fits import gb, memory_findings, memory_table
 from megarl.checks.machine import Machine, free_bytes, this_machine
-from megarl.checks.memory import estimate
+from megarl.checks.memory import Parts, estimate
 from megarl.checks.preview import preview
 from megarl.checks.syncs import sync_findings, unplanned
+from megarl.checks.weights import weight_findings
 from megarl.config.check import job_findings
 from megarl.config.check_actors import of_all_actors
+from megarl.config.check_checkpoints import checkpoint_notes
 from megarl.config.errors import raise_findings
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.config.versions import version_notes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +32,24 @@ class Report:
     """
     Args:
         findings: what is wrong, each `flag (value): rule. Try ...`.
-        lines: what the job amounts to; empty if there are findings."""
+        estimates: the same of what probably does not fit: it rests on an estimate of the activations.
+        lines: what the job amounts to, as far as the findings leave something to say. The first begins with
+            ok or not ok."""
 
     findings: tuple[str, ...]
     lines: tuple[str, ...]
+    estimates: tuple[str, ...] = ()
 
 
 def check_everything(
     config: TrainConfig, world_size: int, new_run: bool = True, ranks_per_node: int | None = None
 ) -> None:
-    """Raises: ConfigError with everything that is wrong."""
-    raise_findings(examine(config, world_size, new_run, ranks_per_node).findings)
+    """Raise ConfigError with everything that is wrong. What is only estimated not to fit is logged as a
+    warning."""
+    report = examine(config, world_size, new_run, ranks_per_node)
+    raise_findings(report.findings)
+    for finding in report.estimates:
+        logger.warning("by an estimate of the activations this job does not fit. %s", finding)
 
 
 def examine(
@@ -59,38 +72,85 @@ def examine(
         return Report(tuple(findings), ())  # what follows is about layouts that are right
     machine = machine or this_machine()
     free = free_bytes(Path(config.run.save)) if new_run else None
+    of_disk = [*(save_findings(config) if new_run else ()), *disk_findings(config, free)]
     parts = estimate(config, world_size, machine, new_run)
     findings = [
+        *weight_findings(config, new_run),
+        *engine_findings(config, machine),
+        *_gpu_findings(config, world_size, new_run, ranks_per_node or world_size, machine),
         *sync_findings(config, world_size),
-        *memory_findings(config, parts, machine, ranks_per_node or world_size, new_run),
-        *disk_findings(config, free),
+        *(of_disk if machine.is_this else ()),
+    ]
+    of_memory = tuple(memory_findings(config, parts, machine, ranks_per_node or world_size, new_run))
+    is_certain = any(
+        memory_findings(config, _without_activations(parts), machine, ranks_per_node or world_size, new_run)
+    )
+    findings += of_memory if is_certain else ()
+    estimates = () if is_certain else of_memory
+    notes = [
+        *(f"on this machine {finding}" for finding in of_disk if not machine.is_this),
+        *(checkpoint_notes(config) if new_run else ()),
+        *version_notes(),
     ]
     lines = [
-        _summary(config, world_size),
+        _summary(config, world_size, is_ok=not findings and not estimates),
         *dict.fromkeys(line for seen in previews.values() for line in seen.lines),
         *_sync_lines(config),
         *([f"--save: {disk_line(config, free)}"] if new_run else []),
         *memory_table(parts, machine),
         *_copy_line(config, world_size),
-        *(f"note: {note}" for note in version_notes()),
+        *(f"note: {note}" for note in notes),
     ]
-    return Report(tuple(findings), () if findings else tuple(lines))
+    return Report(tuple(findings), tuple(lines), estimates)
 
 
-def _summary(config: TrainConfig, world_size: int) -> str:
+def _without_activations(parts: Parts) -> Parts:
+    """Return the parts whose sizes are known, and not estimated."""
+    return {
+        rank: tuple(part for part in of_rank if part.name != "activations") for rank, of_rank in parts.items()
+    }
+
+
+def _gpu_findings(
+    config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
+) -> Iterator[str]:
+    """Too many ranks for the GPUs of this machine. On a CPU ranks share the cores."""
+    if machine.num_gpus is None or ranks <= machine.num_gpus:
+        return
+    fewer = range(machine.num_gpus, 0, -1) if ranks == world_size else ()
+    fitting = next((n for n in fewer if not job_findings(config, n, new_run)), None)
+    advice = f"Try --nproc-per-node {fitting}."
+    if fitting is None:
+        advice = "Use a machine with more, or smaller parallel sizes and lists of ranks."
+    yield (
+        f"--nproc-per-node ({ranks}): needs as many GPUs on this machine, one for each rank, and it has "
+        f"{machine.num_gpus}. {advice}"
+    )
+
+
+def _summary(config: TrainConfig, world_size: int, is_ok: bool) -> str:
     batch, rolls_out = config.batch, config.algorithm.needs_rollout
     samples = batch.num_prompts * batch.num_samples_per_prompt if rolls_out else batch.global_batch_size
     updates = samples // batch.global_batch_size * (batch.num_epochs if rolls_out else 1)
     actors = f"{len(config.others) + 1} actors, of the first: " if config.others else ""
     dp = role_meshes(config, world_size)["actor"].dp
-    return f"ok: world size {world_size}, {actors}data-parallel size {dp}, {batch.train_iters} steps, per step {samples} samples and {updates} updates"
+    return (
+        f"{'ok' if is_ok else 'not ok'}: world size {world_size}, {actors}data-parallel size "
+        f"{dp}, {batch.train_iters} steps, per step {samples} samples and {updates} updates"
+    )
 
 
 def _copy_line(config: TrainConfig, world_size: int) -> Iterator[str]:
     if config.checkpoint.save_interval:
-        yield f"  while a checkpoint is written, copies in host memory: up to {gb(copy_bytes(config, world_size))} on a rank"
+        yield (
+            "  while a checkpoint is written, copies in host memory: up to "
+            f"{gb(copy_bytes(config, world_size))} on a rank"
+        )
 
 
 def _sync_lines(config: TrainConfig) -> Iterator[str]:
     if (name := unplanned(config)) is not None:
-        yield f"weight sync: not planned here, as the engine's layout of {name} is known only when it has started"
+        yield (
+            f"weight sync: not planned here, as the engine's layout of {name} is known only when "
+            "it has started"
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from megarl.config.gpus import visible_gpus
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _NVIDIA_SMI_S = 3.0
@@ -17,18 +18,24 @@ _NVIDIA_SMI_S = 3.0
 class Machine:
     """
     Args:
-        ram_bytes: memory that the processes of this machine, or of this container, can have together. None: not known.
+        ram_bytes: memory that the processes of this machine, or of this container, can have together. None:
+            not known.
         has_gpu: a job trains on GPUs here.
-        gpu_bytes: memory of the smallest GPU. None: there is none, or not known."""
+        gpu_bytes: memory of the smallest GPU. None: there is none, or not known.
+        num_gpus: None: there is none, or not known.
+        is_this: False for a machine that is only planned for: what this one's disk says of --save is then no
+            error."""
 
     ram_bytes: int | None
     has_gpu: bool = False
     gpu_bytes: int | None = None
+    num_gpus: int | None = None
+    is_this: bool = True
 
 
 def this_machine() -> Machine:
-    has_gpu = _has_gpu()
-    return Machine(_ram_bytes(), has_gpu, _gpu_bytes() if has_gpu else None)
+    num_gpus = visible_gpus() or None
+    return Machine(_ram_bytes(), num_gpus is not None, _gpu_bytes() if num_gpus else None, num_gpus)
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -50,19 +57,6 @@ def _ram_bytes() -> int | None:
     except OSError:
         limit = "max"
     return min(installed, int(limit)) if limit.isdigit() else installed
-
-
-def _has_gpu() -> bool:
-    """As torch.cuda.is_available() will answer, as far as files tell."""
-    try:
-        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        cpu_build = False
-    return (
-        not cpu_build
-        and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
-        and Path("/dev/nvidiactl").exists()
-    )
 
 
 def _gpu_bytes() -> int | None:

@@ -6,10 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.checks.activations import role_activations
 from megarl.checks.machine import Machine
 from megarl.checks.sizes import aliased_elements, engine_held, megatron_held
 from megarl.config.hf_config import ModelShape
-from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
+from megarl.config.kv_cache import (
+    CPU_BLOCK_SIZE,
+    GPU_BLOCK_SIZE,
+    cpu_kv_cache_bytes,
+    most_sequences,
+    sequence_bytes,
+)
 from megarl.config.mesh import MeshSpec, actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import configs_of_actors
@@ -17,7 +24,8 @@ from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.reshard.report import ITEMSIZE
 
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
-"""Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32 moments."""
+"""Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32
+moments."""
 _FSDP_SHARDS = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 PHASES = ("rollout", "log-probs", "update", "sync")
 
@@ -27,13 +35,19 @@ class Part:
     """What a role holds on one rank.
 
     Args:
-        name: parameters, gradients, optimizer, engine or KV cache.
-        offloaded: it is on the device only while a call needs it."""
+        name: parameters, gradients, optimizer, activations, engine or KV cache.
+        offloaded: it is on the device only while a call needs it.
+        during: the one phase in which it exists; None: always."""
 
     role: str
     name: str
     bytes: int
     offloaded: bool = False
+    during: str | None = None
+
+    def is_brought(self, phase: str) -> bool:
+        """Whether it is on the device because of the call that runs in this phase."""
+        return self.offloaded or self.during == phase
 
 
 Parts = dict[int, tuple[Part, ...]]
@@ -41,7 +55,8 @@ Parts = dict[int, tuple[Part, ...]]
 
 
 def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: bool = True) -> Parts:
-    """Of a configuration without findings. Not `trains`: of `megarl eval`, which sets up the first actor and its engines alone."""
+    """Of a configuration without findings. Not `trains`: of `megarl eval`, which sets up the first actor and
+    its engines alone."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
     for suffix, of_actor in configs_of_actors(config).items():
         for rank, part in _of_actor(of_actor, world_size, machine):
@@ -51,11 +66,12 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
 
 
 def phase_bytes(parts: Sequence[Part], phase: str) -> int:
-    """On one rank. Of what calls bring back, one call's at a time."""
+    """On one rank. Of what calls bring back or compute with, one call's at a time."""
     calls = {
         "rollout": [],
         "log-probs": [
-            [p for p in parts if p.role == role and p.name == "parameters"] for role in roles_of(parts)
+            [p for p in parts if p.role == role and p.name in ("parameters", "activations")]
+            for role in roles_of(parts)
         ],
         "update": [
             [p for p in parts if p.role == role]
@@ -64,13 +80,18 @@ def phase_bytes(parts: Sequence[Part], phase: str) -> int:
         ],
         "sync": [[p for p in parts if p.role.startswith("actor") and p.name == "parameters"]],
     }[phase]
-    brought = max((sum(p.bytes for p in call if p.offloaded) for call in calls), default=0)
-    return sum(p.bytes for p in parts if not p.offloaded) + brought
+    brought = max((sum(p.bytes for p in call if p.is_brought(phase)) for call in calls), default=0)
+    return sum(p.bytes for p in parts if not p.offloaded and p.during is None) + brought
 
 
-def certain_bytes(parts: Sequence[Part]) -> int:
-    """What no step can do without: all but the KV cache, in the largest phase."""
-    return max(phase_bytes([part for part in parts if part.name != "KV cache"], phase) for phase in PHASES)
+def peak_phase(parts: Sequence[Part]) -> str:
+    """The phase that needs most."""
+    return max(PHASES, key=lambda phase: phase_bytes(parts, phase))
+
+
+def peak_bytes(parts: Sequence[Part]) -> int:
+    """What a step needs in its largest phase."""
+    return phase_bytes(parts, peak_phase(parts))
 
 
 def roles_of(parts: Sequence[Part]) -> list[str]:
@@ -120,8 +141,12 @@ def _megatron_parts(
     away = parallel.offload if machine.has_gpu else ()  # a CPU has nowhere else to put them
     shards, expert_shards = mesh.dp * mesh.cp, mesh.expert_shape["edp"]
     sharded = () if optimizer is None else _sharded_parts(optimizer)
+    forward, update = role_activations(config, role, shape, mesh, on_cpu=not machine.has_gpu)
     for rank, held in megatron_held(shape, mesh, parallel.qkv_layout, lora).items():
         yield rank, Part(role, "parameters", held.total * (2 if bf16 else 4), "parameters" in away)
+        yield rank, Part(role, "activations", forward, during="log-probs")
+        if optimizer is not None:
+            yield rank, Part(role, "activations", update, during="update")
         if optimizer is None:
             continue
         dense, experts = (
@@ -192,6 +217,18 @@ def _engine_parts(
     for rank in rollout.ranks:
         yield rank, Part("rollout", "engine", (held - shared.get(rank, 0)) * itemsize * buffers)
         yield rank, Part("rollout", "KV cache", cache)
+
+
+def longest_sequence_bytes(config: TrainConfig, machine: Machine) -> int:
+    """KV cache that one sequence of full length takes on a rank of the first actor's engines."""
+    shape, length = (
+        ModelShape.load(config.model.model),
+        config.sampling.max_prompt_length + config.sampling.max_response_length,
+    )
+    trained = "bfloat16" if config.model.bf16 else "float32"
+    itemsize = ITEMSIZE[trained if config.rollout.dtype == "auto" else config.rollout.dtype]
+    block = config.rollout.block_size or (GPU_BLOCK_SIZE if machine.has_gpu else CPU_BLOCK_SIZE)
+    return sequence_bytes(shape, config.rollout.tensor_parallel_size, itemsize, length, block)
 
 
 def _double_buffer(config: TrainConfig, machine: Machine) -> bool:

@@ -1,4 +1,5 @@
-"""The first rows of the data through tokenizer and chat template, and the tokenizer against the model. All rows are read when the job starts."""
+"""The first rows of the data through tokenizer and chat template, and the tokenizer against the model. All
+rows are read when the job starts."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def preview(config: TrainConfig) -> Preview:
                 encoder.check_prompt_lengths(config.sampling.max_prompt_length, flag)
                 lengths = [len(ids) for ids in encoder.prompts(range(len(dataset)))]
                 seen.lines.append(
-                    f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to {max(lengths)} tokens"
+                    f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to "
+                    f"{max(lengths)} tokens"
                 )
             except ValueError as error:
                 seen.findings.append(_with_flag(str(error), flag))
@@ -95,7 +97,8 @@ def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: 
     if near is None:
         return []
     return [
-        f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column (there: {', '.join(row)}). Try --prompt-key {near}."
+        f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column (there: "
+        f"{', '.join(row)}). Try --prompt-key {near}."
     ]
 
 
@@ -112,7 +115,8 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
         tokenizer = load_quickly(path, flag)
         if tokenizer is None:
             seen.lines.append(
-                f"{flag} ({path}): has no tokenizer.json; only transformers can read it, which happens when the job starts"
+                f"{flag} ({path}): has no tokenizer.json; only transformers can read it, which "
+                "happens when the job starts"
             )
             return None
         if shape is not None:
@@ -133,11 +137,16 @@ def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -
         else f"--model ({config.model.model})"
     )
     if above := [index for index in ids if index >= shape.vocab_size]:
-        yield f"--model ({config.model.model}): eos_token_id ({above[0]}) is not below vocab_size ({shape.vocab_size}). Correct {source}."
+        yield (
+            f"--model ({config.model.model}): eos_token_id ({above[0]}) is not below vocab_size "
+            f"({shape.vocab_size}). Correct {source}."
+        )
     elif ids and tokenizer.eos_token_id not in ids and not config.algorithm.needs_rollout:
         yield (
-            f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's eos_token_id is {' '.join(map(str, ids))}: what is "
-            f"learnt would stop no engine. Add {tokenizer.eos_token_id} to eos_token_id in {source.with_name('generation_config.json')}."
+            f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's "
+            f"eos_token_id is {' '.join(map(str, ids))}: what is "
+            f"learnt would stop no engine. Add {tokenizer.eos_token_id} to eos_token_id in "
+            f"{source.with_name('generation_config.json')}."
         )
 
 
@@ -155,7 +164,8 @@ def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> 
         if not _is_routed(source):
             known = ", ".join(pattern for pattern, _ in ROUTES)
             yield (
-                f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: {known}). Try --reward math, or bring your own "
+                f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: "
+                f"{known}). Try --reward math, or bring your own "
                 "with --reward-function path/to/file.py:function."
             )
 

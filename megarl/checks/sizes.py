@@ -1,5 +1,5 @@
-"""How many elements of a model a rank holds, from the atlases of single layers: all layers of a kind are alike, so a mixture of 128 experts
-takes milliseconds."""
+"""How many elements of a model a rank holds, from the atlases of single layers: all layers of a kind are
+alike, so a mixture of 128 experts takes milliseconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _LAYER = ("decoder.layers.", "model.layers.")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of the parameters that a rank has of one model. Optimizers shard experts over other ranks than the rest."""
+    """Elements of the parameters that a rank has of one model. Optimizers shard experts over other ranks than
+    the rest."""
 
     dense: int = 0
     experts: int = 0

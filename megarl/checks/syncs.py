@@ -1,4 +1,5 @@
-"""Whether every weight sync can be planned: the atlases of both sides, and a source for each element of every engine."""
+"""Whether every weight sync can be planned: the atlases of both sides, and a source for each element of every
+engine."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 
 def sync_findings(config: TrainConfig, world_size: int) -> Iterator[str]:
-    """Of a configuration without findings. Layers of a kind are alike, so one of each per model chunk is planned."""
+    """Of a configuration without findings. Layers of a kind are alike, so one of each per model chunk is
+    planned."""
     for of_actor in configs_of_actors(config).values():
         meshes = actor_meshes(of_actor, world_size)
         shape = ModelShape.load(of_actor.model.model)
@@ -43,6 +45,7 @@ def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout:
         )
     except ValueError as error:  # what a rule of the configuration should have said
         yield (
-            f"--tensor-model-parallel-size ({actor.tp}), --rollout-tensor-parallel-size ({rollout.tp}): no weight sync can be planned from one to "
+            f"--tensor-model-parallel-size ({actor.tp}), --rollout-tensor-parallel-size "
+            f"({rollout.tp}): no weight sync can be planned from one to "
             f"the other: {error} Try --tensor-model-parallel-size 1 --rollout-tensor-parallel-size 1."
         )

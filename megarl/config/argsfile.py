@@ -1,5 +1,5 @@
-"""Args files: flags in a text file, as one would type them. `#` starts a comment, shell quotes group a value (also over several
-lines), `@other.args` includes another file, relative to the one that names it.
+"""Args files: flags in a text file, as one would type them. `#` starts a comment, shell quotes group a value
+(also over several lines), `@other.args` includes another file, relative to the one that names it.
 
 A file's own flags override those of the files that it includes, and the command line overrides all files."""
 
@@ -29,7 +29,8 @@ class Occurrence:
     Args:
         name: without the dashes.
         place: file:line, or command line.
-        level: a higher level overrides a lower one; each reading of a file is one level, the command line is the highest.
+        level: a higher level overrides a lower one; each reading of a file is one level, the command line is
+            the highest.
         words: the words between this flag and the next.
     """
 
@@ -60,7 +61,8 @@ class Reader:
     def _read_words(
         self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]
     ) -> None:
-        """Group words into flags. Included files are read on the way, so they end up on lower levels than this one."""
+        """Group words into flags. Included files are read on the way, so they end up on lower levels than
+        this one."""
         own: list[Occurrence] = []
         current: Occurrence | None = None
         for word, place in words:
@@ -78,7 +80,8 @@ class Reader:
                     own.append(current)
                 else:
                     self.errors.append(
-                        f"{word.text}: flags start with two dashes. A value that starts with one: --flag=value [{place}]"
+                        f"{word.text}: flags start with two dashes. A value that starts with one: "
+                        f"--flag=value [{place}]"
                     )
             elif current is not None:
                 current.words.append(word)

@@ -1,5 +1,6 @@
-"""Rules across fields: what one flag, the model's shape and the number of ranks mean for each other. Runs before any device is
-touched; every rule that is broken is reported at once, each as `flag (value): rule. Try ...`."""
+"""Rules across fields: what one flag, the model's shape and the number of ranks mean for each other. Runs
+before any device is touched; every rule that is broken is reported at once, each as `flag (value): rule. Try
+...`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from megarl.config.check_sharding import sharding_findings
 from megarl.config.errors import ConfigError, raise_findings
 from megarl.config.flags import ROLES
 from megarl.config.hf_config import ModelShape
-from megarl.config.installed import apex_finding, megatron_finding
+from megarl.config.installed import apex_finding, megatron_finding, tracker_findings
 from megarl.config.mesh import engine_mode, parallel_of
 from megarl.config.placement import place
 from megarl.config.reward_models import reward_models, uses_rule_reward, value_model_shape
@@ -36,7 +37,8 @@ __all__ = ["check", "check_job", "job_findings", "raise_findings"]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the rules look at. `shape` is None if config.json could not be used, ranks are None if their flag is wrong."""
+    """What the rules look at. `shape` is None if config.json could not be used, ranks are None if their flag
+    is wrong."""
 
     config: TrainConfig
     shape: ModelShape | None
@@ -69,7 +71,8 @@ class _Job:
                 yield MegatronRole(section, parallel_of(self.config, role), ranks, shape, shared)
 
     def reward_shapes(self) -> dict[str, ModelShape]:
-        """Of the reward models that Megatron runs; none if something is wrong with any, which `reward_findings` says."""
+        """Of the reward models that Megatron runs; none if something is wrong with any, which
+        `reward_findings` says."""
         try:
             return {
                 model.name: value_model_shape(model.path)
@@ -90,7 +93,8 @@ def check(
     """All rules that one actor with its roles breaks; [] if none.
 
     Args:
-        shape: of config.model.model. None leaves the rules about it out, for when config.json itself is wrong.
+        shape: of config.model.model. None leaves the rules about it out, for when config.json itself is
+            wrong.
         world_size: ranks of the job.
         new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
         critic_shape: of the critic's model, with its value head. Default: `shape`.
@@ -117,12 +121,14 @@ def check(
         *filter(None, [megatron_finding(), apex_finding()]),
         *findings,
         *reward_findings(config),
+        *tracker_findings(config.run.log_with),
         *path_findings(config, new_run),
     ]
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
-    """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
+    """The rules about ranks, parallel sizes and the model's shape alone: no weights, data or run folder need
+    exist.
 
     Raises: ConfigError with all findings."""
 
@@ -152,8 +158,8 @@ def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> Mod
 
 
 def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
-    """All findings of `check` for every actor, together with what is wrong in the models' config.json; if nothing is, what is wrong with
-    --load."""
+    """All findings of `check` for every actor, together with what is wrong in the models' config.json; if
+    nothing is, what is wrong with --load."""
 
     def findings_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, findings = _load_shapes(of_actor)
@@ -188,7 +194,10 @@ def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | Non
 def _placement(job: _Job) -> Iterator[str]:
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
-        yield f"--executor (inline): has one rank, not {max(job.world_size, placement.nproc_per_node)}. Try --nproc-per-node 1."
+        yield (
+            "--executor (inline): has one rank, not "
+            f"{max(job.world_size, placement.nproc_per_node)}. Try --nproc-per-node 1."
+        )
     if placement.num_actors == 1:
         yield from idle_findings(job.ranks, job.world_size)
 
@@ -203,20 +212,27 @@ def _experts(job: _Job) -> Iterator[str]:
 
 
 def _fp8(job: _Job) -> Iterator[str]:
-    """That it needs a GPU and Transformer Engine is said where the model is built: the driver may have neither."""
+    """That it needs a GPU and Transformer Engine is said where the model is built: the driver may have
+    neither."""
     fp8 = job.config.transformer.get("fp8")
     if fp8 is None:
         return
     if not job.config.model.bf16:
         yield f"--fp8 ({fp8}): its weights are kept in bf16. Add --bf16."
     if job.shape is not None and job.shape.is_moe:
-        yield f"--fp8 ({fp8}): is not supported for a mixture of experts, whose experts get any number of tokens. Leave it out."
+        yield (
+            f"--fp8 ({fp8}): is not supported for a mixture of experts, whose experts get any "
+            "number of tokens. Leave it out."
+        )
 
 
 def _algorithm(job: _Job) -> Iterator[str]:
     warmup, steps = job.config.algorithm.critic_warmup_iters, job.config.batch.train_iters
     if warmup >= steps:
-        yield f"--critic-warmup-iters ({warmup}): must be below --train-iters ({steps}), or the policy never learns. Try {steps // 10}."
+        yield (
+            f"--critic-warmup-iters ({warmup}): must be below --train-iters ({steps}), or the "
+            f"policy never learns. Try {steps // 10}."
+        )
     yield from job.config.algorithm.step_findings(
         job.config.batch.num_prompts * job.config.batch.num_samples_per_prompt
     )
@@ -230,8 +246,10 @@ def _critic(job: _Job) -> Iterator[str]:
         and job.critic_shape.vocab_size != job.shape.vocab_size
     ):
         yield (
-            f"--critic-model ({job.config.model.critic_model}): has {job.critic_shape.vocab_size} words, and --model has "
-            f"{job.shape.vocab_size}; it must read the same tokens. Name a model of the same family, or leave it out."
+            f"--critic-model ({job.config.model.critic_model}): has {job.critic_shape.vocab_size} "
+            "words, and --model has "
+            f"{job.shape.vocab_size}; it must read the same tokens. Name a model of the same "
+            "family, or leave it out."
         )
     sampling = job.config.sampling
     longest = sampling.max_prompt_length + sampling.max_response_length
@@ -241,8 +259,10 @@ def _critic(job: _Job) -> Iterator[str]:
         and longest > job.critic_shape.max_position_embeddings
     ):
         yield (
-            f"--critic-model ({job.config.model.critic_model}): takes {job.critic_shape.max_position_embeddings} tokens "
-            f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them shorter."
+            f"--critic-model ({job.config.model.critic_model}): takes "
+            f"{job.critic_shape.max_position_embeddings} tokens "
+            "(max_position_embeddings), and --max-prompt-length + --max-response-length = "
+            f"{longest}. Make them shorter."
         )
 
 
@@ -259,14 +279,21 @@ def _batch(job: _Job) -> Iterator[str]:
     advice = try_(fits, size)
     if dp and not fits:
         num_prompts = -(-batch.num_prompts // dp) * dp
-        advice = f" Try --num-prompts {num_prompts} --global-batch-size {num_prompts * batch.num_samples_per_prompt}."
+        advice = (
+            f" Try --num-prompts {num_prompts} --global-batch-size "
+            f"{num_prompts * batch.num_samples_per_prompt}."
+        )
     if job.uses_rollout and samples % size:
         yield (
-            f"--global-batch-size ({size}): must divide num_prompts ({batch.num_prompts}) x num_samples_per_prompt "
+            f"--global-batch-size ({size}): must divide num_prompts ({batch.num_prompts}) x "
+            "num_samples_per_prompt "
             f"({batch.num_samples_per_prompt}) = {samples}.{advice}"
         )
     if dp and size % dp:
-        yield f"--global-batch-size ({size}): must be a multiple of the actor's data-parallel size ({dp}).{advice}"
+        yield (
+            f"--global-batch-size ({size}): must be a multiple of the actor's data-parallel size "
+            f"({dp}).{advice}"
+        )
 
 
 def _optimizer(job: _Job) -> Iterator[str]:
@@ -275,10 +302,14 @@ def _optimizer(job: _Job) -> Iterator[str]:
         [("", actor)] if critic in (None, actor) else [("actor-", actor), ("critic-", critic)]
     ):
         if optimizer.min_lr > optimizer.lr:
-            yield f"--{prefix}min-lr ({optimizer.min_lr:g}): must be at most --{prefix}lr ({optimizer.lr:g}). Try {optimizer.lr / 10:g}."
+            yield (
+                f"--{prefix}min-lr ({optimizer.min_lr:g}): must be at most --{prefix}lr "
+                f"({optimizer.lr:g}). Try {optimizer.lr / 10:g}."
+            )
         if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
             yield (
-                f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above --{prefix}lr-warmup-iters "
+                f"--{prefix}lr-decay-iters ({optimizer.lr_decay_iters}): must be above "
+                f"--{prefix}lr-warmup-iters "
                 f"({optimizer.lr_warmup_iters}). Try {optimizer.lr_warmup_iters + 1}."
             )
 
@@ -301,7 +332,8 @@ def _held_out(job: _Job) -> Iterator[str]:
     interval = job.config.run.eval_interval
     if interval and job.uses_rollout and not uses_rule_reward(job.config):
         yield (
-            f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model there is none. Add "
+            f"--eval-interval ({interval}): held-out answers are scored by a rule, and with "
+            "--reward-model there is none. Add "
             "--reward auto, which then counts in training too, or leave it out."
         )
     if interval and not job.config.data.eval_data:
@@ -313,7 +345,10 @@ def _evaluation(job: _Job) -> Iterator[str]:
     if (
         job.uses_rollout and not uses_rule_reward(job.config) and not job.config.run.eval_interval
     ):  # else _held_out says it
-        yield "--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto."
+        yield (
+            "--reward-model: held-out answers are scored by a rule, and with it there is none. "
+            "Add --reward auto."
+        )
     if not job.config.data.eval_data:
         yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
     if not job.uses_rollout:
@@ -334,10 +369,14 @@ def _rollout_shape(job: _Job) -> Iterator[str]:
     ]
     for name, size in sizes.items():
         if size % tp:
-            yield f"--rollout-tensor-parallel-size ({tp}): must divide the model's {name} ({size}).{try_(fits, tp)}"
+            yield (
+                f"--rollout-tensor-parallel-size ({tp}): must divide the model's {name} "
+                f"({size}).{try_(fits, tp)}"
+            )
     if groups % tp and tp % groups:
         yield (
-            f"--rollout-tensor-parallel-size ({tp}): must divide the model's key-value heads ({groups}), or be a multiple.{try_(fits, tp)}"
+            f"--rollout-tensor-parallel-size ({tp}): must divide the model's key-value heads "
+            f"({groups}), or be a multiple.{try_(fits, tp)}"
         )
 
 
@@ -348,7 +387,8 @@ def _sequence_length(job: _Job) -> Iterator[str]:
         rest = limit - sampling.max_prompt_length
         advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
         yield (
-            f"--max-prompt-length ({sampling.max_prompt_length}) + --max-response-length ({sampling.max_response_length}) = {total}: "
+            f"--max-prompt-length ({sampling.max_prompt_length}) + --max-response-length "
+            f"({sampling.max_response_length}) = {total}: "
             f"must be at most the model's max_position_embeddings ({limit}). {advice}"
         )
 
@@ -357,20 +397,26 @@ def _rollout_placement(job: _Job) -> Iterator[str]:
     tp, rollout = job.config.rollout.tensor_parallel_size, job.ranks["rollout"]
     if rollout and len(rollout) % tp:
         yield (
-            f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines ({len(rollout)})."
+            f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines "
+            f"({len(rollout)})."
             f"{try_(divisors(len(rollout)), tp)}"
         )
     if rollout and job.config.placement.rollout_engine == "in-process" and len(rollout) < job.world_size:
         yield (
-            f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and --rollout-ranks is "
-            f"{job.config.placement.rollout_ranks}. Leave --rollout-ranks out, or try --rollout-engine out-of-process."
+            f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and "
+            "--rollout-ranks is "
+            f"{job.config.placement.rollout_ranks}. Leave --rollout-ranks out, or try "
+            "--rollout-engine out-of-process."
         )
     if (
         rollout
         and job.config.reshard.reshard_double_buffer
         and engine_mode(job.config, job.world_size) == "in-process"
     ):
-        yield "--reshard-double-buffer: an in-process engine has one buffer. Leave it out, or try --rollout-engine out-of-process."
+        yield (
+            "--reshard-double-buffer: an in-process engine has one buffer. Leave it out, or try "
+            "--rollout-engine out-of-process."
+        )
 
 
 def _sampling(job: _Job) -> Iterator[str]:
@@ -379,11 +425,13 @@ def _sampling(job: _Job) -> Iterator[str]:
         yield "--temperature (0): must be above 0, as greedy samples of one prompt are all alike. Try 1.0."
     if sampling.top_p != 1:
         yield (
-            f"--top-p ({sampling.top_p:g}): must be 1 in training: the engine would draw from a truncated distribution, whose "
+            f"--top-p ({sampling.top_p:g}): must be 1 in training: the engine would draw from a "
+            "truncated distribution, whose "
             "log-probs are not the policy's. Leave it out."
         )
     if sampling.top_k != 0:
         yield (
-            f"--top-k ({sampling.top_k}): must be 0 (off) in training: the engine would draw from a truncated distribution, whose "
+            f"--top-k ({sampling.top_k}): must be 0 (off) in training: the engine would draw from a "
+            "truncated distribution, whose "
             "log-probs are not the policy's. Leave it out."
         )

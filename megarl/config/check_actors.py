@@ -16,7 +16,8 @@ _OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)
 
 
 def of_all_actors(config: TrainConfig, findings_of: Callable[[TrainConfig], Sequence[str]]) -> list[str]:
-    """What is found of each actor, whose name stands before it; what is wrong with the first too is said of that alone."""
+    """What is found of each actor, whose name stands before it; what is wrong with the first too is said of
+    that alone."""
     found: list[str] = []
     for suffix, of_actor in configs_of_actors(config).items():
         found += [
@@ -51,13 +52,17 @@ def _actors(config: TrainConfig, world_size: int, new_run: bool) -> Iterator[str
         yield f"{head}: an evaluation is of one model. Leave it out."
     if not all(of_actor.algorithm.needs_rollout for of_actor in actors.values()):
         yield (
-            f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job for each, or try "
+            f"{head}: each actor must learn from samples, and supervised fine-tuning does not. "
+            "Start a job for each, or try "
             "--algorithm grpo."
         )
         return
     for suffix, of_actor in actors.items():
         if len(models := of_actor.reward_models.reward_model) > 1:
-            yield f"{head}: with several actors each has one reward model, which has its number, and actor{suffix} has {len(models)}."
+            yield (
+                f"{head}: with several actors each has one reward model, which has its number, "
+                f"and actor{suffix} has {len(models)}."
+            )
     ranks, broken = {}, False
     for suffix, of_actor in actors.items():
         placed, findings = place(of_actor, world_size)
@@ -71,7 +76,10 @@ def _actors(config: TrainConfig, world_size: int, new_run: bool) -> Iterator[str
     ]
     if len(inside) > 1:
         flag = numbered("rollout-engine", int(inside[1][1:]))
-        yield f"--rollout-engine (in-process): vLLM has room for one engine in a process. Leave it out, or try --{flag} out-of-process."
+        yield (
+            "--rollout-engine (in-process): vLLM has room for one engine in a process. Leave it "
+            f"out, or try --{flag} out-of-process."
+        )
 
 
 def idle_findings(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Iterator[str]:

@@ -30,26 +30,37 @@ def _dense(experts: MoEConfig, shapes: list[ModelShape]) -> Iterator[str]:
         "moe_routing_replay",
     ):
         if (value := getattr(experts, field)) != getattr(default, field):
-            yield f"--{flag_name(field)} ({value}): needs a mixture of experts, and {shapes[0].model_type} is none. Leave it out."
+            yield (
+                f"--{flag_name(field)} ({value}): needs a mixture of experts, and "
+                f"{shapes[0].model_type} is none. Leave it out."
+            )
 
 
 def _balance(experts: MoEConfig) -> Iterator[str]:
     kind, coeff = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     if kind == "none" and coeff:
         yield (
-            f"--moe-aux-loss-coeff ({coeff:g}): has no effect without --moe-router-load-balancing-type. Leave it out, or try "
+            f"--moe-aux-loss-coeff ({coeff:g}): has no effect without "
+            "--moe-router-load-balancing-type. Leave it out, or try "
             "--moe-router-load-balancing-type seq_aux_loss."
         )
     if kind != "none" and not coeff:
-        yield f"--moe-router-load-balancing-type ({kind}): has no effect with --moe-aux-loss-coeff 0. Try --moe-aux-loss-coeff 1e-3."
+        yield (
+            f"--moe-router-load-balancing-type ({kind}): has no effect with --moe-aux-loss-coeff "
+            "0. Try --moe-aux-loss-coeff 1e-3."
+        )
 
 
 def _replay(config: TrainConfig) -> Iterator[str]:
     source = config.experts.moe_routing_replay
     if source == "engine" and not config.rollout.enable_prefix_caching:
         yield (
-            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. Leave "
+            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache "
+            "only. Leave "
             "--no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
         )
     if source != "none" and not config.algorithm.needs_rollout:
-        yield f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. Leave it out."
+        yield (
+            f"--moe-routing-replay ({source}): there are no old log-probs in supervised "
+            "fine-tuning. Leave it out."
+        )

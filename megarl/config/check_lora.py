@@ -27,7 +27,8 @@ def lora_findings(config: TrainConfig, shapes: Mapping[str, ModelShape | None]) 
             yield from _targets(lora, shapes[role], f"--{prefix}lora-target-modules")
         if optimizers[role].optimizer_cpu_offload:
             yield (
-                f"--optimizer-cpu-offload: nobody has proven it with --{prefix}lora-rank ({lora.lora_rank}), whose optimizer state is "
+                f"--optimizer-cpu-offload: nobody has proven it with --{prefix}lora-rank "
+                f"({lora.lora_rank}), whose optimizer state is "
                 "small. Leave it out."
             )
 
@@ -55,4 +56,7 @@ def _without_effect(lora: LoRAConfig, prefix: str) -> Iterator[str]:
     }.items():
         name = field.replace("-", "_")
         if getattr(lora, name) != getattr(default, name):
-            yield f"--{prefix}{field} ({value}): has no effect without --{prefix}lora-rank. Leave it out, or try --{prefix}lora-rank 16."
+            yield (
+                f"--{prefix}{field} ({value}): has no effect without --{prefix}lora-rank. Leave "
+                f"it out, or try --{prefix}lora-rank 16."
+            )

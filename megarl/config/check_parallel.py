@@ -19,7 +19,8 @@ class MegatronRole:
         name: actor, critic, reference, or reward.
         ranks: None if their flag is wrong, which is reported elsewhere.
         shape: of its model, None if config.json could not be used.
-        shared: names of flags whose value every Megatron role has: findings then name the flag of all roles."""
+        shared: names of flags whose value every Megatron role has: findings then name the flag of all
+            roles."""
 
     name: str
     parallel: ParallelConfig
@@ -72,18 +73,24 @@ def parallel_findings(role: MegatronRole) -> Iterator[str]:
         )
         yield from _experts(role)
         if role.parallel.qkv_layout == "stacked" and role.shape.is_mla:
-            yield f"{role.flag('qkv_layout')} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. Leave it out."
+            yield (
+                f"{role.flag('qkv_layout')} (stacked): {role.shape.model_type} has latent "
+                "attention, and no linear_qkv. Leave it out."
+            )
         elif role.parallel.qkv_layout == "stacked" and role.shape.num_query_groups % role.tp:
             yield (
-                f"{role.flag('qkv_layout')} (stacked): needs whole key-value heads on each rank: {role.flag('tensor_model_parallel_size')} "
-                f"({role.tp}) must divide the model's ({role.shape.num_query_groups}). Try {role.flag('qkv_layout')} grouped."
+                f"{role.flag('qkv_layout')} (stacked): needs whole key-value heads on each rank: "
+                f"{role.flag('tensor_model_parallel_size')} "
+                f"({role.tp}) must divide the model's ({role.shape.num_query_groups}). Try "
+                f"{role.flag('qkv_layout')} grouped."
             )
 
 
 def _ranks(role: MegatronRole) -> Iterator[str]:
     if role.parallel.sequence_parallel and role.tp == 1:
         yield (
-            f"{role.flag('sequence_parallel')}: needs {role.flag('tensor_model_parallel_size')} above 1. Leave it out, or try "
+            f"{role.flag('sequence_parallel')}: needs {role.flag('tensor_model_parallel_size')} "
+            "above 1. Leave it out, or try "
             f"{role.flag('tensor_model_parallel_size')} 2."
         )
     if role.shape is not None and any(split_findings(role.shape, role.tp, role.pp)):
@@ -96,9 +103,15 @@ def _ranks(role: MegatronRole) -> Iterator[str]:
     }
     product = " x ".join(f"{role.flag(field)} ({value})" for field, value in sizes.items()) + f" = {size}"
     if ranks and len(ranks) < size:
-        yield f"{product}: needs as many ranks, and the {role.name} has {len(ranks)}. Try --nproc-per-node {size}."
+        yield (
+            f"{product}: needs as many ranks, and the {role.name} has {len(ranks)}. Try "
+            f"--nproc-per-node {size}."
+        )
     elif ranks and len(ranks) % size:
-        yield f"{product}: must divide the {role.name}'s ranks ({len(ranks)}). Try --nproc-per-node {len(ranks) // size * size}."
+        yield (
+            f"{product}: must divide the {role.name}'s ranks ({len(ranks)}). Try --nproc-per-node "
+            f"{len(ranks) // size * size}."
+        )
 
 
 def _virtual_pipeline(role: MegatronRole) -> Iterator[str]:
@@ -108,14 +121,20 @@ def _virtual_pipeline(role: MegatronRole) -> Iterator[str]:
     )
     if role.vpp > 1 and role.pp == 1:
         halves = role.shape is None or role.shape.num_layers % (2 * role.vpp) == 0
-        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{f', or try {pp_flag} 2' if halves else ''}."
+        yield (
+            f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it "
+            f"out{f', or try {pp_flag} 2' if halves else ''}."
+        )
     elif (
         role.shape is not None
         and role.shape.num_layers % role.pp == 0
         and role.shape.num_layers // role.pp % role.vpp
     ):
         stage = role.shape.num_layers // role.pp
-        yield f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage ({stage}).{try_(divisors(stage), role.vpp)}"
+        yield (
+            f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage "
+            f"({stage}).{try_(divisors(stage), role.vpp)}"
+        )
 
 
 def _recompute(role: MegatronRole) -> Iterator[str]:
@@ -128,15 +147,20 @@ def _recompute(role: MegatronRole) -> Iterator[str]:
     }.items():
         if granularity == "full" and value is None:
             yield (
-                f"{flag('recompute_granularity')} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
+                f"{flag('recompute_granularity')} (full): needs {flag(field)}. Try "
+                f"{flag('recompute_method')} uniform "
                 f"{flag('recompute_num_layers')} 1."
             )
         if granularity != "full" and value is not None:
-            yield f"{flag(field)} ({value}): has no effect without {flag('recompute_granularity')} full. Leave it out, or set that."
+            yield (
+                f"{flag(field)} ({value}): has no effect without {flag('recompute_granularity')} "
+                "full. Leave it out, or set that."
+            )
     if parallel.recompute_modules is not None and granularity != "selective":
         modules = " ".join(parallel.recompute_modules)
         yield (
-            f"{flag('recompute_modules')} ({modules}): has no effect without {flag('recompute_granularity')} selective. Leave it out, or "
+            f"{flag('recompute_modules')} ({modules}): has no effect without "
+            f"{flag('recompute_granularity')} selective. Leave it out, or "
             "set that."
         )
     if role.shape is not None and granularity == "full" and layers is not None:
@@ -145,7 +169,10 @@ def _recompute(role: MegatronRole) -> Iterator[str]:
             "model chunk" if role.vpp > 1 else "pipeline stage",
         )
         if layers > held:
-            yield f"{flag('recompute_num_layers')} ({layers}): must be at most the {role.name}'s layers per {what} ({held}). Try {held}."
+            yield (
+                f"{flag('recompute_num_layers')} ({layers}): must be at most the {role.name}'s "
+                f"layers per {what} ({held}). Try {held}."
+            )
 
 
 def _experts(role: MegatronRole) -> Iterator[str]:
@@ -156,26 +183,35 @@ def _experts(role: MegatronRole) -> Iterator[str]:
     if shape.is_dense:
         for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (value := getattr(parallel, field)) not in (None, 1):
-                yield f"{flag(field)} ({value}): needs a mixture of experts, and {shape.model_type} is none. Leave it out."
+                yield (
+                    f"{flag(field)} ({value}): needs a mixture of experts, and {shape.model_type} "
+                    "is none. Leave it out."
+                )
         return
     ep_flag, etp_flag = flag("expert_model_parallel_size"), flag("expert_tensor_parallel_size")
     if shape.num_moe_experts % ep:
-        yield f"{ep_flag} ({ep}): must divide the model's num_experts ({shape.num_moe_experts}).{try_(divisors(shape.num_moe_experts), ep)}"
+        yield (
+            f"{ep_flag} ({ep}): must divide the model's num_experts "
+            f"({shape.num_moe_experts}).{try_(divisors(shape.num_moe_experts), ep)}"
+        )
     if shape.moe_ffn_hidden_size % etp:
         yield (
-            f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size ({shape.moe_ffn_hidden_size})."
+            f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size "
+            f"({shape.moe_ffn_hidden_size})."
             f"{try_(divisors(shape.moe_ffn_hidden_size), etp)}"
         )
     if ranks and len(ranks) % (tp * role.cp * pp) == 0 and len(ranks) // pp % (etp * ep):
         stage = len(ranks) // pp
         fits = [n for n in divisors(shape.num_moe_experts) if stage % (etp * n) == 0]
         yield (
-            f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage ({stage})."
+            f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a "
+            f"pipeline stage ({stage})."
             f"{try_(fits, ep) or f' Try {etp_flag} 1.'}"
         )
     if tp > 1 and not parallel.sequence_parallel:
         yield (
-            f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts with tensor parallelism only together with "
+            f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts "
+            "with tensor parallelism only together with "
             f"sequence parallelism. Try {flag('sequence_parallel')}."
         )
 
@@ -188,7 +224,8 @@ def split_findings(
     pp_flag: str = "--pipeline-model-parallel-size",
     num_ranks: int = 0,
 ) -> Iterator[str]:
-    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks. `num_ranks`: what is proposed divides it; 0: not known."""
+    """Why Megatron cannot split the dense part of the model over `tp` x `pp` ranks. `num_ranks`: what is
+    proposed divides it; 0: not known."""
     sizes, groups = split_sizes(shape), shape.num_query_groups
     fits = [
         n
@@ -200,7 +237,10 @@ def split_findings(
         if size % tp:
             yield f"{tp_flag} ({tp}): must divide the model's {name} ({size}).{try_(fits, tp)}"
     if not _shares_heads(groups, tp):
-        yield f"{tp_flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of them.{try_(fits, tp)}"
+        yield (
+            f"{tp_flag} ({tp}): must divide the model's key-value heads ({groups}), or be a "
+            f"multiple of them.{try_(fits, tp)}"
+        )
     if shape.num_layers % pp:
         stages = [n for n in divisors(shape.num_layers) if num_ranks % (n * tp) == 0] or divisors(
             shape.num_layers

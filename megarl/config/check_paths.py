@@ -1,5 +1,5 @@
-"""Rules about files and folders that flags name. Only looks whether they are there, and at the names in a reward's file; nothing is
-run or created."""
+"""Rules about files and folders that flags name. Only looks whether they are there, and at the names in a
+reward's file; nothing is run or created."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ RUN_FILES = ("resolved.args", "metrics.jsonl")
 
 
 def unreachable_paths(config: TrainConfig) -> Iterator[str]:
-    """One line per path that the system does not even look at: a name that is too long, a folder that this user may not enter."""
+    """One line per path that the system does not even look at: a name that is too long, a folder that this
+    user may not enter."""
     seen = set()
     for number, of_actor in enumerate((config, *config.others), 1):
         model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
@@ -44,7 +45,10 @@ def unreachable_paths(config: TrainConfig) -> Iterator[str]:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # other rules say whether it must be there
             except (OSError, ValueError) as error:
-                yield f"--{numbered(flag, number)} ({path}): {getattr(error, 'strerror', error)}. Give another path."
+                yield (
+                    f"--{numbered(flag, number)} ({path}): {getattr(error, 'strerror', error)}. "
+                    "Give another path."
+                )
 
 
 def path_findings(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
@@ -99,7 +103,10 @@ def _reward_function(name: str | None) -> Iterator[str]:
         return
     path, _, function = name.rpartition(":")
     if not path or not function.isidentifier():
-        yield f"--reward-function ({name}): must be path/to/file.py:function.{_other_function(Path(path or name))}"
+        yield (
+            f"--reward-function ({name}): must be "
+            f"path/to/file.py:function.{_other_function(Path(path or name))}"
+        )
     elif not Path(path).is_file():
         yield f"--reward-function ({name}): there is no file {path}.{_other_function(Path(path))}"
     else:
@@ -125,7 +132,8 @@ def _other_function(path: Path) -> str:
 
 
 def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
-    """Read, not run. A file that binds names in ways that only running shows (star imports) is left to the run."""
+    """Read, not run. A file that binds names in ways that only running shows (star imports) is left to the
+    run."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -142,15 +150,24 @@ def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
     bound |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     if function not in bound:
         advice = f" Try {path}:{functions[0]}." if functions else ""
-        yield f"--reward-function ({name}): {path} defines no {function}, but {', '.join(functions) or 'no function at all'}.{advice}"
+        yield (
+            f"--reward-function ({name}): {path} defines no {function}, but "
+            f"{', '.join(functions) or 'no function at all'}.{advice}"
+        )
 
 
 def _save(folder: Path) -> Iterator[str]:
     taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
     if taken is not None:
-        yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. Try --save {free_name(folder)}."
+        yield (
+            f"--save ({folder}): holds another run ({taken}), which would be overwritten. Try "
+            f"--save {free_name(folder)}."
+        )
     elif folder.exists() and not folder.is_dir():
-        yield f"--save ({folder}): is a file; it must be a folder, which is created. Try --save {free_name(folder)}."
+        yield (
+            f"--save ({folder}): is a file; it must be a folder, which is created. Try --save "
+            f"{free_name(folder)}."
+        )
 
 
 def free_name(folder: Path) -> Path:

@@ -1,4 +1,5 @@
-"""Rules about rewards and reward models. Only config.json files and the judge's template are read; no weights."""
+"""Rules about rewards and reward models. Only config.json files and the judge's template are read; no
+weights."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def reward_findings(config: TrainConfig) -> Iterator[str]:
         unset = DataConfig(train_data=config.data.train_data)
         for name in ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code"):
             if (value := getattr(config.data, name)) != getattr(unset, name):
-                yield f"--{flag_name(name)} ({_words(value)}): has no effect without --reward code. Leave it out."
+                yield (
+                    f"--{flag_name(name)} ({_words(value)}): has no effect without --reward code. "
+                    "Leave it out."
+                )
     yield from _reward_models(config)
 
 
@@ -30,7 +34,10 @@ def _reward_models(config: TrainConfig) -> Iterator[str]:
         yield from _without_effect(given, "", "--reward-model")
         return
     if not config.algorithm.needs_rollout:
-        yield f"--reward-model ({' '.join(given.reward_model)}): has no effect, as this algorithm samples nothing. Leave it out."
+        yield (
+            f"--reward-model ({' '.join(given.reward_model)}): has no effect, as this algorithm "
+            "samples nothing. Leave it out."
+        )
         return
     yield from _counts(given)
     backends = list(given.reward_model_backend)
@@ -57,27 +64,43 @@ def _without_effect(given: RewardModelConfig, prefix: str, need: str) -> Iterato
     default = RewardModelConfig()
     for name in [field.name for field in dataclasses.fields(default) if field.name.startswith(prefix)]:
         if getattr(given, name) != getattr(default, name):
-            yield f"--{flag_name(name)} ({_words(getattr(given, name))}): has no effect without {need}. Leave it out."
+            yield (
+                f"--{flag_name(name)} ({_words(getattr(given, name))}): has no effect without "
+                f"{need}. Leave it out."
+            )
 
 
 def _counts(given: RewardModelConfig) -> Iterator[str]:
     count, weights = len(given.reward_model), given.reward_model_weights
     if weights is not None and len(weights) != count:
-        yield f"--reward-model-weights ({_words(weights)}): must be one number per --reward-model ({count}). Try {_words([1.0] * count)}."
+        yield (
+            f"--reward-model-weights ({_words(weights)}): must be one number per --reward-model "
+            f"({count}). Try {_words([1.0] * count)}."
+        )
     if weights is not None and not all(map(math.isfinite, weights)):
-        yield f"--reward-model-weights ({_words(weights)}): must be finite numbers. Try {_words([1.0] * count)}."
+        yield (
+            f"--reward-model-weights ({_words(weights)}): must be finite numbers. Try "
+            f"{_words([1.0] * count)}."
+        )
     if len(given.reward_model_backend) not in (1, count):
         yield (
-            f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or one per --reward-model ({count}). "
+            f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or "
+            f"one per --reward-model ({count}). "
             "Try auto."
         )
 
 
 def _model(path: str, backend: str, model: dict[str, object], config: TrainConfig) -> Iterator[str]:
     if not any(Path(path).glob("*.safetensors")):
-        yield f"--reward-model ({path}): holds no *.safetensors. Other formats can run code when they are read; convert it first."
+        yield (
+            f"--reward-model ({path}): holds no *.safetensors. Other formats can run code when "
+            "they are read; convert it first."
+        )
     if backend != "judge" and (labels := num_labels(model)) != 1:
-        yield f"--reward-model ({path}): must have one label, its score, and has {labels}. Give a model with num_labels 1."
+        yield (
+            f"--reward-model ({path}): must have one label, its score, and has {labels}. Give a "
+            "model with num_labels 1."
+        )
     if backend == "megatron":
         yield from _shape_findings(path, config)
 
@@ -97,8 +120,10 @@ def _shape_findings(path: str, config: TrainConfig) -> Iterator[str]:
     )
     if longest > limit:
         yield (
-            f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and --max-prompt-length "
-            f"({config.sampling.max_prompt_length}) + --max-response-length ({config.sampling.max_response_length}) = {longest}. "
+            f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and "
+            "--max-prompt-length "
+            f"({config.sampling.max_prompt_length}) + --max-response-length "
+            f"({config.sampling.max_response_length}) = {longest}. "
             "Make them shorter."
         )
 
@@ -107,7 +132,8 @@ def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
     limit = read_model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and given.judge_max_tokens >= limit:
         yield (
-            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the {limit} tokens that {path} can take. "
+            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the "
+            f"{limit} tokens that {path} can take. "
             f"Try {limit // 4}."
         )
 
@@ -122,13 +148,17 @@ def _judge(given: RewardModelConfig) -> Iterator[str]:
         yield f"--judge-score-pattern ({pattern}): is not a regular expression: {error}."
     else:
         if groups != 1:
-            yield f"--judge-score-pattern ({pattern}): must have one group, the number, and has {groups}. Try 'Score: (\\d+)'."
+            yield (
+                f"--judge-score-pattern ({pattern}): must have one group, the number, and has "
+                f"{groups}. Try 'Score: (\\d+)'."
+            )
     bounds = given.judge_score_range
     if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
         yield f"--judge-score-range ({_words(bounds)}): must be two numbers, the lower one first. Try 0 10."
     if given.judge_max_model_len is not None and given.judge_max_model_len <= given.judge_max_tokens:
         yield (
-            f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens ({given.judge_max_tokens}), which "
+            f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens "
+            f"({given.judge_max_tokens}), which "
             "is a part of it. Leave it out."
         )
 

@@ -1,4 +1,5 @@
-"""The JSON files of checkpoints: each holds its format, a version and a digest of the rest. And what else a checkpoint needs of files.
+"""The JSON files of checkpoints: each holds its format, a version and a digest of the rest. And what else a
+checkpoint needs of files.
 
 No torch: `megarl check` reads them too."""
 
@@ -10,10 +11,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.config.writing import writing
+
 
 def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) -> None:
-    """And wait until it is on the disk. body: what JSON can hold, without NaN."""
-    with open(path, "w", encoding="utf-8") as file:
+    """Write a file and wait until it is on the disk. body: what JSON can hold, without NaN. Raises:
+    WriteError."""
+    with writing(path), open(path, "w", encoding="utf-8") as file:
         json.dump(
             {"format": form, "version": version, "sha256": _digest(body), **body}, file, allow_nan=False
         )

@@ -75,7 +75,8 @@ def raise_findings(findings: Sequence[str]) -> None:
         raise ConfigError(findings)
 
 
-def did_you_mean(name: str, names: Iterable[str], prefix: str = "--") -> str:
-    """' Did you mean --lr?', or '' when nothing comes near."""
-    near = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=0.6)
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: float = 0.6) -> str:
+    """' Did you mean --lr?', or '' when nothing comes near. `cutoff`: how alike the names must be, from 0 to
+    1."""
+    near = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{near[0]}?" if near else ""

@@ -39,7 +39,8 @@ OF_ROLES: dict[type, dict[str, str]] = {
     OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},
     LoRAConfig: {"actor": "lora", "critic": "critic_lora"},
 }
-"""Dataclass -> role -> the section that holds the role's. Their flags set every role, and with the role's name in front that one."""
+"""Dataclass -> role -> the section that holds the role's. Their flags set every role, and with the role's
+name in front that one."""
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Roles that a role's own flags set too: the reference is the actor as it was."""
@@ -73,8 +74,8 @@ class Flag:
 
     Args:
         name: without the dashes, e.g. actor-tensor-model-parallel-size.
-        targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of two flags the one with
-            fewer targets holds.
+        targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of
+            two flags the one with fewer targets holds.
         required: it has no default.
         help: the string under the field.
     """
@@ -88,7 +89,8 @@ class Flag:
 
 
 def number_and_name(name: str) -> tuple[int, str]:
-    """Which actor a flag is about, and the flag as it is without the number: (2, "critic-lr") of critic-2-lr, (1, "lr") of lr."""
+    """Which actor a flag is about, and the flag as it is without the number: (2, "critic-lr") of critic-2-lr,
+    (1, "lr") of lr."""
     match = _NUMBERED.fullmatch(name)
     return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
 
@@ -114,7 +116,8 @@ def build_flags(algorithm: type | None) -> dict[str, Flag]:
 
     Args:
         algorithm: the chosen algorithm's dataclass; None leaves its flags out.
-    Raises: TypeError if two fields claim one flag or a field's type fits no flag: mistakes of ours, not of the user.
+    Raises: TypeError if two fields claim one flag or a field's type fits no flag: mistakes of ours, not of
+        the user.
     """
     flags: dict[str, Flag] = {}
     for flag in _all_flags(algorithm):

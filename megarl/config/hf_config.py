@@ -1,11 +1,12 @@
 """The shape of a model, read from the config.json of a Hugging Face folder. Torch-free.
 
-What the training model would silently ignore is refused here by name: a key that changes the numbers must be understood or stop
-the job. Missing keys have the defaults of transformers' own config classes."""
+What the training model would silently ignore is refused here by name: a key that changes the numbers must be
+understood or stop the job. Missing keys have the defaults of transformers' own config classes."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from megarl.config.hf_experts import expert_fields, unsupported_experts
 from megarl.config.hf_gemma import ONLY_GEMMA, gemma_fields, unsupported_gemma
 from megarl.config.hf_kinds import kind_findings
 from megarl.config.hf_latent import latent_fields, unsupported_latents
+from megarl.config.installed import is_transformers_model
 from megarl.config.near import try_path
 from megarl.config.rope import rope_findings, rope_parameters, scaling
 
@@ -143,24 +145,32 @@ class ModelShape:
         rope_scaling: None, or rope_type (linear, llama3, yarn) and its keys, by transformers' names.
         eos_token_ids: of config.json, then those that only generation_config.json has.
         torch_dtype: name of the dtype of the saved weights, e.g. bfloat16.
-        num_moe_experts: 0 for a dense model; then the fields up to moe_router_enable_expert_bias mean nothing.
-        moe_ffn_hidden_size: of one expert; ffn_hidden_size is that of the dense layers. moe_router_topk: experts per token.
+        num_moe_experts: 0 for a dense model; then the fields up to moe_router_enable_expert_bias mean
+            nothing.
+        moe_ffn_hidden_size: of one expert; ffn_hidden_size is that of the dense layers. moe_router_topk:
+            experts per token.
         norm_topk_prob: the weights of a token's experts sum to 1, before moe_router_topk_scaling_factor.
         dense_layers: the layers of a mixture that have no experts.
-        moe_shared_expert_intermediate_size: of all shared experts together, 0: there is none. moe_shared_expert_gate: a weight per token.
-        moe_router_num_groups: 0, or a token's experts are in moe_router_group_topk of that many groups, the best ones by the sum of the
-            scores of their moe_router_group_best best experts.
-        moe_router_enable_expert_bias: a correction of the scores (arXiv:2408.15664), which choose experts but do not weigh them. Frozen.
-        kv_lora_rank: 0, or attention is multi-head latent: head_dim is that of queries and keys, of which the last qk_rope_head_dim
-            have rotary embeddings; q_lora_rank 0: queries have no latent.
-        num_nextn_predict_layers: layers after the last one of which the folder has weights or not. They are left out.
+        moe_shared_expert_intermediate_size: of all shared experts together, 0: there is none.
+            moe_shared_expert_gate: a weight per token.
+        moe_router_num_groups: 0, or a token's experts are in moe_router_group_topk of that many groups, the
+            best ones by the sum of the scores of their moe_router_group_best best experts.
+        moe_router_enable_expert_bias: a correction of the scores (arXiv:2408.15664), which choose experts but
+            do not weigh them. Frozen.
+        kv_lora_rank: 0, or attention is multi-head latent: head_dim is that of queries and keys, of which the
+            last qk_rope_head_dim have rotary embeddings; q_lora_rank 0: queries have no latent.
+        num_nextn_predict_layers: layers after the last one of which the folder has weights or not. They are
+            left out.
         activation: silu or gelu_tanh, of the MLP's gate.
-        sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that sliding_layers says True of.
+        sliding_window: None, or how many tokens, itself the last of them, a token sees in the layers that
+            sliding_layers says True of.
         local_rope_theta: rotary base of these layers, which have no scaling then; None: as others.
         query_pre_attn_scalar: queries times keys are divided by its square root; None: head_dim.
-        zero_centered_norms: norms multiply by 1 + weight. output_norms: attention and MLP have one after them as well as before.
+        zero_centered_norms: norms multiply by 1 + weight. output_norms: attention and MLP have one after them
+            as well as before.
         scaled_embeddings: by sqrt(hidden_size).
-        value_head: a critic or reward model: `score.weight` [1, hidden_size] in place of the output layer. Embeddings are not tied then.
+        value_head: a critic or reward model: `score.weight` [1, hidden_size] in place of the output layer.
+            Embeddings are not tied then.
     """
 
     model_type: str
@@ -215,8 +225,8 @@ class ModelShape:
         """Read config.json and, if there, generation_config.json.
 
         Args:
-            value_head: of the model with a value head, from the folder of a causal language model or of a sequence classifier with
-                one label.
+            value_head: of the model with a value head, from the folder of a causal language model or of a
+                sequence classifier with one label.
         Raises: ConfigError listing every key that is missing, wrong or not supported, with the file's name.
         """
         path = Path(folder) / "config.json"
@@ -224,11 +234,7 @@ class ModelShape:
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             name = str(config.get("model_type", "missing"))
-            raise ConfigError(
-                [
-                    f"model_type ({name}): must be one of {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES, '')} [{path}]"
-                ]
-            )
+            raise ConfigError([f"model_type ({name}): {_unknown_family(name)} [{path}]"])
         wrong_kinds = list(kind_findings(config))
         raise_findings(
             [
@@ -274,7 +280,8 @@ class ModelShape:
 
     @property
     def names_blocks_sparse(self) -> bool:
-        """The checkpoint has block_sparse_moe.experts.<e>.w1, w3 and w2 where others have mlp.experts.<e>.gate_proj, up_proj and down_proj."""
+        """The checkpoint has block_sparse_moe.experts.<e>.w1, w3 and w2 where others have
+        mlp.experts.<e>.gate_proj, up_proj and down_proj."""
         return self.is_moe and self.model_type == "mixtral"
 
     @property
@@ -349,6 +356,16 @@ def _read_json(path: Path) -> dict[str, object]:
     return value
 
 
+def _unknown_family(name: str) -> str:
+    """Why a model_type is refused. A similar name is proposed for a typing error only: neither qwen3_next nor
+    qwen4 is qwen3."""
+    rule = f"must be one of {', '.join(FAMILIES)}."
+    if is_transformers_model(name):
+        return f"is another architecture, which is not supported; it {rule}"
+    same_version = [family for family in FAMILIES if re.findall(r"\d+", family) == re.findall(r"\d+", name)]
+    return rule + did_you_mean(name.lower(), same_version, "", cutoff=0.8)
+
+
 def _value(config: dict[str, object], key: str, default: object) -> object:
     """null is the same as absent."""
     return default if config.get(key) is None else config[key]
@@ -386,7 +403,10 @@ def _unsupported(config: dict[str, object], family: Family, value_head: bool) ->
         and hidden_size
         and head_dim * heads != hidden_size
     ):
-        yield f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / {heads}); vLLM takes no other for this family."
+        yield (
+            f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({hidden_size} / "
+            f"{heads}); vLLM takes no other for this family."
+        )
     yield from _unsupported_architecture(config, family, value_head)
 
 
@@ -400,7 +420,10 @@ def _unsupported_windows(config: dict[str, object], family: Family) -> Iterator[
         and window is not None
         and full_layers < _value(config, "num_hidden_layers", 0)
     ):
-        yield f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers for this family."
+        yield (
+            f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of "
+            "some layers for this family."
+        )
     if (
         window is not None
         and family.sliding_window is not None
@@ -420,7 +443,10 @@ def _unsupported_architecture(config: dict[str, object], family: Family, value_h
             len(config["id2label"]) if config.get("id2label") else _value(config, "num_labels", 2)
         )  # 2 is transformers' default
         if labels != 1:
-            yield f"num_labels ({labels}): must be 1, the value. Use a {family.sequence_classifier} with num_labels=1, or a {family.architecture}."
+            yield (
+                f"num_labels ({labels}): must be 1, the value. Use a {family.sequence_classifier} "
+                f"with num_labels=1, or a {family.architecture}."
+            )
     elif architectures != [family.architecture]:
         rule = f"must be {family.architecture}, a causal language model" + (
             f", or {family.sequence_classifier}" if value_head else ""

@@ -1,7 +1,8 @@
-"""What the config.json of a mixture of experts says: which layers have experts, how many, and how tokens are sent to them. Torch-free.
+"""What the config.json of a mixture of experts says: which layers have experts, how many, and how tokens are
+sent to them. Torch-free.
 
-Keys and their defaults are those of transformers' config classes. A key that changes the numbers in transformers and not here, or in
-vLLM and not in transformers, is refused by name."""
+Keys and their defaults are those of transformers' config classes. A key that changes the numbers in
+transformers and not here, or in vLLM and not in transformers, is refused by name."""
 
 from __future__ import annotations
 
@@ -142,7 +143,10 @@ def unsupported_experts(model_type: str, config: dict[str, object]) -> Iterator[
         yield f"num_experts_per_tok ({per_token}): must be at most {said('num_experts')}."
     if per_token == 1 and values["norm_topk_prob"]:
         fix = "" if model_type in ("mixtral", "deepseek_v3") else " Write false."
-        yield f"norm_topk_prob (true): with num_experts_per_tok 1 every weight is 1 and the router learns nothing.{fix}"
+        yield (
+            "norm_topk_prob (true): with num_experts_per_tok 1 every weight is 1 and the router "
+            f"learns nothing.{fix}"
+        )
     yield from _unsupported_dense_layers(values, config.get("num_hidden_layers"))
     yield from _unsupported_groups(model_type, values)
 
@@ -166,7 +170,10 @@ def _unsupported_dense_layers(values: dict[str, object], num_layers: object) -> 
         and _is_count(num_layers, at_least=1)
         and len(_dense_layers(values, num_layers)) == num_layers
     ):
-        yield f"num_hidden_layers ({num_layers}): none of them is a mixture of experts by {', '.join(key for key in _DENSE if values.get(key))}."
+        yield (
+            f"num_hidden_layers ({num_layers}): none of them is a mixture of experts by "
+            f"{', '.join(key for key in _DENSE if values.get(key))}."
+        )
 
 
 _DENSE = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
@@ -186,7 +193,10 @@ def _unsupported_groups(model_type: str, values: dict[str, object]) -> Iterator[
         return
     if values["topk_method"] == "greedy":
         if values["n_group"] not in (None, 1):
-            yield f"n_group ({values['n_group']}): must be 1 with topk_method greedy; transformers then ignores the key, vLLM would not."
+            yield (
+                f"n_group ({values['n_group']}): must be 1 with topk_method greedy; transformers "
+                "then ignores the key, vLLM would not."
+            )
         return
     groups, chosen = values["n_group"], values["topk_group"]
     experts, per_token, best = values["num_experts"], values["num_experts_per_tok"], group_best(model_type)
@@ -194,13 +204,15 @@ def _unsupported_groups(model_type: str, values: dict[str, object]) -> Iterator[
         yield f"n_group ({groups}): must divide n_routed_experts ({experts}) into groups of at least {best}."
     elif not _is_count(chosen, at_least=1) or chosen > groups or chosen * (experts // groups) < per_token:
         yield (
-            f"topk_group ({chosen}): must be at most n_group ({groups}), and its groups must have at least num_experts_per_tok "
+            f"topk_group ({chosen}): must be at most n_group ({groups}), and its groups must have "
+            "at least num_experts_per_tok "
             f"({per_token}) of the {experts} experts."
         )
 
 
 def group_best(model_type: str) -> int:
-    """How many of a group's best experts add up to the score of the group: arXiv:2405.04434 takes the best one, arXiv:2412.19437 two."""
+    """How many of a group's best experts add up to the score of the group: arXiv:2405.04434 takes the best
+    one, arXiv:2412.19437 two."""
     return 2 if model_type == "deepseek_v3" else 1
 
 

@@ -1,4 +1,5 @@
-"""What config.json says of a Gemma 3 text model beyond what other families have. Torch-free; defaults are Gemma3TextConfig's."""
+"""What config.json says of a Gemma 3 text model beyond what other families have. Torch-free; defaults are
+Gemma3TextConfig's."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
     if not isinstance(scalar, (int, float)) or not scalar > 0:
         yield f"query_pre_attn_scalar ({scalar}): must be above 0."
     if isinstance(config.get("num_hidden_layers"), int) and len(types) != config["num_hidden_layers"]:
-        yield f"layer_types ({len(types)} of them): must be one for each of the num_hidden_layers ({config['num_hidden_layers']})."
+        yield (
+            f"layer_types ({len(types)} of them): must be one for each of the num_hidden_layers "
+            f"({config['num_hidden_layers']})."
+        )
     if unknown := [kind for kind in types if kind not in _KINDS]:
         yield f"layer_types ({unknown[0]}): must be one of {', '.join(_KINDS)}."
     if stray := [key for key in config.get("rope_parameters") or () if key not in _KINDS]:

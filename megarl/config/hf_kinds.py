@@ -48,7 +48,8 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be an object": (lambda value: isinstance(value, dict), "rope_scaling rope_parameters id2label"),
     "must be a token id, or a list of them": (_are_tokens, "eos_token_id"),
 }
-"""Rule -> (whether a value is of the kind, the keys that it is for). Whether a 0 is right the rules of each key know."""
+"""Rule -> (whether a value is of the kind, the keys that it is for). Whether a 0 is right the rules of each
+key know."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 
 

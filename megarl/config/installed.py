@@ -1,5 +1,6 @@
-"""The fields of vLLM's EngineArgs and Megatron's TransformerConfig, read from the installed source without importing either:
-an import costs seconds and must not happen before the configuration is known to be right."""
+"""The fields of vLLM's EngineArgs and Megatron's TransformerConfig, read from the installed source without
+importing either: an import costs seconds and must not happen before the configuration is known to be
+right."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,7 +61,10 @@ def megatron_finding() -> str | None:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
-    rule = f"megarl replaces parts of {SUPPORTED_MEGATRON} by line and knows no other version. Run pip install megatron-core=={SUPPORTED_MEGATRON}."
+    rule = (
+        f"megarl replaces parts of {SUPPORTED_MEGATRON} by line and knows no other version. Run "
+        f"pip install megatron-core=={SUPPORTED_MEGATRON}."
+    )
     return None if version == SUPPORTED_MEGATRON else f"megatron-core ({version}): {rule}"
 
 
@@ -73,9 +77,22 @@ def apex_finding() -> str | None:
     if spec is None or any((folder / "optimizers").is_dir() for folder in folders):
         return None
     return (
-        f"apex ({spec.origin or folders[0]}): is not NVIDIA's, as it has no apex.optimizers, and Megatron would take it for that. Run "
+        f"apex ({spec.origin or folders[0]}): is not NVIDIA's, as it has no apex.optimizers, and "
+        "Megatron would take it for that. Run "
         "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex."
     )
+
+
+def tracker_findings(names: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with --log-with: a tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            package = "mlflow-skinny" if name == "mlflow" else name
+            yield (
+                f"--log-with ({name}): the package {package} is not installed, so nothing can be "
+                "logged with it. "
+                f"Run pip install {package}, or leave {name} out."
+            )
 
 
 @functools.cache
@@ -94,19 +111,43 @@ def transformer_config() -> InstalledClass | None:
     )
 
 
-def _installed(package: str, *classes: tuple[str, str]) -> InstalledClass | None:
+@functools.cache
+def cpu_head_sizes() -> tuple[int, ...] | None:
+    """Sizes of attention heads that vLLM's CPU backend has kernels for; None if that is not known."""
+    for path in _files("vllm", "v1/attention/backends/cpu_attn.py"):
+        for node in ast.walk(_tree(path)):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.name == "get_supported_head_sizes"
+                and isinstance(node.body[-1], ast.Return)
+            ):
+                return tuple(ast.literal_eval(node.body[-1].value))
+    return None
+
+
+def is_transformers_model(model_type: str) -> bool:
+    """Whether the installed transformers has a model of this name, so that it is no typing error."""
+    return model_type.isidentifier() and any(_files("transformers", f"models/{model_type}/__init__.py"))
+
+
+def _files(package: str, file: str) -> Iterator[Path]:
+    """A file of an installed package, from each of its folders that has it."""
     spec = importlib.util.find_spec(
         package
     )  # a top-level name: nothing is imported, and `megatron` may be a namespace
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    return (folder / file for folder in folders if (folder / file).is_file())
+
+
+def _installed(package: str, *classes: tuple[str, str]) -> InstalledClass | None:
     annotations: dict[str, ast.expr] = {}
     aliases: dict[str, Path] = {}
     for file, name in classes:
-        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-        folder = next((folder for folder in folders if (folder / file).is_file()), None)
-        if folder is None:
+        path = next(_files(package, file), None)
+        if path is None:
             return None
-        annotations |= class_annotations(folder / file, name)
-        aliases |= _imported_names(folder / file, folder)
+        annotations |= class_annotations(path, name)
+        aliases |= _imported_names(path, path.parents[file.count("/")])
     return InstalledClass(annotations, aliases)
 
 
@@ -165,7 +206,8 @@ def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
 
 
 def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | None:
-    """The values of Literal[...], which may name further aliases of the same file. None if one of them is unknown."""
+    """The values of Literal[...], which may name further aliases of the same file. None if one of them is
+    unknown."""
     choices: tuple[object, ...] = ()
     for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
         if isinstance(element, ast.Constant):
@@ -182,8 +224,8 @@ def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | Non
 
 
 def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
-    """The kind of an annotation. A name that is neither builtin nor typing nor a Literal alias is an enumeration (text) or, if it
-    ends in Config, a dataclass (JSON). None: no flag can carry it."""
+    """The kind of an annotation. A name that is neither builtin nor typing nor a Literal alias is an
+    enumeration (text) or, if it ends in Config, a dataclass (JSON). None: no flag can carry it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         node = ast.parse(node.value, mode="eval").body
     members = _members(node)

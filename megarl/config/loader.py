@@ -1,4 +1,5 @@
-"""argv -> TrainConfig. Precedence: defaults < args files < command line. Every error is collected and all are reported at once.
+"""argv -> TrainConfig. Precedence: defaults < args files < command line. Every error is collected and all are
+reported at once.
 
 Example: load_config(["--algorithm", "grpo", "@configs/sums.args", "--lr", "1e-5"], REGISTRY)"""
 
@@ -38,7 +39,8 @@ Target = tuple[str, str]
 
 
 class Setting(typing.NamedTuple):
-    """A flag's value and where it was written. `valid` is False if the words had no value of the flag's type."""
+    """A flag's value and where it was written. `valid` is False if the words had no value of the flag's
+    type."""
 
     value: object
     occurrence: Occurrence
@@ -54,13 +56,15 @@ def load_config(
         argv: flags and @files, without the program's name.
         algorithms: name -> frozen dataclass; --algorithm chooses one, its fields are flags.
         prog: for the usage line of --help.
-    Raises: ConfigError listing every error, then every path that the system does not look at; SystemExit(0) after printing the help text,
-        for --help or -h; TypeError if the registry calls an algorithm otherwise than it calls itself, as write_args could then not name it.
+    Raises: ConfigError listing every error, then every path that the system does not look at; SystemExit(0)
+        after printing the help text, for --help or -h; TypeError if the registry calls an algorithm otherwise
+        than it calls itself, as write_args could then not name it.
     """
     for name, cls in algorithms.items():
         if algorithm_name(cls) != name:
             raise TypeError(
-                f"the registry calls {cls.__name__} {name!r}; give it the attribute name: ClassVar[str] = {name!r}"
+                f"the registry calls {cls.__name__} {name!r}; give it the attribute name: "
+                f"ClassVar[str] = {name!r}"
             )
     if not {"--help", "-h"}.isdisjoint(argv):
         from megarl.config.help import help_text  # only a reader needs it
@@ -89,11 +93,15 @@ def load_config(
 def _without_actor(occurrences: Sequence[Occurrence], num_actors: int) -> Iterator[str]:
     for occurrence in occurrences:
         if (number := number_and_name(occurrence.name)[0]) > num_actors:
-            yield f"{occurrence}: there is no actor {number}, as --num-actors is {num_actors}. Try --num-actors {number}. [{occurrence.place}]"
+            yield (
+                f"{occurrence}: there is no actor {number}, as --num-actors is {num_actors}. Try "
+                f"--num-actors {number}. [{occurrence.place}]"
+            )
 
 
 class _Loader:
-    """The configuration of one actor: from the flags that are about all of them, and those with its number, which count more.
+    """The configuration of one actor: from the flags that are about all of them, and those with its number,
+    which count more.
 
     Of the second actor and so on nothing is said about a flag without a number: the first's loader has."""
 
@@ -152,7 +160,8 @@ class _Loader:
                     and flag.targets[0][0] in (*own, "placement", "model")
                 ):
                     self.errors.append(
-                        f"{occurrence}: {reason}, so there is no {role} role. Leave it out. [{occurrence.place}]"
+                        f"{occurrence}: {reason}, so there is no {role} role. Leave it out. "
+                        f"[{occurrence.place}]"
                     )
 
     def _chooses_algorithm(self, occurrence: Occurrence) -> bool:
@@ -171,13 +180,14 @@ class _Loader:
         name = last.words[0].text if len(last.words) == 1 else ""
         if name not in self.algorithms:
             self.errors.append(
-                f"{last}: must be one of {names}.{did_you_mean(name, self.algorithms, prefix='')} [{last.place}]"
+                f"{last}: must be one of {names}.{did_you_mean(name, self.algorithms, prefix='')} "
+                f"[{last.place}]"
             )
         return self.algorithms.get(name)
 
     def _set_all(self, occurrences: list[Occurrence]) -> None:
-        """Lower levels first; within a level, flags of all actors before this one's, and flags of more roles before flags of fewer. So the
-        last value holds."""
+        """Lower levels first; within a level, flags of all actors before this one's, and flags of more roles
+        before flags of fewer. So the last value holds."""
         found = [
             (*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None
         ]
@@ -215,7 +225,9 @@ class _Loader:
             and name.removeprefix("no-") in self.owners
             or not self._is_mine(occurrence)
         ):
-            return None  # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader judges it
+            # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader
+            # judges it
+            return None
         refused = f"{found}{'' if 'eave' in found else f' Leave --{occurrence.name} out.'}" if found else ""
         self.errors.append(f"{occurrence}: {refused or self._unknown(name, occurrence)} [{occurrence.place}]")
         return None
@@ -243,12 +255,21 @@ class _Loader:
     def _unknown(self, name: str, occurrence: Occurrence) -> str:
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
-            return f"has no {role}- form. Try --{numbered(name.removeprefix(f'{role}-'), self.number)}{_value(occurrence)} instead."
+            return (
+                f"has no {role}- form. Try "
+                f"--{numbered(name.removeprefix(f'{role}-'), self.number)}{_value(occurrence)} instead."
+            )
         if found := self._elsewhere(name, occurrence):
             return found
         if name.startswith("rollout-no-"):
-            return f"no such flag.{did_you_mean('no-rollout-' + name.removeprefix('rollout-no-'), self._names())}"
-        return f"no such flag.{did_you_mean(occurrence.name, self._names()) or ' Leave it out; --help lists all.'}"
+            return (
+                "no such "
+                f"flag.{did_you_mean('no-rollout-' + name.removeprefix('rollout-no-'), self._names())}"
+            )
+        return (
+            "no such "
+            f"flag.{did_you_mean(occurrence.name, self._names()) or ' Leave it out; --help lists all.'}"
+        )
 
     def _elsewhere(self, name: str, occurrence: Occurrence) -> str | None:
         """What a flag of another framework is called here."""
@@ -261,7 +282,10 @@ class _Loader:
         ):
             return None
         first, space, rest = ours.partition(" ")
-        return f"no such flag. Try --{numbered(first.removeprefix('--'), self.number)}{space}{rest.replace('{}', _value(occurrence).strip())} instead."
+        return (
+            "no such flag. Try "
+            f"--{numbered(first.removeprefix('--'), self.number)}{space}{rest.replace('{}', _value(occurrence).strip())} instead."
+        )
 
     def _names(self) -> list[str]:
         """Every flag that could be meant; the schema's come first, as the nearest of equals is the first."""
@@ -288,14 +312,16 @@ class _Loader:
         return Setting(value, occurrence)
 
     def _build(self, section: str, cls: type) -> object | None:
-        """One node of the tree. With a missing or invalid field it gets None there, so that its other rules still report."""
+        """One node of the tree. With a missing or invalid field it gets None there, so that its other rules
+        still report."""
         values, complete = {}, True
         for field in fields(cls):
             setting = self.settings.get((section, field.name))
             required = field.default is MISSING and field.default_factory is MISSING
             if setting is None and required and self.number == 1:
                 self.errors.append(
-                    f"--{self._flag_of(section, field.name)} is required: {self._help_of(section, field.name)}"
+                    f"--{self._flag_of(section, field.name)} is required: "
+                    f"{self._help_of(section, field.name)}"
                 )
             if setting is None and required or setting is not None and not setting.valid:
                 values[field.name], complete = None, False
@@ -327,7 +353,8 @@ class _Loader:
         return f"{setting.occurrence}: {rule} [{setting.occurrence.place}]"
 
     def _flag_of(self, section: str, field: str) -> str:
-        """With the actor's number if any flag of the section has it; else the first actor's loader says the same."""
+        """With the actor's number if any flag of the section has it; else the first actor's loader says the
+        same."""
         mine = any(
             of == section and self._is_mine(setting.occurrence) for (of, _), setting in self.settings.items()
         )

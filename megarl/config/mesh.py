@@ -1,7 +1,7 @@
 """A role's mesh: a list of ranks and its parallel sizes. Pure arithmetic, so the driver can plan with it.
 
-Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid of their own over the same
-ranks of each pipeline stage: etp fastest, then ep, then edp."""
+Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid
+of their own over the same ranks of each pipeline stage: etp fastest, then ep, then edp."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class MeshSpec:
     Args:
         ep: ranks over which a layer's experts are dealt out.
         etp: ranks that split each expert. None: as tp.
-        cp: ranks that split each sequence. They hold the same weights and belong to one data-parallel replica.
-        vpp: model chunks of each pipeline stage. They say which layers a rank holds and change no group of ranks."""
+        cp: ranks that split each sequence. They hold the same weights and belong to one data-parallel
+            replica.
+        vpp: model chunks of each pipeline stage. They say which layers a rank holds and change no group of
+            ranks."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -55,11 +57,13 @@ class MeshSpec:
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"virtual_pipeline_model_parallel_size ({self.vpp}) needs pipeline_model_parallel_size above 1. Try 2."
+                f"virtual_pipeline_model_parallel_size ({self.vpp}) needs "
+                "pipeline_model_parallel_size above 1. Try 2."
             )
         if self.ranks_per_stage % (self.expert_tp * self.ep):
             raise ValueError(
-                f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into expert_tensor_parallel_size "
+                f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into "
+                "expert_tensor_parallel_size "
                 f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})"
             )
 
@@ -97,7 +101,8 @@ class MeshSpec:
         )
 
     def ranks_where(self, **fixed: int) -> tuple[int, ...]:
-        """Ranks whose coordinates match, e.g. ranks_where(dp=0): the model-parallel block of the first replica."""
+        """Ranks whose coordinates match, e.g. ranks_where(dp=0): the model-parallel block of the first
+        replica."""
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
     def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
@@ -127,11 +132,12 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
-    """Role -> key of the share of a step's data that it works on: the first role of the same actor on the same ranks with the same sizes
-    (but for those of the experts and of virtual pipelines, which do not say who has which sample). Actors have columns of their own, also
-    of the same samples.
+    """Role -> key of the share of a step's data that it works on: the first role of the same actor on the
+    same ranks with the same sizes (but for those of the experts and of virtual pipelines, which do not say
+    who has which sample). Actors have columns of their own, also of the same samples.
 
-    Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference "actor", critic "critic"."""
+    Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference
+    "actor", critic "critic"."""
     first: dict[tuple, str] = {}
     return {
         role: first.setdefault((actor_suffix(role, meshes), mesh.ranks, *mesh.shape.items()), role)
@@ -141,7 +147,8 @@ def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each data-parallel replica, those of its last pipeline stage only if asked: `mesh.ranks_where(dp=i)` for all i at once."""
+    """Ranks of each data-parallel replica, those of its last pipeline stage only if asked:
+    `mesh.ranks_where(dp=i)` for all i at once."""
     blocks: list[list[int]] = [[] for _ in range(mesh.dp)]
     for index, rank in enumerate(mesh.ranks):
         at = _coordinates(index, mesh.shape)
@@ -151,7 +158,8 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Every role of the job and where it lives, in the order in which they are set up: the first actor's, the second's, ..."""
+    """Every role of the job and where it lives, in the order in which they are set up: the first actor's, the
+    second's, ..."""
     return {
         f"{role}{suffix}": mesh
         for suffix, of_actor in configs_of_actors(config).items()
@@ -176,7 +184,8 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
-    """Role -> the ranks that have it: those of its mesh; `data`, which moves samples and columns between meshes, is on all."""
+    """Role -> the ranks that have it: those of its mesh; `data`, which moves samples and columns between
+    meshes, is on all."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
     return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
 

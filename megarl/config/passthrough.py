@@ -1,5 +1,6 @@
-"""Flags that the schema does not know: vLLM engine arguments behind --rollout-, and fields of Megatron's TransformerConfig. Both
-are checked against the installed class. What megarl itself decides is refused, with the flag that decides it."""
+"""Flags that the schema does not know: vLLM engine arguments behind --rollout-, and fields of Megatron's
+TransformerConfig. Both are checked against the installed class. What megarl itself decides is refused, with
+the flag that decides it."""
 
 from __future__ import annotations
 
@@ -18,22 +19,32 @@ ENGINE_REFUSED = {
     "the engine takes its weights from the actor, not from files.": """
         load_format model_loader_extra_config ignore_patterns safetensors_* use_tqdm_on_load pt_load_map_location
         weight_transfer_config""",
-    "megarl tokenizes. Set --tokenizer-model.": "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
-    "every sample gets a seed of its own from --seed.": "seed",
+    "megarl tokenizes. Set "
+    "--tokenizer-model.": "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
+    "every sample gets a key of its own from --seed.": "seed",
+    "speculative decoding is not supported yet: which drafts it accepts is not drawn by a sample's key.": """
+        speculative_config spec_*""",
     "it is --max-prompt-length + --max-response-length.": "max_model_len",
-    "the trainer needs processed_logprobs: after the temperature, over the sampled distribution.": "logprobs_mode",
-    "sampling is set by --temperature, --top-p, --top-k and --stop.": "generation_config override_generation_config",
-    "the engine runs inside megarl's workers.": "distributed_executor_backend worker_cls worker_extension_cls",
-    "--rollout-ranks places the engines.": "master_addr master_port nnodes node_rank device_ids data_parallel_*",
+    "the trainer needs processed_logprobs: after the temperature, over the sampled "
+    "distribution.": "logprobs_mode",
+    "sampling is set by --temperature, --top-p, --top-k and "
+    "--stop.": "generation_config override_generation_config",
+    "the engine runs inside megarl's "
+    "workers.": "distributed_executor_backend worker_cls worker_extension_cls",
+    "--rollout-ranks places the "
+    "engines.": "master_addr master_port nnodes node_rank device_ids data_parallel_*",
     "the engine generates text.": "runner convert enable_prompt_embeds pooler_config",
-    "quantized rollout weights are not supported yet.": "quantization quantization_config allow_deprecated_quantization",
-    "the engine gets adapters merged: train them with --lora-rank.": "enable_lora lora_* max_loras max_lora_rank",
+    "quantized rollout weights are not supported "
+    "yet.": "quantization quantization_config allow_deprecated_quantization",
+    "the engine gets adapters merged: train them with "
+    "--lora-rank.": "enable_lora lora_* max_loras max_lora_rank",
     "putting the engine to sleep is not supported yet.": "enable_sleep_mode sleep_*",
     "an engine can split over tensor-parallel ranks only, in this version.": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",
 }
 
-# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal value is taken from a flag.
+# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal
+# value is taken from a flag.
 _SHAPE_KEYS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -51,10 +62,12 @@ _SHAPE_KEYS = {
     "sliding_window": "window_size",
 }
 
-# The same for TransformerConfig. Names of Megatron's own training arguments are among them, for those who know these.
+# The same for TransformerConfig. Names of Megatron's own training arguments are among them, for those who
+# know these.
 TRANSFORMER_REFUSED = {
     **{
-        f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another --model.": fields
+        f"the shape comes from --model's config.json, where it is {key}. Change it there, or use "
+        "another --model.": fields
         for key, fields in _SHAPE_KEYS.items()
     },
     "the shape comes from --model's config.json. Change it there, or use another --model.": """
@@ -64,37 +77,45 @@ TRANSFORMER_REFUSED = {
         rotary_* rope_* use_rotary_position_embeddings position_embedding_type no_rope_freq mrope_section window_size
         window_attn_skip_freq softmax_scale softmax_type attention_output_gate apply_residual_connection_post_layernorm
         group_query_attention untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
-    "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have not, and flex was never tried.": """
+    "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have not, "
+    "and flex was never tried.": """
         moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend""",
     "every token goes to all of its experts: a dropped one would have other log-probs in the engine.": """
         moe_expert_capacity_factor moe_token_dropping moe_token_drop_policy moe_pad_expert_input_to_capacity""",
     "the router sees what the engine's sees.": "moe_input_jitter_eps moe_router_force_load_balancing",
     "set --moe-routing-replay.": "moe_enable_routing_replay",
     "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",
-    "overlapping the experts' communication is not supported yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
+    "overlapping the experts' communication is not supported "
+    "yet.": "overlap_moe_* delay_wgrad_compute ep_overlap_*",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_* heterogeneous_block_specs""",
-    "keys and values of packed sequences go round the ranks of --context-parallel-size in one way only (p2p).": """
+    "keys and values of packed sequences go round the ranks of --context-parallel-size in one way "
+    "only (p2p).": """
         hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
     "set --virtual-pipeline-model-parallel-size, the number of model chunks per stage.": """
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank""",
     "a pipeline whose stages differ in their number of layers is not supported yet.": """
         pipeline_model_parallel_layout num_layers_in_*_pipeline_stage account_for_*_in_pipeline_split""",
-    "the pipeline's schedule decides it.": "microbatch_group_size_per_vp_stage overlap_p2p_* batch_p2p_* use_ring_exchange_p2p",
+    "the pipeline's schedule decides "
+    "it.": "microbatch_group_size_per_vp_stage overlap_p2p_* batch_p2p_* use_ring_exchange_p2p",
     "float16 training is not supported. Use --bf16, or fp32.": "fp16",
-    "weights stay in bf16, which the sync reads, and attention too; fp4 training is not supported yet. Set --fp8 alone.": """
+    "weights stay in bf16, which the sync reads, and attention too; fp4 training is not supported "
+    "yet. Set --fp8 alone.": """
         fp8_param* fp8_quantizer_factory fp8_dot_product_attention fp8_multi_head_attention fp4* use_kitchen* kitchen_*""",
-    "PyTorch's FSDP takes its groups from the process's global parallel_state, and a role has a mesh of its own. Megatron's shards the same: "
+    "PyTorch's FSDP takes its groups from the process's global parallel_state, and a role has a "
+    "mesh of its own. Megatron's shards the same: "
     "--use-megatron-fsdp.": "use_torch_fsdp2",
     "activation offload is not supported yet.": """
         cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
     "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
     "--bf16 decides the precision.": "params_dtype pipeline_dtype enable_autocast autocast_dtype",
-    "weights come from --model; --random-init has its own recipe.": "init_method* output_layer_init_method embedding_init_method*",
+    "weights come from --model; --random-init has its own "
+    "recipe.": "init_method* output_layer_init_method embedding_init_method*",
     "megarl decides it, by the device and because sequences are packed.": """
         perform_initialization use_cpu_initialization init_model_with_meta_device calculate_per_token_loss variable_seq_lengths
         test_mode transformer_impl config_logger_dir flash_decode inference_* use_inference_optimized_layers symmetric_ar_type""",
-    "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": "micro_batch_size seq_length decoder_seq_length",
+    "sequences are packed, not padded. Set "
+    "--max-tokens-per-micro-batch.": "micro_batch_size seq_length decoder_seq_length",
     "set --train-data.": "data_path train_data_path",
     "set --model, a Hugging Face folder.": "load",
     "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",

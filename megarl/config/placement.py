@@ -1,4 +1,5 @@
-"""Which ranks each role sits on: the rank lists of the placement flags, 0-3,6, and the names of pools that stand for them."""
+"""Which ranks each role sits on: the rank lists of the placement flags, 0-3,6, and the names of pools that
+stand for them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from megarl.role_names import kind_and_suffix, suffix_of
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """Ranks in ascending order. Example: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
 
-    Raises: ValueError for what is no such list, for a rank that is named twice or out of order, and for one outside the world.
+    Raises: ValueError for what is no such list, for a rank that is named twice or out of order, and for one
+    outside the world.
     """
     ranks: list[int] = []
     for part in text.split(","):
@@ -40,7 +42,8 @@ def _all(world_size: int) -> str:
 def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
     """("train=0-3", "serve=4") -> name -> its list of ranks, not looked at yet.
 
-    Raises: ValueError for what is not name=ranks, and for a name that is given twice or could be a list of ranks."""
+    Raises: ValueError for what is not name=ranks, and for a name that is given twice or could be a list of
+    ranks."""
     named: dict[str, str] = {}
     for pool in pools:
         name, equals, text = pool.partition("=")
@@ -51,10 +54,12 @@ def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
 
 
 class DeviceMap:
-    """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]). A role that is left out goes where its flag's default puts it.
+    """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]). A role that is left out goes
+    where its flag's default puts it.
 
-    Roles: actor, critic, reference, reward, rollout, and those of further actors: DeviceMap(actor=[0], actor_2=[1], rollout=[0],
-    rollout_2=[1]). `reward` may hold a list of ranks per reward model: reward=[[2], [3]].
+    Roles: actor, critic, reference, reward, rollout, and those of further actors: DeviceMap(actor=[0],
+    actor_2=[1], rollout=[0], rollout_2=[1]). `reward` may hold a list of ranks per reward model: reward=[[2],
+    [3]].
 
     Raises: TypeError for another role."""
 
@@ -62,7 +67,8 @@ class DeviceMap:
         for role in ranks:
             if kind_and_suffix(role)[0] not in KINDS:
                 raise TypeError(
-                    f"DeviceMap has no role ({role}): {', '.join(KINDS)}, or one of these with a number, like actor_2."
+                    f"DeviceMap has no role ({role}): {', '.join(KINDS)}, or one of these with a "
+                    "number, like actor_2."
                 )
         self.ranks = {role: of_role for role, of_role in ranks.items() if of_role is not None}
 
@@ -76,9 +82,11 @@ class DeviceMap:
 
 
 def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
-    """Of one actor: role -> its ranks, in the order in which roles are set up, None where its flag is wrong; and what is wrong.
+    """Of one actor: role -> its ranks, in the order in which roles are set up, None where its flag is wrong;
+    and what is wrong.
 
-    Roles: actor, reference, critic, reward models, rollout; only those that the job has. Rule rewards live where the rollouts are."""
+    Roles: actor, reference, critic, reward models, rollout; only those that the job has. Rule rewards live
+    where the rollouts are."""
     findings: list[str] = []
     try:
         pools = parse_pools(config.placement.pools)
@@ -132,13 +140,15 @@ def _uneven_reward_ranks(placement: PlacementConfig, num_models: int) -> Iterato
     given = placement.reward_ranks
     if num_models and len(given) > 1 and len(given) != num_models:
         yield (
-            f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of the {num_models}."
+            f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one "
+            f"for each of the {num_models}."
             f" Try --reward-ranks {given[0]}."
         )
 
 
 def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:
-    """`place` of one actor's configuration that has been checked. Raises: ValueError with all that is wrong."""
+    """`place` of one actor's configuration that has been checked. Raises: ValueError with all that is
+    wrong."""
     placed, findings = place(config, world_size)
     if findings:
         raise ValueError("\n".join(findings))

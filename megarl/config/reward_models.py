@@ -1,4 +1,5 @@
-"""Which reward models a job has, and what runs each: the --reward-model flags and the folders' config.json, read together."""
+"""Which reward models a job has, and what runs each: the --reward-model flags and the folders' config.json,
+read together."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
-    """Whether --reward or --reward-function takes part: always without reward models, else if one of them was given."""
+    """Whether --reward or --reward-function takes part: always without reward models, else if one of them was
+    given."""
     return (
         not config.reward_models.reward_model
         or config.data.reward is not None
@@ -72,7 +74,8 @@ def needs_ground_truth(config: TrainConfig) -> bool:
 def find_backend(path: str) -> str:
     """What --reward-model-backend auto means for a folder.
 
-    Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a classifier nor a language model."""
+    Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a
+    classifier nor a language model."""
     config = read_model_config(path)
     architecture = str((config.get("architectures") or ["missing"])[0])
     if architecture.endswith(_CLASSIFIER):
@@ -81,7 +84,8 @@ def find_backend(path: str) -> str:
         return "judge"
     raise ConfigError(
         [
-            f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor *ForCausalLM, but {architecture}, so "
+            f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor "
+            f"*ForCausalLM, but {architecture}, so "
             "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge."
         ]
     )
@@ -95,7 +99,8 @@ def read_model_config(path: str) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(
             [
-                f"--reward-model ({path}): must be a Hugging Face model folder, but config.json cannot be read: "
+                f"--reward-model ({path}): must be a Hugging Face model folder, but config.json "
+                "cannot be read: "
                 f"{error.strerror}."
             ]
         ) from error

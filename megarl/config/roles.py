@@ -40,6 +40,13 @@ def present_roles(config: TrainConfig) -> list[str]:
     return [kind for kind in KINDS if kind not in absent]
 
 
+def trains_in_fp32(config: TrainConfig) -> bool:
+    """Whether some actor's weights are fp32: its log-probs are then compared with an engine's at fp32
+    rounding."""
+    return any(not of_actor.model.bf16 for of_actor in configs_of_actors(config).values())
+
+
 def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
-    """Suffix of each actor -> the configuration as this actor and the roles of its number see it, their numbers left out."""
+    """Suffix of each actor -> the configuration as this actor and the roles of its number see it, their
+    numbers left out."""
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}

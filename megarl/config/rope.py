@@ -30,7 +30,8 @@ _KEYS = {key for needed, optional in TYPES.values() for key in (*needed, *option
 
 
 def rope_parameters(config: dict[str, object], theta: float = 10000.0) -> dict[str, object]:
-    """In the form of transformers 5: older folders have rope_theta and rope_scaling beside each other. `theta`: of a config.json without."""
+    """In the form of transformers 5: older folders have rope_theta and rope_scaling beside each other.
+    `theta`: of a config.json without."""
     return standard(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, theta)
 
 
@@ -56,17 +57,29 @@ def rope_findings(rope: dict[str, object]) -> Iterator[str]:
     """Why these parameters cannot be used."""
     kind = str(rope["rope_type"])
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        yield f"rope_parameters ({', '.join(nested)}): different rotary embeddings per kind of layer are not supported."
+        yield (
+            f"rope_parameters ({', '.join(nested)}): different rotary embeddings per kind of "
+            "layer are not supported."
+        )
         return
     if kind not in TYPES:
-        yield f"rope_type ({kind}): {REFUSED_TYPES.get(kind, 'is not known')}; must be one of {', '.join(TYPES)}."
+        yield (
+            f"rope_type ({kind}): {REFUSED_TYPES.get(kind, 'is not known')}; must be one of "
+            f"{', '.join(TYPES)}."
+        )
         return
     if rope.get("type", kind) != kind:
         yield f"type ({rope['type']}): contradicts rope_type ({kind}). Write one of them."
     if unknown := sorted(rope.keys() - _KEYS):
-        yield f"rope_parameters ({', '.join(unknown)}): keys that change the rotary embedding in a way that is not supported."
+        yield (
+            f"rope_parameters ({', '.join(unknown)}): keys that change the rotary embedding in a "
+            "way that is not supported."
+        )
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        yield f"partial_rotary_factor ({rope['partial_rotary_factor']}): rotary embeddings of a part of each head are not supported."
+        yield (
+            f"partial_rotary_factor ({rope['partial_rotary_factor']}): rotary embeddings of a "
+            "part of each head are not supported."
+        )
     yield from _scaling_findings(kind, rope)
 
 
@@ -83,9 +96,15 @@ def _scaling_findings(kind: str, rope: dict[str, object]) -> Iterator[str]:
     if needed and rope["factor"] < 1:
         yield f"factor ({rope['factor']}): must be at least 1."
     elif kind == "linear" and isinstance(rope["factor"], int):
-        yield f"factor ({rope['factor']}): vLLM takes it as a number with a point only. Write {float(rope['factor'])}."
+        yield (
+            f"factor ({rope['factor']}): vLLM takes it as a number with a point only. Write "
+            f"{float(rope['factor'])}."
+        )
     if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
-        yield f"high_freq_factor ({rope['high_freq_factor']}): must be above low_freq_factor ({rope['low_freq_factor']})."
+        yield (
+            f"high_freq_factor ({rope['high_freq_factor']}): must be above low_freq_factor "
+            f"({rope['low_freq_factor']})."
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -1,8 +1,9 @@
-"""The configuration tree. Each field is one Megatron-style flag, its default is written here and nowhere else, and the
-string under it is its `--help`. `loader.py` turns the tree into flags and back; `check.py` holds the rules across fields.
+"""The configuration tree. Each field is one Megatron-style flag, its default is written here and nowhere
+else, and the string under it is its `--help`. `loader.py` turns the tree into flags and back; `check.py`
+holds the rules across fields.
 
-Names are Megatron's for training, vLLM's for the engine (`--rollout-...`) and the papers' for algorithms. The shape of
-the model is never a flag: it is read from the Hugging Face config in `--model`."""
+Names are Megatron's for training, vLLM's for the engine (`--rollout-...`) and the papers' for algorithms. The
+shape of the model is never a flag: it is read from the Hugging Face config in `--model`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Literal
 
 from megarl.config.checkpoint_flags import CheckpointConfig
 from megarl.config.errors import require
+from megarl.config.values import RankCount
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 OFFLOAD_PARTS = ("parameters", "gradients", "optimizer")
@@ -30,8 +32,9 @@ class ModelConfig:
     random_init: bool = False
     """Start from random weights with the shape in --model's config.json instead of loading *.safetensors."""
     critic_model: str | None = None
-    """Folder of the Hugging Face model that the critic starts from, with the actor's vocabulary: a language model, whose value head starts at
-    zero, or a sequence classifier with one label, whose `score` it takes over. Default: --model."""
+    """Folder of the Hugging Face model that the critic starts from, with the actor's vocabulary: a language
+    model, whose value head starts at zero, or a sequence classifier with one label, whose `score` it takes
+    over. Default: --model."""
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 
@@ -41,39 +44,45 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """parallelism (of every Megatron role; of one with its name in front: --critic-tensor-model-parallel-size)"""
+    """parallelism (of every Megatron role; of one with its name in front:
+    --critic-tensor-model-parallel-size)"""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers."""
     virtual_pipeline_model_parallel_size: int = 1
-    """Parts of the stack that each pipeline stage holds (Megatron-LM's --num-virtual-stages-per-pipeline-rank). Above 1 the stages take
-    turns (interleaved 1F1B): they idle that many times less at the ends of a step, and send that many times more messages."""
+    """Parts of the stack that each pipeline stage holds (Megatron-LM's
+    --num-virtual-stages-per-pipeline-rank). Above 1 the stages take turns (interleaved 1F1B): they idle that
+    many times less at the ends of a step, and send that many times more messages."""
     context_parallel_size: int = 1
-    """Ranks that split every sequence's tokens, for sequences too long for one. Each keeps the same weights, so they are ranks of one
-    data-parallel replica; --max-tokens-per-micro-batch counts the tokens of them all."""
+    """Ranks that split every sequence's tokens, for sequences too long for one. Each keeps the same weights,
+    so they are ranks of one data-parallel replica; --max-tokens-per-micro-batch counts the tokens of them
+    all."""
     expert_model_parallel_size: int = 1
-    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one pipeline stage.
-    With tensor parallelism Megatron wants --sequence-parallel as well."""
+    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one
+    pipeline stage. With tensor parallelism Megatron wants --sequence-parallel as well."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks of the same pipeline stage that split each expert's matrices. Default: --tensor-model-parallel-size."""
+    """Ranks of the same pipeline stage that split each expert's matrices. Default:
+    --tensor-model-parallel-size."""
     qkv_layout: Literal["grouped", "stacked"] = "grouped"
-    """Order of linear_qkv's rows. grouped: Megatron's, each group's query heads, key and value together. stacked: all query heads,
-    all keys, all values, as vLLM has them: then a sync at equal tensor parallelism moves no bytes. Same numbers either way."""
+    """Order of linear_qkv's rows. grouped: Megatron's, each group's query heads, key and value together.
+    stacked: all query heads, all keys, all values, as vLLM has them: then a sync at equal tensor parallelism
+    moves no bytes. Same numbers either way."""
     sequence_parallel: bool = False
     """Split the activations of norms and residuals along the sequence over the tensor-parallel ranks."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers (full), or --recompute-modules (selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full recompute: recompute every --recompute-num-layers block of layers, or only the first that many."""
+    """With full recompute: recompute every --recompute-num-layers block of layers, or only the first that
+    many."""
     recompute_num_layers: int | None = None
     """With full recompute: layers per recomputed block."""
     recompute_modules: tuple[str, ...] | None = None
     """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
     offload: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ()
-    """What is in host memory while the device works for others: the parameters, the gradients (they are freed), the optimizer state with
-    its fp32 master weights. A frozen model has parameters only."""
+    """What is in host memory while the device works for others: the parameters, the gradients (they are
+    freed), the optimizer state with its fp32 master weights. A frozen model has parameters only."""
 
     def __post_init__(self) -> None:
         require(
@@ -93,7 +102,8 @@ class ParallelConfig:
                     or 0 < len(self.recompute_modules)
                     and {*RECOMPUTE_MODULES} >= {*self.recompute_modules},
                     "recompute_modules",
-                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
+                    f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try "
+                    f"{' '.join(RECOMPUTE_MODULES)}.",
                 )
             ],
         )
@@ -104,18 +114,20 @@ class MoEConfig:
     """mixtures of experts (of every role that is trained)"""
 
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Balancing loss: E * sum over experts of (share of the choices) * (mean probability), 1 where all are equal, with shares taken within
-    each packed micro-batch (aux_loss; depends on the packing), each sample (seq_aux_loss), or the mini-batch (global_aux_loss; one more
-    forward pass per update). The mean over all tokens, or samples, of the mini-batch, prompts included."""
+    """Balancing loss: E * sum over experts of (share of the choices) * (mean probability), 1 where all are
+    equal, with shares taken within each packed micro-batch (aux_loss; depends on the packing), each sample
+    (seq_aux_loss), or the mini-batch (global_aux_loss; one more forward pass per update). The mean over all
+    tokens, or samples, of the mini-batch, prompts included."""
     moe_aux_loss_coeff: float = 0.0
     """Factor of the balancing loss. Every layer adds its own, as in Megatron."""
     moe_z_loss_coeff: float = 0.0
-    """Factor of the router z-loss, the mean over the mini-batch's tokens of (log sum exp of the router's logits)^2 in each layer; 0 is off."""
+    """Factor of the router z-loss, the mean over the mini-batch's tokens of (log sum exp of the router's
+    logits)^2 in each layer; 0 is off."""
 
     moe_routing_replay: Literal["none", "policy", "engine"] = "none"
-    """Experts that the actor's updates send each token to. none: those that the router favours now. policy: those of the pass that made the
-    old log-probs. engine: those of the engine that sampled, for that pass too (needs one on a GPU with its prefix cache; not run yet). Their
-    weights are always the router's of now."""
+    """Experts that the actor's updates send each token to. none: those that the router favours now. policy:
+    those of the pass that made the old log-probs. engine: those of the engine that sampled, for that pass too
+    (needs one on a GPU with its prefix cache; not run yet). Their weights are always the router's of now."""
 
     def __post_init__(self) -> None:
         require(self, at_least={"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0})
@@ -125,16 +137,20 @@ class MoEConfig:
 class PlacementConfig:
     """placement"""
 
-    nproc_per_node: int = 1
-    """Ranks that `megarl train` starts on this machine. Under torchrun, torchrun's own count holds."""
+    nproc_per_node: RankCount = RankCount(1)
+    """Ranks that `megarl train` starts on this machine, each on a GPU of its own if there are GPUs. A range,
+    e.g. 1-8, takes as many of them as there are GPUs, and the most on a machine without. Under torchrun,
+    torchrun's own count holds."""
     executor: Literal["torchrun", "inline"] = "torchrun"
     """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
     num_actors: int = 1
-    """Actors that learn side by side, each with engines, optimizer, critic and reference of its own: the second's roles are actor_2,
-    critic_2 and so on. What is not said of them is as the first's; --actor-2-lr, --critic-2-ranks, --rollout-2-dtype set one role, and
-    any flag that has no form per role is the second actor's as --actor-2-seed, --actor-2-model, --actor-2-kl-coef."""
+    """Actors that learn side by side, each with engines, optimizer, critic and reference of its own: the
+    second's roles are actor_2, critic_2 and so on. What is not said of them is as the first's; --actor-2-lr,
+    --critic-2-ranks, --rollout-2-dtype set one role, and any flag that has no form per role is the second
+    actor's as --actor-2-seed, --actor-2-model, --actor-2-kl-coef."""
     pools: tuple[str, ...] = ()
-    """Names for lists of ranks, e.g. --pools train=0-3 serve=4-7: a --<role>-ranks flag takes them in place of a list."""
+    """Names for lists of ranks, e.g. --pools train=0-3 serve=4-7: a --<role>-ranks flag takes them in place
+    of a list."""
     actor_ranks: str | None = None
     """Ranks of the actor, e.g. 0-3 or 0,2. Default: all."""
     critic_ranks: str | None = None
@@ -146,14 +162,16 @@ class PlacementConfig:
     rollout_ranks: str | None = None
     """Ranks of the rollout engines. Default: all. Rules score a response where it was sampled."""
     rollout_engine: Literal["auto", "in-process", "out-of-process"] = "auto"
-    """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it runs in processes of its own,
-    started by the first rank of each engine, and pulls the weights. auto: in-process if the rollout ranks are all ranks and there is one
-    actor, as vLLM has room for one engine in a process."""
+    """in-process: vLLM runs in the worker of each rollout rank, which must be all ranks. out-of-process: it
+    runs in processes of its own, started by the first rank of each engine, and pulls the weights. auto:
+    in-process if the rollout ranks are all ranks and there is one actor, as vLLM has room for one engine in a
+    process."""
     offload_ahead_bytes: int = 0
-    """With --offload: bytes of what the next call needs that a device may hold beyond what the running call needs; they are on their way
-    while that computes. 0: what a call needs comes when it begins."""
+    """With --offload: bytes of what the next call needs that a device may hold beyond what the running call
+    needs; they are on their way while that computes. 0: what a call needs comes when it begins."""
     call_timeout_s: float = 1800.0
-    """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer are named."""
+    """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer
+    are named."""
 
     def __post_init__(self) -> None:
         require(
@@ -169,18 +187,20 @@ class BatchConfig:
     """batch"""
 
     train_iters: int
-    """Steps. One step is one rollout of --num-prompts prompts and all updates on it (SFT: one optimizer update)."""
+    """Steps. One step is one rollout of --num-prompts prompts and all updates on it (SFT: one optimizer
+    update)."""
     num_prompts: int = 16
     """Prompts per step."""
     num_samples_per_prompt: int = 8
     """Responses sampled per prompt; they form a group."""
     global_batch_size: int = 64
-    """Samples per optimizer update, over all ranks. A step makes num_prompts * num_samples_per_prompt / global_batch_size updates
-    per epoch."""
+    """Samples per optimizer update, over all ranks. A step makes num_prompts * num_samples_per_prompt /
+    global_batch_size updates per epoch."""
     num_epochs: int = 1
     """Passes over the samples of a step."""
     max_tokens_per_micro_batch: int = 16384
-    """Tokens that one rank packs into one forward pass, at most (a longer single sequence still gets its own)."""
+    """Tokens that one rank packs into one forward pass, at most (a longer single sequence still gets its
+    own)."""
     seed: int = 0
     """Seed of everything random: initial weights, data order, sampling, mini-batches."""
 
@@ -228,15 +248,17 @@ class OptimizerConfig:
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
     use_megatron_fsdp: bool = False
-    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in place of Megatron's DDP and
-    distributed optimizer."""
+    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in
+    place of Megatron's DDP and distributed optimizer."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "optim_grads"
     )
-    """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients too (ZeRO-2)."""
+    """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients
+    too (ZeRO-2)."""
     optimizer_cpu_offload: bool = False
-    """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the CPU makes the step. Needs a GPU
-    and --use-distributed-optimizer. To have them there between updates only: --offload optimizer."""
+    """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the
+    CPU makes the step. Needs a GPU and --use-distributed-optimizer. To have them there between updates only:
+    --offload optimizer."""
     optimizer_offload_fraction: float = 1.0
     """With --optimizer-cpu-offload: share of the parameters whose states are in host memory."""
 
@@ -265,13 +287,15 @@ class LoRAConfig:
     """LoRA (of actor and critic; for one: --actor-lora-rank, --critic-lora-rank and so on)"""
 
     lora_rank: int = 0
-    """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all weights are trained."""
+    """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all
+    weights are trained."""
     lora_alpha: float = 32.0
     """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
     lora_target_modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = (
         LORA_TARGETS
     )
-    """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts get none."""
+    """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts
+    get none."""
 
     def __post_init__(self) -> None:
         targets = self.lora_target_modules or ()
@@ -298,7 +322,8 @@ class SamplingConfig:
     max_response_length: int = 1024
     """Tokens of a response; a longer one is cut there (counted in response/truncated)."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer's log-probs use the same."""
+    """Sampling temperature, at least 0.01: vLLM raises a lower one to that. The trainer's log-probs use the
+    same."""
     top_p: float = 1.0
     """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
     top_k: int = 0
@@ -315,6 +340,11 @@ class SamplingConfig:
             above={"top_p": 0},
             at_most={"top_p": 1},
             rules=[
+                (
+                    not 0 < self.temperature < 0.01,
+                    "temperature",
+                    "must be at least 0.01, to which vLLM raises it. Try 0.01.",
+                ),
                 ("" not in (self.stop or ()), "stop", "must hold no empty string."),
                 (min(self.stop_token_ids or (0,)) >= 0, "stop_token_ids", "must not be negative."),
             ],
@@ -323,7 +353,8 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the same way)"""
+    """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
+    same way)"""
 
     tensor_parallel_size: int = 1
     """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
@@ -336,8 +367,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """Share of GPU memory for weights and KV cache of the engine. Not used on CPU."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes of KV cache. Default: on CPU enough for every sequence of a step at full length, at most 1 GiB; on GPU by
-    gpu_memory_utilization."""
+    """Bytes of KV cache. Default: on CPU enough for every sequence of a step at full length, at most 1 GiB;
+    on GPU by gpu_memory_utilization."""
     block_size: int | None = None
     """Tokens per KV-cache block. Default: vLLM's (128 on CPU)."""
     enforce_eager: bool | None = None
@@ -367,15 +398,18 @@ class ReshardConfig:
     """weight sync (from the actor's layout into the engines')"""
 
     reshard_alias: bool = True
-    """Where layout and dtype agree, let an in-process engine's parameter be the trainer's own memory: nothing is copied or held twice."""
+    """Where layout and dtype agree, let an in-process engine's parameter be the trainer's own memory: nothing
+    is copied or held twice."""
     reshard_transport: Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"] = "auto"
-    """How weights get from an actor rank to an engine. auto: within a process direct copies, on one node shared memory (CPU) or CUDA IPC
-    (GPU), else messages of torch.distributed. Anything else must work for every pair of ranks."""
+    """How weights get from an actor rank to an engine. auto: within a process direct copies, on one node
+    shared memory (CPU) or CUDA IPC (GPU), else messages of torch.distributed. Anything else must work for
+    every pair of ranks."""
     reshard_timeout_s: float = 600.0
     """Seconds that one sync may take before it fails and the late rank is named."""
     reshard_double_buffer: bool | None = None
-    """Write a version beside the one that generates, and switch when it is complete: the engine goes on meanwhile, and a failed sync
-    leaves the old version. Costs the engine's weights again. Default: true for an out-of-process engine without CUDA graphs."""
+    """Write a version beside the one that generates, and switch when it is complete: the engine goes on
+    meanwhile, and a failed sync leaves the old version. Costs the engine's weights again. Default: true for
+    an out-of-process engine without CUDA graphs."""
     check_weight_sync: bool = False
     """Compare every byte of every sync by checksum, not only samples of every tensor."""
 
@@ -388,8 +422,8 @@ class DataConfig:
     """data and rewards"""
 
     train_data: tuple[str, ...]
-    """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth (SFT: prompt and
-    response, or messages)."""
+    """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth
+    (SFT: prompt and response, or messages)."""
     eval_data: tuple[str, ...] = ()
     """Held-out files in the same columns."""
     shuffle: bool = True
@@ -397,25 +431,31 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column of the prompt: a list of {role, content} messages, or a string."""
     reward_function: str | None = None
-    """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=, ground_truth=, extra_info=) -> float."""
+    """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=,
+    ground_truth=, extra_info=) -> float."""
     reward: Literal["auto", "gsm8k", "math", "code"] | None = None
-    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH family). code: the response's program
-    is run on the row's tests, in a sandbox. Default: auto, but none with --reward-model."""
+    """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH
+    family). code: the response's program is run on the row's tests, in a sandbox. Default: auto, but none
+    with --reward-model."""
     reward_num_workers: int | None = None
-    """Processes per engine that call the rule or function. 0: none; it is called in the worker itself, for pdb, and nothing can stop it.
-    Default: this rank's share of the cores, at most 8."""
+    """Processes per engine that call the rule or function. 0: none; it is called in the worker itself, for
+    pdb, and nothing can stop it. Default: this rank's share of the cores, at most 8."""
     reward_timeout_s: float = 60.0
-    """Seconds that the reward of one response may take; then its process is killed and the reward has failed."""
+    """Seconds that the reward of one response may take; then its process is killed and the reward has
+    failed."""
     reward_memory_limit_bytes: int = 4 * 2**30
     """Memory that one such process may allocate; beyond it an allocation fails, and with it the reward."""
     reward_max_failed_share: float = 0.1
-    """Share of a step's rewards that may fail, of a rule, function, model or judge: those samples are masked. More end the run."""
+    """Share of a step's rewards that may fail, of a rule, function, model or judge: those samples are masked.
+    More end the run."""
     code_timeout_s: float = 10.0
-    """With --reward code: seconds that the program may take for each test of a row, of CPU and of the clock."""
+    """With --reward code: seconds that the program may take for each test of a row, of CPU and of the
+    clock."""
     code_memory_limit_bytes: int = 2**30
     """With --reward code: memory of the program."""
     allow_unsandboxed_code: bool = False
-    """With --reward code: run programs even where this machine cannot keep them from its network and files."""
+    """With --reward code: run programs even where this machine cannot keep them from its network and
+    files."""
 
     def __post_init__(self) -> None:
         require(
@@ -440,26 +480,37 @@ class RunConfig:
     """run folder, evaluation and checks"""
 
     save: str
-    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/, timeline.json. Refused if it already
-    holds a run, unless --load says to go on there."""
+    """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/,
+    timeline.json. Refused if it already holds a run, unless --load says to go on there."""
     eval_interval: int = 0
     """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
     eval_num_prompts: int | None = None
     """Rows of --eval-data to use. Default: all."""
     export_interval: int = 0
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
+    log_with: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Trackers that get metrics, samples and flags beside metrics.jsonl, rollouts/ and the console. wandb and
+    mlflow are set up by their own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI=...). The
+    flag without a name: no tracker."""
+    log_project: str = "megarl"
+    """Project in Weights & Biases, experiment in MLflow."""
+    log_name: str | None = None
+    """Name of the run in Weights & Biases and MLflow. Default: the name of --save's folder."""
     num_rollouts_to_log: int = 8
-    """Samples per step written to rollouts/step_*.jsonl; -1 is all, 0 none."""
+    """Samples per step written to rollouts/step_*.jsonl and to --log-with; -1 is all, 0 none."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What becomes of an update whose loss or gradient is not finite: the job ends, or the update is left out, on all ranks alike, and counted
-    (policy/updates_skipped, critic/updates_skipped); more than 10 in a row end the job. Weights and optimizer stay unchanged either way."""
+    """What becomes of an update whose loss or gradient is not finite: the job ends, or the update is left
+    out, on all ranks alike, and counted (policy/updates_skipped, critic/updates_skipped); more than 10 in a
+    row end the job. Weights and optimizer stay unchanged either way."""
     exit_loss: float | None = None
     """SFT: stop as soon as the loss of a step falls below this."""
-    gate_max_abs: float = 1e-4
-    """Gate, fp32: largest |trainer log-prob - engine log-prob| of a sampled token that is accepted, before the first update and after
-    every later step."""
-    gate_mean_abs: float = 1e-2
-    """Gate, bf16: largest mean of the same difference that is accepted, at the same times (a maximum says nothing in bf16)."""
+    gate_max_abs: float | None = None
+    """Gate: largest |trainer log-prob - engine log-prob| of a sampled token that is accepted, before the
+    first update and after every later step. Default: a rule for how many tokens may be outliers and how far
+    one may be off, see docs/debugging.md; inf accepts all."""
+    gate_mean_abs: float | None = None
+    """Gate: largest mean of the same difference that is accepted, at the same times. Default: a rule that
+    follows the size of the log-probs; inf accepts all."""
     warn_after_zero_reward_steps: int = 10
     """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
 
@@ -483,26 +534,33 @@ class RewardModelConfig:
     """reward models"""
 
     reward_model: tuple[str, ...] = ()
-    """Folders of reward models: sequence classifiers with one label, or language models that judge. Their scores
-    are summed, and the rule reward is added if --reward or --reward-function is given too. Default: none."""
+    """Folders of reward models: sequence classifiers with one label, or language models that judge. Their
+    scores are summed, and the rule reward is added if --reward or --reward-function is given too. Default:
+    none."""
     reward_model_weights: tuple[float, ...] | None = None
-    """What each model's score is multiplied by, one number per model. Default: 1 each. A rule reward counts 1."""
+    """What each model's score is multiplied by, one number per model. Default: 1 each. A rule reward counts
+    1."""
     reward_model_backend: tuple[Literal["auto", "megatron", "transformers", "judge"], ...] = ("auto",)
-    """What runs the models, one word for all or one per model. megatron: a classifier of a family that megarl trains, split as a role is.
-    transformers: any classifier, whole on each rank. judge: a language model in vLLM that is asked for a score. auto: by config.json."""
+    """What runs the models, one word for all or one per model. megatron: a classifier of a family that megarl
+    trains, split as a role is. transformers: any classifier, whole on each rank. judge: a language model in
+    vLLM that is asked for a score. auto: by config.json."""
     judge_template: str | None = None
-    """Text file of what a judge is asked, with {prompt}, {response} and {ground_truth}. Default: the template that ships with megarl."""
+    """Text file of what a judge is asked, with {prompt}, {response} and {ground_truth}. Default: the template
+    that ships with megarl."""
     judge_score_pattern: str = r"(?i)\bscore\b[\s*:=]*(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, the number, that finds the score in a judge's answer; the last match counts."""
+    """Regular expression with one group, the number, that finds the score in a judge's answer; the last match
+    counts."""
     judge_score_range: tuple[float, ...] = (0.0, 10.0)
-    """Lowest and highest score a judge can give; scaled to 0..1. A number outside, like an answer without one, is a failed reward."""
+    """Lowest and highest score a judge can give; scaled to 0..1. A number outside, like an answer without
+    one, is a failed reward."""
     judge_max_tokens: int = 512
     """Tokens of a judge's answer, at most."""
     judge_temperature: float = 0.0
     """Sampling temperature of judges; 0 is greedy."""
     judge_max_model_len: int | None = None
-    """Tokens of question and answer together, at most; a longer question is a failed reward. Default: --judge-max-tokens, the template's
-    characters and twice --max-prompt-length and --max-response-length, or what the judge can take if that is less."""
+    """Tokens of question and answer together, at most; a longer question is a failed reward. Default:
+    --judge-max-tokens, the template's characters and twice --max-prompt-length and --max-response-length, or
+    what the judge can take if that is less."""
     judge_gpu_memory_utilization: float = 0.3
     """Share of GPU memory for weights and KV cache of a judge. Not used on CPU."""
 
@@ -547,4 +605,5 @@ class TrainConfig:
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()
-    """Of the second actor, the third, ...: the whole configuration as each of them sees it, its number left out."""
+    """Of the second actor, the third, ...: the whole configuration as each of them sees it, its number left
+    out."""

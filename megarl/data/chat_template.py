@@ -1,4 +1,5 @@
-"""Chat templates rendered without transformers, by its rules, so that the same template gives the same text."""
+"""Chat templates rendered without transformers, by its rules, so that the same template gives the same
+text."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
 
-Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last. A row of GSM8K as
-published, {"question": ..., "answer": "... #### 1,234"}, is converted as verl's own script does it: the instruction below
-is added to the question, and the ground truth is what follows "####", without thousands separators.
+Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last. A row
+of GSM8K as published, {"question": ..., "answer": "... #### 1,234"}, is converted as verl's own script does
+it: the instruction below is added to the question, and the ground truth is what follows "####", without
+thousands separators.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
     """Returns the row's content and its problems, each naming the column, what is there and what is wanted.
 
     Args:
-        needs: "ground_truth", "response" or None: the part that must be there besides the prompt. The other one is taken if it is.
+        needs: "ground_truth", "response" or None: the part that must be there besides the prompt. The other
+            one is taken if it is.
     """
     problems = _Problems(row)
     parsed = ParsedRow()
@@ -87,7 +89,8 @@ class _Problems:
 
     def wrong(self, column: str, value: object, wanted: str) -> None:
         self.texts.append(
-            f"column {column!r} is {_shown(repr(value), _SHOWN_CHARACTERS)} ({type(value).__name__}), wanted {wanted}"
+            f"column {column!r} is {_shown(repr(value), _SHOWN_CHARACTERS)} "
+            f"({type(value).__name__}), wanted {wanted}"
         )
         self._columns.add(column.partition(".")[0])
 
@@ -163,7 +166,8 @@ def _shown(text: str, most: int) -> str:
 
 
 def _unfit(value: object, is_recorded: bool, depth: int = 0) -> str | None:
-    """Why a value cannot be tokenized, sent to other processes and, if it is recorded, written as JSON; None if it can."""
+    """Why a value cannot be tokenized, sent to other processes and, if it is recorded, written as JSON; None
+    if it can."""
     if depth > _MAX_DEPTH:
         return f"is nested deeper than {_MAX_DEPTH} levels"
     if isinstance(value, str):

@@ -1,22 +1,32 @@
-"""Which rows come next: an endless, resumable walk over a dataset."""
+"""Which rows come next: an endless, resumable walk over a dataset.
+
+cursor = DataCursor(num_rows=3, shuffle=False)
+cursor.next_visits(4)        {0: 0, 1: 1, 2: 2, 3: 0}      visit -> row; row 0 is visited twice
+cursor.visit([2, 2])         {4: 2, 5: 2}                  rows of the caller's choice
+cursor.next_visits(1)        {6: 1}                        the walk goes on where it was"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 
 class DataCursor:
-    """Pass after pass over `num_rows` rows; no row is skipped or repeated within a pass, and none dropped at its end.
+    """Pass after pass over `num_rows` rows; no row is skipped or repeated within a pass, and none dropped at
+    its end.
 
-    Every pass has its own order, drawn from (seed, pass) alone, so a state of five numbers restores the walk exactly.
+    Every pass has its own order, drawn from (seed, pass) alone, so a state of six numbers restores the walk.
+
+    A visit is one use of a row by the run. Visits are counted from 0 and no number is used again, so what is
+    named after a visit is unique in the run, also where a batch holds a row twice.
     """
 
     def __init__(self, num_rows: int, seed: int = 0, shuffle: bool = True):
         if num_rows < 1:
             raise ValueError(f"num_rows ({num_rows}) must be at least 1: the dataset is empty.")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
-        self._pass, self._offset = 0, 0
+        self._pass, self._offset, self._num_visits = 0, 0, 0
         self._order = self._order_of_pass()
 
     def next_rows(self, n: int) -> list[int]:
@@ -33,6 +43,16 @@ class DataCursor:
             rows += taken
         return rows
 
+    def next_visits(self, n: int) -> dict[int, int]:
+        """Visit the next `n` rows. Returns visit -> row, in order."""
+        return self.visit(self.next_rows(n))
+
+    def visit(self, rows: Sequence[int]) -> dict[int, int]:
+        """Visit these rows without moving the walk. Returns visit -> row, in order."""
+        first = self._num_visits
+        self._num_visits += len(rows)
+        return dict(enumerate(rows, first))
+
     def state(self) -> dict[str, Any]:
         """JSON-able; see `restore`."""
         return {
@@ -41,6 +61,7 @@ class DataCursor:
             "shuffle": self.shuffle,
             "pass": self._pass,
             "offset": self._offset,
+            "visits": self._num_visits,
         }
 
     @classmethod
@@ -53,17 +74,21 @@ class DataCursor:
         """
         if num_rows is not None and num_rows != state["num_rows"]:
             raise ValueError(
-                f"the training data has {num_rows} rows, but the checkpoint was made with {state['num_rows']}: "
+                f"the training data has {num_rows} rows, but the checkpoint was made with "
+                f"{state['num_rows']}: "
                 "resume with the same --train-data, or start a new run from the exported hf/ folder."
             )
         cursor = cls(state["num_rows"], state["seed"], state["shuffle"])
         cursor._pass, cursor._offset = state["pass"], state["offset"]
         cursor._order = cursor._order_of_pass()
+        # Checkpoints of before visits were counted: a row of the walk was a visit.
+        cursor._num_visits = state.get("visits", state["pass"] * state["num_rows"] + state["offset"])
         return cursor
 
     def _order_of_pass(self) -> list[int]:
         order = list(range(self.num_rows))
         if self.shuffle:
-            # Seeded by text: unlike a hash of a tuple or NumPy's generators, this stream is the same in every Python version.
+            # Seeded by text: unlike a hash of a tuple or NumPy's generators, this stream is the same in every
+            # Python version.
             random.Random(f"{self.seed}/{self._pass}").shuffle(order)
         return order

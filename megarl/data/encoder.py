@@ -30,7 +30,8 @@ class PromptEncoder:
         return [self._prompts[row].tolist() for row in rows]
 
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
-        """The responses' ids, without end-of-sequence. The dataset must have been loaded with needs="response"."""
+        """The responses' ids, without end-of-sequence. The dataset must have been loaded with
+        needs="response"."""
         new = [row for row in dict.fromkeys(rows) if row not in self._responses]
         for row, ids in zip(
             new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True
@@ -39,16 +40,20 @@ class PromptEncoder:
         return [self._responses[row].tolist() for row in rows]
 
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
-        """Encodes every row, so that a prompt that is too long is found before training starts and not in the middle of it.
+        """Encodes every row, so that a prompt that is too long is found before training starts and not in the
+        middle of it.
 
-        Raises: ValueError with the number of long prompts, the first few rows, and the length that would take them all.
+        Raises: ValueError with the number of long prompts, the first few rows, and the length that would take
+        them all.
         """
         lengths = [len(ids) for ids in self.prompts(range(len(self._dataset)))]
         long = [row for row, length in enumerate(lengths) if length > max_prompt_length]
         if long:
             shown = ", ".join(f"row {row} ({lengths[row]} tokens)" for row in long[:_NUM_LONG_ROWS_SHOWN])
             raise ValueError(
-                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {len(lengths)} prompts of {flag} are longer: {shown}"
-                f"{', ...' if len(long) > _NUM_LONG_ROWS_SHOWN else ''} (rows counted from 0 over all files). "
+                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {len(lengths)} prompts "
+                f"of {flag} are longer: {shown}"
+                f"{', ...' if len(long) > _NUM_LONG_ROWS_SHOWN else ''} (rows counted from 0 over "
+                "all files). "
                 f"Try {max(lengths)}, or take these rows out."
             )

@@ -8,7 +8,8 @@ from megarl.data.tokenizer import Messages
 
 
 class HFTokenizer:
-    """Chat templates are rendered and ids made by transformers itself, so that they are the ones the model knows.
+    """Chat templates are rendered and ids made by transformers itself, so that they are the ones the model
+    knows.
 
     Special tokens written out in a text ("<|im_end|>") become those tokens, as everywhere in transformers.
     """
@@ -21,17 +22,20 @@ class HFTokenizer:
             self.hugging_face = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )  # None: transformers asks on the terminal
-        except Exception as error:  # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
+        # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
+        except Exception as error:
             raise ValueError(
                 f"{flag} ({path}): transformers cannot load this tokenizer: {type(error).__name__}: {error}"
             ) from error
         if not self._ids(["1+1"])[0]:
             raise ValueError(
-                f"{flag} ({path}): the tokenizer has no vocabulary. Is tokenizer.json (or vocab.json, tokenizer.model) there?"
+                f"{flag} ({path}): the tokenizer has no vocabulary. Is tokenizer.json (or "
+                "vocab.json, tokenizer.model) there?"
             )
         if self.hugging_face.eos_token_id is None:
             raise ValueError(
-                f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.'
+                f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in '
+                "its tokenizer_config.json."
             )
         self.eos_token_id: int = self.hugging_face.eos_token_id
         pad = self.hugging_face.pad_token_id
@@ -48,7 +52,8 @@ class HFTokenizer:
             [prompt if isinstance(prompt, str) else self._render(prompt) for prompt in prompts]
         )
         for position, prompt in enumerate(prompts):
-            # A user may have rendered the template himself, with its BOS token in the text: two of them would be wrong.
+            # A user may have rendered the template himself, with its BOS token in the text: two of them would
+            # be wrong.
             if isinstance(prompt, str) and self._bos and all_ids[position][:1] != self._bos:
                 all_ids[position] = self._bos + all_ids[position]
         return all_ids
@@ -63,7 +68,8 @@ class HFTokenizer:
         return self.decode_batch([ids])[0]
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        # Without clean-up: it would turn the " ." a model wrote into ".", and the reward would judge another text.
+        # Without clean-up: it would turn the " ." a model wrote into ".", and the reward would judge another
+        # text.
         return self.hugging_face.batch_decode(
             sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -84,5 +90,6 @@ class HFTokenizer:
         except Exception as error:  # a foreign template: its own word, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
             raise ValueError(
-                f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}"
+                f"the chat template in {self.name} refuses the prompt {shown}: "
+                f"{type(error).__name__}: {error}"
             ) from error

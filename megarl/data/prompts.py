@@ -18,7 +18,8 @@ _NUM_BAD_ROWS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a dataset, e.g. `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
+    """One row of a dataset, e.g. `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},),
+    "17")`."""
 
     index: int
     """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
@@ -49,17 +50,20 @@ class PromptDataset(Sequence[Prompt]):
     ) -> PromptDataset:
         """Reads *.jsonl and *.parquet files, one after another.
 
-        Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`, `extra_info`, and
-        for fine-tuning `response`, or `messages` whose last turn is the assistant's. GSM8K as published (`question`,
-        `answer` ending in "#### n") is converted on the way; see megarl/data/columns.py.
+        Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`,
+        `extra_info`, and for fine-tuning `response`, or `messages` whose last turn is the assistant's. GSM8K
+        as published (`question`, `answer` ending in "#### n") is converted on the way; see
+        megarl/data/columns.py.
 
         Args:
             paths: one file or several.
             prompt_key: column of the prompt.
-            needs: what every row must have besides a prompt: "ground_truth" for rewards, "response" for fine-tuning.
+            needs: what every row must have besides a prompt: "ground_truth" for rewards, "response" for
+                fine-tuning.
             flag: the flag that named the files, for errors.
             first: rows to read of each file. None: all.
-        Raises: ValueError that lists every unusable file, the number of bad rows, and the first five of those.
+        Raises: ValueError that lists every unusable file, the number of bad rows, and the first five of
+            those.
         """
         files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not files:

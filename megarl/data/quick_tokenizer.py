@@ -1,6 +1,8 @@
-"""A Hugging Face tokenizer folder read without transformers, whose import takes longer than all of `megarl check` may.
+"""A Hugging Face tokenizer folder read without transformers, whose import takes longer than all of `megarl
+check` may.
 
-For looks at a few rows before a job starts. Training reads the folder with transformers itself (hf_tokenizer.py)."""
+For looks at a few rows before a job starts. Training reads the folder with transformers itself
+(hf_tokenizer.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
 
 
 class QuickTokenizer:
-    """tokenizer.json in the library that made it, special tokens and chat template as transformers finds them."""
+    """tokenizer.json in the library that made it, special tokens and chat template as transformers finds
+    them."""
 
     def __init__(self, path: str, flag: str):
         import tokenizers
@@ -50,18 +53,21 @@ class QuickTokenizer:
         added = config.get("added_tokens_decoder") or {}
         if not isinstance(added, dict) or not all(index.isdecimal() for index in added):
             raise ValueError(
-                f"{flag} ({path}): added_tokens_decoder in its tokenizer_config.json must be an object of token ids."
+                f"{flag} ({path}): added_tokens_decoder in its tokenizer_config.json must be an "
+                "object of token ids."
             )
         later = {_content(token): int(index) for index, token in added.items()}
         self.vocab_size = max([*vocabulary.values(), *later.values()], default=-1) + 1
         eos = self._special.get("eos_token")
         if eos is None:
             raise ValueError(
-                f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in its tokenizer_config.json.'
+                f'{flag} ({path}): the tokenizer has no end-of-sequence token. Set "eos_token" in '
+                "its tokenizer_config.json."
             )
         if (index := vocabulary.get(eos, later.get(eos))) is None:
             raise ValueError(
-                f'{flag} ({path}): the end-of-sequence token {eos!r} is not in the vocabulary. Correct "eos_token" in its tokenizer_config.json.'
+                f"{flag} ({path}): the end-of-sequence token {eos!r} is not in the vocabulary. "
+                'Correct "eos_token" in its tokenizer_config.json.'
             )
         self.eos_token_id: int = index
         self.pad_token_id: int = vocabulary.get(self._special.get("pad_token", ""), index)
@@ -112,7 +118,8 @@ class QuickTokenizer:
         except Exception as error:  # a foreign template: its own word, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
             raise ValueError(
-                f"the chat template in {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}"
+                f"the chat template in {self.name} refuses the prompt {shown}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 

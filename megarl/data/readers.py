@@ -24,9 +24,11 @@ class UnreadableRow:
 
 
 def read_rows(path: str) -> Iterator[tuple[str, object]]:
-    """Yields (where, row): where is "file:line" or "file row n"; row is what was parsed, or an `UnreadableRow`.
+    """Yields (where, row): where is "file:line" or "file row n"; row is what was parsed, or an
+    `UnreadableRow`.
 
-    Raises: UnreadableFile if there is no such file, its ending is unknown, it is no parquet file, or it has no rows.
+    Raises: UnreadableFile if there is no such file, its ending is unknown, it is no parquet file, or it has
+    no rows.
     """
     if not os.path.exists(path):
         raise UnreadableFile(f"{path} does not exist. Give the path of a *.jsonl or *.parquet file.")
@@ -44,7 +46,8 @@ def read_rows(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, object]]:
-    # Bytes, because text mode would end a line at characters that JSON strings may hold and lose the number of a line that is not UTF-8.
+    # Bytes, because text mode would end a line at characters that JSON strings may hold and lose the number
+    # of a line that is not UTF-8.
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -76,7 +79,8 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> list[object]:
-    """One by one where there is a value that Python cannot hold: a text that is not UTF-8, a day after the year 9999."""
+    """One by one where there is a value that Python cannot hold: a text that is not UTF-8, a day after the
+    year 9999."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError) as error:

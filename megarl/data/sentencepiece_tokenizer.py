@@ -1,15 +1,15 @@
 """A SentencePiece *.model file behind our interface (megarl/data/tokenizer.py).
 
-Such a file has no chat template. `chat_template.jinja` in the same folder is taken if it is there (Hugging Face's
-conventions: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`). Otherwise messages become
-plain text, one line each,
+Such a file has no chat template. `chat_template.jinja` in the same folder is taken if it is there (Hugging
+Face's conventions: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`).
+Otherwise messages become plain text, one line each,
 
     user: 23-5-1 ?
     assistant:
 
-after the beginning-of-sequence token, if the file defines one. Control pieces (<s>, </s>, ...) written out in a template
-or a text become their ids, and each stretch between them is encoded by SentencePiece on its own, its normalization and
-dummy prefix included.
+after the beginning-of-sequence token, if the file defines one. Control pieces (<s>, </s>, ...) written out in
+a template or a text become their ids, and each stretch between them is encoded by SentencePiece on its own,
+its normalization and dummy prefix included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any
 from megarl.data.chat_template import compile_template
 from megarl.data.tokenizer import Messages
 
-DEFAULT_CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+DEFAULT_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% "
+    "endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,8 @@ class SentencePieceTokenizer:
         except Exception as error:  # a foreign template: its own word, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
             raise ValueError(
-                f"the chat template beside {self.name} refuses the prompt {shown}: {type(error).__name__}: {error}"
+                f"the chat template beside {self.name} refuses the prompt {shown}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 

@@ -1,8 +1,10 @@
-"""`sums`, the task of the quickstart: chained additions and subtractions, e.g. "23-5-1 ?", answered in GSM8K's format.
+"""`sums`, the task of the quickstart: chained additions and subtractions, e.g. "23-5-1 ?", answered in
+GSM8K's format.
 
-Two kinds of answer exist for the warm-up. A *worked* answer writes every step and is right; a *snap* answer guesses near
-the truth and is right one time in eight. A model warmed up on few worked and many snap answers can do the sums but seldom
-takes the trouble: reinforcement learning finds out that working them out pays. The warm-up data is built for that purpose.
+Two kinds of answer exist for the warm-up. A *worked* answer writes every step and is right; a *snap* answer
+guesses near the truth and is right one time in eight. A model warmed up on few worked and many snap answers
+can do the sums but seldom takes the trouble: reinforcement learning finds out that working them out pays. The
+warm-up data is built for that purpose.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _LOWEST, _HIGHEST = 10, 99
 
 @dataclass(frozen=True, slots=True)
 class SumsProblem:
-    """A start value and signed operands, e.g. `SumsProblem(23, (-5, -1))`; every running value lies in 10..99."""
+    """A start value and signed operands, e.g. `SumsProblem(23, (-5, -1))`; every running value lies in
+    10..99."""
 
     start: int
     ops: tuple[int, ...]
@@ -43,10 +46,12 @@ def is_test(key: str) -> bool:
 
 
 def sums(rng: random.Random, split: Split, lo: int = 2, hi: int = 3, kmax: int = 5) -> SumsProblem:
-    """Draws a problem of `split` with lo..hi operands of size 1..kmax; a sign is flipped where the value would leave 10..99."""
+    """Draws a problem of `split` with lo..hi operands of size 1..kmax; a sign is flipped where the value
+    would leave 10..99."""
     if split not in ("train", "test") or not 1 <= lo <= hi or not 1 <= kmax <= 45:
         raise ValueError(
-            f"split ({split}) must be train or test, 1 <= lo ({lo}) <= hi ({hi}), and 1 <= kmax ({kmax}) <= 45."
+            f"split ({split}) must be train or test, 1 <= lo ({lo}) <= hi ({hi}), and 1 <= kmax "
+            f"({kmax}) <= 45."
         )
     while True:
         num_ops = rng.randint(lo, hi)

@@ -12,8 +12,9 @@ from megarl.data.sums_model import write_model_folder
 
 NUM_TRAIN_ROWS = 4096
 NUM_TEST_ROWS = 200
-# Stage A reads 360 steps x 64 rows, each row once: from rows read several times the model learns the steps as fast, but it
-# remembers them, and is less sure on held-out ones (seed 0, both stopped early: 0.88 from 8192 rows, 0.91 from 25,600, after GRPO).
+# Stage A reads 360 steps x 64 rows, each row once: from rows read several times the model learns the steps as
+# fast, but it remembers them, and is less sure on held-out ones (seed 0, both stopped early: 0.88 from 8192
+# rows, 0.91 from 25,600, after GRPO).
 NUM_WORKED_ROWS = 23_040
 # Stage B is 40 steps x 64 rows, each row once.
 NUM_MIXED_ROWS = 2560
@@ -24,8 +25,8 @@ _FIRST_TEST_SEED = 10_000
 def make_sums(out: str | os.PathLike[str], seed: int = 0) -> dict[str, str]:
     """Writes the data files and the model folder into `out`. The same seed gives the same bytes.
 
-    Returns: path by name: train, test, test_parquet, sft_worked, sft_mixed, model. The test rows and the tokenizer do not
-        depend on the seed; everything else does.
+    Returns: path by name: train, test, test_parquet, sft_worked, sft_mixed, model. The test rows and the
+        tokenizer do not depend on the seed; everything else does.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed ({seed}) must be in 0 .. {2**32 - 1}.")

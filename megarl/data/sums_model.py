@@ -1,4 +1,5 @@
-"""The quickstart's model folder: a Qwen3 of 368,128 parameters with its own tokenizer and random initial weights."""
+"""The quickstart's model folder: a Qwen3 of 368,128 parameters with its own tokenizer and random initial
+weights."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ from megarl.data.sums import snap_answer, sums, worked_answer
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 PAD_ID, EOS_ID = 0, 1
-CHAT_TEMPLATE = "{% for m in messages %}<|{{m.role}}|>{{m.content}}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{m.role}}|>{{m.content}}<|end|>{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% endif %}"
+)
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 128, 2, 4, 2, 32, 256
 
 
 def write_model_folder(folder: str, seed: int) -> None:
-    """Writes config.json, generation_config.json, the tokenizer's files and model.safetensors (fp32, from `seed`)."""
+    """Writes config.json, generation_config.json, the tokenizer's files and model.safetensors (fp32, from
+    `seed`)."""
     from safetensors.numpy import save
 
     os.makedirs(folder, exist_ok=True)
@@ -35,10 +40,12 @@ def write_model_folder(folder: str, seed: int) -> None:
 def initial_weights(vocab_size: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (Hugging Face name, fp32 array [out, in]).
 
-    The scales decide how fast so small a model learns (measured): embeddings 0.3, output layer 0.02, every other matrix
-    1/sqrt(fan_in), those that write into the residual stream divided by sqrt(2 * layers). Norms are 1.
+    The scales decide how fast so small a model learns (measured): embeddings 0.3, output layer 0.02, every
+    other matrix 1/sqrt(fan_in), those that write into the residual stream divided by sqrt(2 * layers). Norms
+    are 1.
     """
-    # RandomState, not Generator: NumPy promises this stream never changes, so a seed means the same weights everywhere.
+    # RandomState, not Generator: NumPy promises this stream never changes, so a seed means the same weights
+    # everywhere.
     rng = np.random.RandomState(seed)
 
     def matrix(name: str, rows: int, columns: int, std: float) -> tuple[str, np.ndarray]:
@@ -68,7 +75,8 @@ def initial_weights(vocab_size: int, seed: int) -> Iterator[tuple[str, np.ndarra
 
 
 def _write_tokenizer(folder: str) -> int:
-    """Byte-level BPE with one token per digit. Its corpus does not depend on the seed: every run has the same ids. Returns its size."""
+    """Byte-level BPE with one token per digit. Its corpus does not depend on the seed: every run has the same
+    ids. Returns its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

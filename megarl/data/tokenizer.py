@@ -10,7 +10,8 @@ Messages = Sequence[dict[str, Any]] | str
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS rule below."""
+    """What training needs of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS
+    rule below."""
 
     name: str
     """The path it was loaded from."""
@@ -21,8 +22,8 @@ class Tokenizer(Protocol):
     """The end-of-sequence id if the tokenizer has no padding token."""
 
     def encode_prompt(self, prompt: Messages) -> list[int]:
-        """Messages go through the chat template, up to and including the assistant's header. A string is encoded as it
-        is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
+        """Messages go through the chat template, up to and including the assistant's header. A string is
+        encoded as it is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
         ...
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
@@ -38,7 +39,8 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out, and ids >= vocab_size, which a model with a padded vocabulary can sample."""
+        """Special tokens are left out, and ids >= vocab_size, which a model with a padded vocabulary can
+        sample."""
         ...
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -82,7 +84,8 @@ def _load_sentencepiece(path: str, flag: str) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) -> None:
-    """Every id of the tokenizer needs a row in the model's embedding. More rows than ids are normal (padding).
+    """Every id of the tokenizer needs a row in the model's embedding. More rows than ids are normal
+    (padding).
 
     Args:
         model: the model's folder, for the error.
@@ -90,7 +93,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) ->
     """
     if tokenizer.vocab_size > model_vocab_size:
         raise ValueError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1} ({tokenizer.name}), but the model's vocab_size is "
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1} ({tokenizer.name}), but the "
+            "model's vocab_size is "
             f"{model_vocab_size} ({os.path.join(model, 'config.json')}), so it has no embedding for "
-            f"{tokenizer.vocab_size - model_vocab_size} of them. Give --tokenizer-model the tokenizer the model was trained with."
+            f"{tokenizer.vocab_size - model_vocab_size} of them. Give --tokenizer-model the "
+            "tokenizer the model was trained with."
         )

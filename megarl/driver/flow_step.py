@@ -1,4 +1,5 @@
-"""One pass over a flow: what has been issued, what has ended, and so what may be issued next. Ranks come into it as sets only."""
+"""One pass over a flow: what has been issued, what has ended, and so what may be issued next. Ranks come into
+it as sets only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from megarl.flow.methods import base
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What could be issued now: a node, or, if `columns`, the exchange that brings them from `source` to the ranks of the node."""
+    """What could be issued now: a node, or, if `columns`, the exchange that brings them from `source` to the
+    ranks of the node."""
 
     node: Node
     ranks: frozenset[int]
@@ -92,8 +94,8 @@ class FlowStep:
         return len(self.issued) < len(self.prepared.nodes)
 
     def candidates(self) -> list[Candidate]:
-        """In the order in which they are to be issued: exchanges, which let other ranks work; then along the longest chain; functions
-        of the driver last, for while one runs nothing can be issued."""
+        """In the order in which they are to be issued: exchanges, which let other ranks work; then along the
+        longest chain; functions of the driver last, for while one runs nothing can be issued."""
         self._pass_over_skipped()
         moves: dict[tuple[str, str], Candidate] = {}
         nodes = []
@@ -113,7 +115,8 @@ class FlowStep:
         return sorted(found, key=lambda c: (c.node.background, c.node.function is not None))
 
     def _need(self, node: Node, need: str, columns: tuple[str, ...]) -> bool | Candidate:
-        """Whether what the node needs of another is, or by the order of calls on its ranks will be, there; or what brings it there."""
+        """Whether what the node needs of another is, or by the order of calls on its ranks will be, there; or
+        what brings it there."""
         prepared, source, ended = self.prepared, self.prepared.nodes[need], need in self.ended
         if need in self.skipped or node.name in self.skipped or node.function or source.function:
             return ended
@@ -130,14 +133,16 @@ class FlowStep:
         return ended or prepared.ranks[node.name] <= prepared.ranks[need]
 
     def _pass_over_skipped(self) -> None:
-        """A skipped node ends when everything before it has, so that what comes after it still comes after that."""
+        """A skipped node ends when everything before it has, so that what comes after it still comes after
+        that."""
         for name in sorted(self.skipped - self.ended, key=self.prepared.flow.depth.__getitem__):
             if self.prepared.flow.dependencies[name].keys() <= self.ended:
                 self.issued.add(name)
                 self.ended.add(name)
 
     def others_want(self, candidate: Candidate) -> bool:
-        """Whether a node of the path that does not wait for the candidate has still to be issued on some of its ranks."""
+        """Whether a node of the path that does not wait for the candidate has still to be issued on some of
+        its ranks."""
         after = {candidate.node.name}
         if candidate.source is not None:  # all that wait for the same exchange
             share = self.prepared.share_of[candidate.node.role]

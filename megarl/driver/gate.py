@@ -1,39 +1,66 @@
-"""The gate: trainer and engine must give the sampled tokens the same log-probabilities.
+"""The log-prob gate: trainer and engine must give the sampled tokens the same log-probabilities.
 
-If they do not, training goes on without any error and is silently wrong: stale or misplaced weights, another temperature,
-dropout, labels off by one, padded vocabulary in one softmax and not in the other."""
+If they do not, training goes on without any error and is silently wrong: stale or misplaced weights, another
+temperature, dropout, labels off by one, padded vocabulary in one softmax and not in the other."""
 
 from __future__ import annotations
 
-from megarl.config.schema import TrainConfig
+import math
+from collections.abc import Mapping
+
+from megarl.config.gate_limits import GateLimits
 
 
 class GateError(RuntimeError):
     """Trainer and engine disagree."""
 
     def __init__(self, finding: str, worst_tokens: list[dict[str, float]]) -> None:
+        worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
         rows = [
-            f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer {t['trainer']:.6f}, engine {t['engine']:.6f}"
-            for t in sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
+            f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer "
+            f"{t['trainer']:.9g}, "
+            f"engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
+            for t in worst_tokens
         ]
         super().__init__("\n".join([finding, *rows]))
 
 
-def gate_finding(mismatch: dict[str, float], config: TrainConfig) -> str | None:
-    """What is wrong with the differences |trainer log-prob - engine log-prob|, or None.
+def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
+    """Return the statistics of a step that are above what is accepted, or not finite.
 
-    fp32 judges the largest: a correct pair stays below 5e-5, the smallest known fault (padded vocabulary) is at 3e-2. With
-    bf16 on either side single tokens differ by 0.1 in a correct pair, so the mean is judged."""
-    in_bf16 = config.model.bf16 or config.rollout.dtype in ("bfloat16", "float16")
-    name, flag, limit = (
-        ("mismatch/mean_abs", "--gate-mean-abs", config.run.gate_mean_abs)
-        if in_bf16
-        else ("mismatch/max_abs", "--gate-max-abs", config.run.gate_max_abs)
-    )
-    value = mismatch[name]
-    if value <= limit:  # also false for NaN
+    Args:
+        mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
+    values = {name: mismatch[f"mismatch/{name}"] for name in limits.accepted(mismatch)}
+    return [
+        name
+        for name, limit in limits.accepted(mismatch).items()
+        if not (values[name] <= limit and math.isfinite(values[name]))
+    ]
+
+
+def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
+    """Return what is wrong with the differences |trainer log-prob - engine log-prob| of a step, or None.
+
+    Args:
+        mismatch: as of `exceeded`."""
+    above = exceeded(mismatch, limits)
+    if not above:
         return None
-    return (
-        f"trainer and engine disagree on the sampled tokens: {name} ({value:.3g}) is above {flag} ({limit:g}). Training would be "
-        "silently wrong. Is dropout on, a weight not synchronised, or an engine argument changing the distribution?"
+    statistics = [
+        f"  mismatch/{name} {mismatch[f'mismatch/{name}']:.9g}, accepted "
+        f"{limit:.9g}{': TOO LARGE' if name in above else ''}"
+        for name, limit in limits.accepted(mismatch).items()
+    ]
+    rule = (
+        f"  accepted by the rule {limits.describe()}; mean log-prob "
+        f"-{mismatch['mismatch/log_prob_abs']:.4g}. "
+        "--gate-mean-abs and --gate-max-abs replace the rule."
     )
+    return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
+
+
+_DISAGREE = (
+    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be "
+    "silently wrong. Is dropout on, "
+    "a weight not synchronised, or an engine argument changing the distribution?"
+)

@@ -8,17 +8,21 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 
+from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import RemoteError, RoleHandle, check_role, check_some, check_subset
+from megarl.driver.executor import RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
 from megarl.driver.stop_request import StopRequest
+from megarl.leaving import LEAVING, Left
 from megarl.workers.mailbox import Failure
-from megarl.workers.process import keep_checkout_off_path
+from megarl.workers.process import compute_fp32_exactly, keep_checkout_off_path
 
 
 @contextlib.contextmanager
 def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
     """The executor over the roles of a world of one rank, which is this process."""
     keep_checkout_off_path()
+    if trains_in_fp32(config):
+        compute_fp32_exactly()
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -53,30 +57,34 @@ class InlineFuture:
 class InlineExecutor:
     """An Executor whose roles are objects of this process, all of them on rank 0.
 
-    A call runs at once and raises at once, with the original exception as cause. Arguments and results still go through pickle, so
-    that a loop that works here does not lean on shared objects.
+    A call runs at once and raises at once, with the original exception as cause. Arguments and results still
+    go through pickle, so that a loop that works here does not lean on shared objects.
     """
 
     def __init__(self, roles: dict[str, object]):
         self._roles = roles
-        self._failure: RemoteError | None = None
+        self.failure: RemoteError | None = None
         self._seconds: dict[tuple[str, str], float] = {}
         self.ranks = {role: [0] for role in roles}
         self.step: int | None = None
-        self.stop = StopRequest()  # never made: a signal ends this process
+        self.stop = StopRequest()
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
         check_role(self.ranks, role)
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
+        self.stop.before_call(method)
         args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
         start = time.perf_counter()
         try:
             value = pickle.loads(pickle.dumps(getattr(self._roles[role], method)(*args, **kwargs)))
+        except Left:
+            self.stop.check()
+            raise
         except Exception as error:  # the boundary that a process would be
             f = Failure.of(error, role, method, self.step)
-            self._failure = RemoteError(role, 0, method, self.step, f.error, f.traceback)
-            raise self._failure from error
+            self.failure = RemoteError(role, 0, method, self.step, f.error, f.traceback)
+            raise self.failure from error
         seconds = time.perf_counter() - start
         self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
         return InlineFuture(role, value, seconds)
@@ -98,6 +106,24 @@ class InlineExecutor:
     def role(self, name: str) -> RoleHandle:
         check_role(self.ranks, name)
         return RoleHandle(self, name)
+
+    def wake(self) -> None:
+        """A stop is requested: a call that runs on the main thread leaves what it can leave, if its step will
+        be dropped."""
+        LEAVING.is_asked = self.stop.drops_step
+
+    def ask_who_lives(self) -> list[int]:
+        """This process does."""
+        return []
+
+    def leave_calls(self) -> None:
+        """None is in flight: a call returns, or raises Left, before the loop can ask."""
+
+    def where(self) -> str:
+        return at_step(self.step).strip() or "before the first step"
+
+    def abort(self, exit_code: int) -> None:
+        """Nobody else is to be told."""
 
     def shutdown(self) -> None:
         self._roles = {}

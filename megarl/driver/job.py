@@ -1,10 +1,11 @@
-"""One training job as its loop sees it: roles, data cursor, plans, checks, records. Numbers and ids only, no tensors."""
+"""One training job as its loop sees it: roles, data cursor, plans, checks, records. Numbers and ids only, no
+tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from megarl.algorithms.base import flow_of_actors
 from megarl.config.loader import write_args
@@ -19,7 +20,7 @@ from megarl.driver.gate import GateError, gate_finding
 from megarl.driver.learner import Learner
 from megarl.driver.metrics import phase_times
 from megarl.driver.preflight import Inputs
-from megarl.driver.progress import Progress
+from megarl.loggers.console import Progress
 from megarl.driver.run import Run
 from megarl.driver.weights import sync_weights
 from megarl.metrics import combine
@@ -122,12 +123,16 @@ class Job:
             self.begin_step(step)
             yield step
 
-    def plan_rows(self, rows: list[int], lengths: list[tuple[int, int]]) -> list[MiniBatch]:
-        """One mini-batch of dataset rows (SFT); (length, response length) by row."""
+    def plan_visits(self, visits: Mapping[int, int], lengths: list[tuple[int, int]]) -> list[MiniBatch]:
+        """Return one mini-batch (SFT) with a sample per visit.
+
+        Args:
+            visits: visit -> row. lengths: (length, response length) by row."""
         batch = self.config.batch
+        samples = [Sample(visit, *lengths[row]) for visit, row in visits.items()]
         return plan_mini_batches(
-            [Sample(row, *lengths[row]) for row in rows],
-            len(rows),
+            samples,
+            len(samples),
             {},
             self.meshes["actor"].dp,
             batch.max_tokens_per_micro_batch,
@@ -136,7 +141,8 @@ class Job:
         )
 
     def check_gate(self, gap: Future) -> None:
-        """Before an actor's first update wait for its comparison of trainer and engine; raise GateError if they disagree."""
+        """Before an actor's first update wait for its comparison of trainer and engine; raise GateError if
+        they disagree."""
         learner = self.learner_of(gap.role)
         if not learner.gate_passed:
             self.check_mismatch(learner, combine(gap.result()))
@@ -144,12 +150,12 @@ class Job:
 
     def check_mismatch(self, learner: Learner, mismatch: Mapping[str, float]) -> None:
         """Raise GateError if the differences between trainer and engine are too large."""
-        if (finding := gate_finding(mismatch, learner.config)) is not None:
+        if (finding := gate_finding(mismatch, learner.gate_limits)) is not None:
             worst = [token for rank in self.role(learner.actor).worst_tokens(5).result() for token in rank]
             raise GateError(f"{learner.actor}: {finding}" if learner.suffix else finding, worst)
 
     def finish_sft_step(
-        self, step: int, rows: list[int], lengths: list[tuple[int, int]], updated: Future
+        self, step: int, rows: Iterable[int], lengths: list[tuple[int, int]], updated: Future
     ) -> dict[str, float]:
         """Record the step. Returns its metrics."""
         metrics = combine(updated.result()) | phase_times(self.executor.take_seconds())
@@ -168,19 +174,22 @@ class Job:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without --eval-data or a rule."""
+        """Held-out accuracy by sampling at --temperature and greedily, recorded. Raises ValueError without
+        --eval-data or a rule."""
         scores = {}
         for learner in self.learners.values():
             if not learner.eval_rows:
                 raise ValueError(
-                    "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+                    "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or "
+                    "*.parquet files."
                 )
             if not uses_rule_reward(learner.config):
                 raise ValueError(
-                    "--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto."
+                    "--reward-model: held-out answers are scored by a rule, and with it there is "
+                    "none. Add --reward auto."
                 )
             rollout, reward = (self.role(f"{kind}{learner.suffix}") for kind in ("rollout", "reward"))
-            found, answers = held_out_accuracy(rollout, reward, learner.eval_rows, step)
+            found, answers = held_out_accuracy(rollout, reward, learner.eval_rows)
             for name, answer in answers.items():
                 self.run.keep_answer(step, with_suffix(name, learner.suffix), answer)
             scores |= {with_suffix(name, learner.suffix): score for name, score in found.items()}
@@ -195,7 +204,8 @@ class Job:
             self.checkpoints.save(step)
 
     def export(self, step: int, last: bool = False) -> None:
-        """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end; of the second actor hf_2/ and hf_critic_2/."""
+        """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end; of the
+        second actor hf_2/ and hf_critic_2/."""
         interval = self.config.run.export_interval
         if last or step == self.config.batch.train_iters or (interval and step % interval == 0):
             for role in self.meshes:

@@ -1,4 +1,5 @@
-"""The store of a job whose ranks this machine starts itself: nobody outside of the machine reaches it, and nobody on it can sign."""
+"""The store of a job whose ranks this machine starts itself: nobody outside of the machine reaches it, and
+nobody on it can sign."""
 
 from __future__ import annotations
 

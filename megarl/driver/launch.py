@@ -18,7 +18,7 @@ from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.driver.ending import last_failure, run_to_the_end, signal_since
 from megarl.driver.restarts import continued, where_it_goes_on
-from megarl.workers.process import keep_checkout_off_path, quiet_libraries
+from megarl.workers.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
 
 if TYPE_CHECKING:
     from megarl.driver.executor import Executor
@@ -32,11 +32,11 @@ Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
 def launch(
     config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
 ) -> int:
-    """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again, --max-restarts times. Returns the exit
-    code of the last attempt, as `run_to_the_end`.
+    """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again,
+    --max-restarts times. Returns the exit code of the last attempt, as `run_to_the_end`.
 
     new_run: --save must be free."""
-    _exit_on_signals()
+    exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to unwind yet
     _prepare_process()
     code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
@@ -73,11 +73,12 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
 
 
 def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
-    """Run `python -m module argv` as ranks and wait for them. They say themselves what is wrong, but for those that are killed.
+    """Run `python -m module argv` as ranks and wait for them. They say themselves what is wrong, but for
+    those that are killed.
 
     Returns: 0; 1 if one failed, after which the others are ended; 130 after Ctrl-C."""
     _prepare_process()
-    from megarl.driver.local_ranks import LocalRanks
+    from megarl.driver.local_ranks import LocalRanks, undisturbed
 
     processes, deaths = LocalRanks(argv, world_size, module, {}), []
     processes.tell_deaths(deaths.append)
@@ -86,17 +87,12 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
         while processes.are_running() and not deaths:
             time.sleep(0.05)
     finally:
-        processes.end(0.0)
+        with undisturbed(is_interrupt=True):
+            processes.end(0.0)
     for death in deaths[:1]:
         if death.is_kill:
             logger.error(death)
     return 1 if deaths else 0
-
-
-def _exit_on_signals() -> None:
-    """While there is nothing to unwind."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
 
 
 def _prepare_process() -> None:

@@ -1,10 +1,13 @@
-"""What the driver keeps of one actor and the roles of its number: where it is in its data, its KL controller, whether its engine agrees."""
+"""What the driver keeps of one actor and the roles of its number: where it is in its data, its KL controller,
+whether its engine agrees."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.config.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
@@ -21,6 +24,7 @@ class Learner:
         self.cursor = DataCursor(len(inputs.train), config.batch.seed, config.data.shuffle)
         self.eval_rows = list(range(len(inputs.evaluation or ())))[: config.run.eval_num_prompts]
         self.kl = config.algorithm.build_kl_controller()
+        self.gate_limits = GateLimits.of(config, inputs.shape)
         self.gate_passed = False
         self.zero_reward_steps = 0
         """In a row, until now."""
@@ -37,9 +41,18 @@ class Learner:
         if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
             return None
         return (
-            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the reward see what you think? "
+            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. "
+            "Does the reward see what you think? "
             "Look at the texts in rollouts/."
         )
+
+    def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
+        """What to say when updates were left out because no sample of their mini-batches had a reward."""
+        kinds = {"actor": "policy/updates_unscored", "critic": "critic/updates_unscored"}
+        said = " and ".join(
+            f"{metrics[name]:.0f} of {kind}{self.suffix}" for kind, name in kinds.items() if name in metrics
+        )
+        return said and f"step {step}: updates left out, as every reward of their mini-batch failed: {said}."
 
     def state(self) -> dict[str, object]:
         """What a checkpoint holds of it, for JSON."""
@@ -50,7 +63,8 @@ class Learner:
         }
 
     def restore(self, state: dict[str, object]) -> None:
-        """What `state` returned. Raises: ValueError if the training data has changed its size. The gate is passed anew."""
+        """What `state` returned. Raises: ValueError if the training data has changed its size. The gate is
+        passed anew."""
         self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]

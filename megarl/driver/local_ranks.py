@@ -1,12 +1,12 @@
-"""Ranks that this process starts and ends itself: the process that runs the loop is the driver. So it is under `megarl train`, and for a
-loop of one's own.
+"""Ranks that this process starts and ends itself: the process that runs the loop is the driver. So it is
+under `megarl train`, and for a loop of one's own.
 
     this process     holds the store, runs the loop; no torchrun, no driver beside rank 0
       |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process alone, which ends them
       `-- rank 1 ...
 
-To the ranks this process is what torchrun's agent is to others: they find its store and their place in the same variables. They end
-with it, however it ends (`end_with_parent`)."""
+To the ranks this process is what torchrun's agent is to others: they find its store and their place in the
+same variables. They end with it, however it ends (`end_with_parent`)."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def local_ranks(
     call_timeout_s: float,
     module: str = "megarl.train",
 ) -> Iterator[StoreExecutor]:
-    """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an exception killed; in both cases
-    all of them are gone when this returns.
+    """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an
+    exception killed; in both cases all of them are gone when this returns.
 
-    A rank that dies without a word is the executor's failure, like one that raises: then the other ranks are ended at once.
+    A rank that dies without a word is the executor's failure, like one that raises: then the other ranks are
+    ended at once.
 
     Args:
         argv, module: a rank is `python -m module argv`.
@@ -59,12 +60,38 @@ def local_ranks(
         yield executor
         executor.shutdown()
         processes.end(_EXIT_S)
-    except BaseException:
-        processes.expect_end()  # before the ranks hear of it: an interrupt may have left the executor locked for those who would tell it
-        if executor is not None:
-            executor.abort(1)
-        processes.end(0.0)
+    except BaseException as error:
+        with undisturbed(is_interrupt=isinstance(error, KeyboardInterrupt)):
+            # before the ranks hear of it: an interrupt may have left the executor locked for those who would
+            # tell it
+            processes.expect_end()
+            if executor is not None:
+                executor.abort(1)
+            processes.end(0.0)
         raise
+
+
+@contextlib.contextmanager
+def undisturbed(is_interrupt: bool) -> Iterator[None]:
+    """Hold back signals that the user's program handles, until the ranks are gone. is_interrupt: another
+    Ctrl-C says nothing new."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run on the main thread alone
+        yield
+        return
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    came: list[int] = []
+    for signum, handler in handlers.items():
+        if callable(handler):
+            signal.signal(signum, lambda signum, frame: came.append(signum))
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if callable(handler):
+                signal.signal(signum, handler)
+        for signum in came[:1]:
+            if not (is_interrupt and signum == signal.SIGINT):
+                handlers[signum](signum, None)
 
 
 class RankDied(RuntimeError):
@@ -97,8 +124,9 @@ class RankDied(RuntimeError):
 class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
-    Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that started it, and a caller's thread
-    may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often the job was started before."""
+    Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that
+    started it, and a caller's thread may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often
+    the job was started before."""
 
     def __init__(
         self,
@@ -132,6 +160,9 @@ class LocalRanks:
         self._processes: dict[int, subprocess.Popen] = {}
         self._not_started: list[OSError] = []
         self._threads: list[threading.Thread] = []
+        self.on_signal: Callable[[int], bool] = lambda signum: False
+        """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the
+        job; then it is no failure."""
 
     def start(self, call_timeout_s: float) -> StoreExecutor:
         """Start the ranks. A rank that dies without a word is this executor's failure."""
@@ -146,14 +177,15 @@ class LocalRanks:
 
     def start_ranks(self) -> None:
         """Raises: OSError if one cannot be started."""
-        started = threading.Barrier(self._world_size + 1)
+        started = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
             for rank in range(self._world_size)
         ]
         for thread in self._threads:
             thread.start()
-        started.wait()
+        for _ in self._threads:
+            started.acquire()
         if self._not_started:
             raise self._not_started[0]
 
@@ -163,7 +195,8 @@ class LocalRanks:
         return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
     def tell_deaths(self, tell: Callable[[RankDied], None]) -> None:
-        """Call this, on another thread, for every rank that dies before `end`, and now for those that have."""
+        """Call this, on another thread, for every rank that dies before `end`, and now for those that
+        have."""
         with self._lock:
             self._tell = tell
             for death in self._deaths:
@@ -178,22 +211,22 @@ class LocalRanks:
         self._ending = True
 
     def end(self, wait_s: float) -> None:
-        """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns when all are gone."""
+        """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns
+        when all are gone."""
         self.expect_end()
         self._join(wait_s)
         self._end_ranks()
         self._join(_KILL_S)
         deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
-        while any(map(_is_group, self._processes)) and time.monotonic() < deadline:
+        while any(map(_is_group, list(self._processes))) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
 
     def kill(self) -> None:
         """The ranks and whatever they have started, without waiting."""
         self.expect_end()
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        for process in list(self._processes.values()):
+            _kill_group(process)
         from megarl.rollout.environment import sweep_shared_memory
 
         sweep_shared_memory()  # of engines that could not tidy up
@@ -203,8 +236,10 @@ class LocalRanks:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self, rank: int, started: threading.Barrier) -> None:
+    def _run(self, rank: int, started: threading.Semaphore) -> None:
         try:
+            if self._ending:
+                return
             process = subprocess.Popen(
                 self._command,
                 env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -212,24 +247,35 @@ class LocalRanks:
                 start_new_session=True,
             )
             self._processes[process.pid] = process
+            if self._ending:  # since: `kill` may not have seen it
+                _kill_group(process)
         except OSError as error:  # thread boundary: of processes, say, the machine has no more
             self._not_started.append(error)
             return
         finally:
-            started.wait()
+            started.release()
         code = process.wait()
-        if code != 0 and not self._ending:
+        signum = -code if code < 0 else code - 128
+        if signum in (signal.SIGINT, signal.SIGTERM) and not self._ending and self.on_signal(signum):
+            self.expect_end()
+            self._end_ranks()
+        elif code != 0 and not self._ending:
             with self._lock:
                 self._tell(RankDied(rank, code, self._ranks_of))
             self._end_ranks()  # the others would wait for it
 
     def _end_ranks(self) -> None:
         """Those that have not ended, at once; what they have started may tidy up."""
-        for process in self._processes.values():
+        for process in list(self._processes.values()):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM)
                     process.kill()
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _is_group(pid: int) -> bool:

@@ -1,9 +1,10 @@
 """The training loops: what happens, in what order. Nothing here touches a tensor.
 
-    prompts -> rollout -> rewards -> log-probs, values -> advantages -> update -> new weights into the engine -> again
+    prompts -> rollout -> rewards -> log-probs, values -> advantages -> update -> new weights into the engine
+    -> again
 
-What depends on what within a step is the algorithm's to say (`flow` in megarl/algorithms); the scheduler runs it. A loop of one's own
-looks like train_rl: see docs/python_api.md."""
+What depends on what within a step is the algorithm's to say (`flow` in megarl/algorithms); the scheduler runs
+it. A loop of one's own looks like train_rl: see docs/python_api.md."""
 
 from __future__ import annotations
 
@@ -43,10 +44,9 @@ def train_sft(job: Job) -> None:
         return
     lengths = actor.load_dataset().first()
     for step in job.steps(after=start):
-        rows = job.first.cursor.next_rows(job.config.batch.global_batch_size)
-        plan = job.plan_rows(rows, lengths)
-        actor.receive_rows(plan)
-        metrics = job.finish_sft_step(step, rows, lengths, actor.update())
+        visits = job.first.cursor.next_visits(job.config.batch.global_batch_size)
+        actor.receive_rows(visits, job.plan_visits(visits, lengths))
+        metrics = job.finish_sft_step(step, visits.values(), lengths, actor.update())
         last = metrics.get("policy/loss", math.inf) < exit_loss  # without one: no update was made
         job.checkpoint_if_due(step, last=last)
         job.export(step, last=last)

@@ -1,9 +1,7 @@
-"""Metrics that the driver makes itself, and how a step's metrics become one line of metrics.jsonl."""
+"""The seconds that the phases of a step took, as metrics."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 
 from megarl.role_names import kind_and_suffix
@@ -22,23 +20,15 @@ PHASE_OF_CALL = {
 
 
 def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """`time/<phase>_s` from `Executor.take_seconds()`. All calls that are no phase of their own add up to `time/other_s`.
+    """`time/<phase>_s` from `Executor.take_seconds()`. All calls that are no phase of their own add up to
+    `time/other_s`.
 
-    Each is the time on the rank where the call took longest. Calls on disjoint ranks overlap, so phases may add up to more than
-    `time/step_s`; where nothing overlaps, what is missing from it is the driver and the messages. Several of a kind add up.
+    Each is the time on the rank where the call took longest. Calls on disjoint ranks overlap, so phases may
+    add up to more than `time/step_s`; where nothing overlaps, what is missing from it is the driver and the
+    messages. Several of a kind add up.
     """
     times: dict[str, float] = {}
     for (role, method), value in seconds.items():
         name = f"time/{PHASE_OF_CALL.get((kind_and_suffix(role)[0], method), 'other')}_s"
         times[name] = times.get(name, 0.0) + value
     return times
-
-
-def to_json_line(metrics: Mapping[str, float | int]) -> str:
-    """One strict JSON object: every reader can parse it. JSON has no NaN or infinity; such a value is null, and the extra key
-    `nonfinite` maps its name to what it was ("nan", "inf", "-inf"), so nothing is lost and a run that diverges keeps its record."""
-    nonfinite = {name: str(float(value)) for name, value in metrics.items() if not math.isfinite(value)}
-    row: dict[str, object] = {name: None if name in nonfinite else value for name, value in metrics.items()}
-    if nonfinite:
-        row["nonfinite"] = nonfinite
-    return json.dumps(row, allow_nan=False)

@@ -29,7 +29,8 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
-    """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is wrong.
+    """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is
+    wrong.
 
     new_run: --save must not hold a run yet (training), or is not written to (evaluation).
     Returns: suffix of each actor -> what it reads."""

@@ -1,6 +1,7 @@
 """After a failure: the same job once more, from the newest checkpoint of its own run folder.
 
-`megarl train --max-restarts N` does it itself; under torchrun --max-restarts N an attempt but the first knows that it is one."""
+`megarl train --max-restarts N` does it itself; under torchrun --max-restarts N an attempt but the first knows
+that it is one."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from pathlib import Path
 from megarl.config.checkpoint_folders import checkpoints_in, goes_on, step_of
 from megarl.config.schema import TrainConfig
 from megarl.driver.run import MARKS
-from megarl.driver.run_history import cut_after
+from megarl.loggers.json_lines import cut_after
 
 
 def continued(config: TrainConfig) -> TrainConfig:
     """The configuration of the next attempt: it goes on in --save, where an attempt has failed.
 
-    Before the first checkpoint it begins where that one began. If that was a checkpoint of another run, what was recorded is removed."""
+    Before the first checkpoint it begins where that one began. If that was a checkpoint of another run, what
+    was recorded is removed."""
     run = Path(config.run.save)
     begins_elsewhere = config.checkpoint.load is not None and not goes_on(config)
     if begins_elsewhere and not checkpoints_in(run):
@@ -46,4 +48,7 @@ def where_it_goes_on(config: TrainConfig) -> str:
     found = checkpoints_in(Path(config.run.save))
     if found:
         return f"from the checkpoint of step {step_of(found[0])} ({found[0]})"
-    return f"from the beginning{'' if goes_on(config) else f' ({config.checkpoint.load})'}: there is no checkpoint yet"
+    return (
+        f"from the beginning{'' if goes_on(config) else f' ({config.checkpoint.load})'}: there "
+        "is no checkpoint yet"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.driver.executor import Future
+from megarl.invariants import digest_of_reward
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
 
@@ -13,26 +14,37 @@ from megarl.role_names import kind_and_suffix
 class RolloutBatch:
     """What the driver knows of the step that is running. The tokens are on the ranks.
 
-    Example: sample 0's reward less a little for its length, before the advantages are computed:
-        batch.rewards[0] -= 0.01 * batch.response_lengths[0]
+    A sample is (visit of its prompt, index within the group). Its id, visit * num_samples_per_prompt + index,
+    is unique in the run. A group has the id of the visit. See `DataCursor` for visits.
+
+    Example: rewards less a little for each response's length, before the advantages are computed:
+        for sample, length in batch.response_lengths.items():
+            batch.rewards[sample] -= 0.01 * length
     """
 
     step: int
-    rows: list[int]
-    """Of the data set, one per prompt."""
+    visits: dict[int, int]
+    """Visit of each prompt -> its row of the data set, in order."""
     num_samples_per_prompt: int
     samples: list[Sample] = field(default_factory=list)
-    """By sample id: num_samples_per_prompt of the first row, then of the second, ..."""
+    """By sample id: num_samples_per_prompt of the first visit, then of the second, ..."""
     records: dict[str, dict[int, dict]] = field(default_factory=dict)
     """Role that scored -> sample id -> what it says of the sample."""
     rewards: dict[int, float | None] = field(default_factory=dict)
-    """By sample id: what those who score say, weighted; None: one of them failed. What it holds when the advantages are computed counts."""
+    """By sample id: what those who score say, weighted; None: one of them failed. What it holds when the
+    advantages are computed counts."""
     moved: list[Future] = field(default_factory=list)
     """Calls that bring its samples and columns to where they are needed; their answers are metrics."""
     kl_coef: float = 0.0
     """What the actor's KL controller says in this step."""
     actors: dict[str, RolloutBatch] = field(default_factory=dict)
-    """What each actor has sampled: actors["actor_2"]; actors["actor"] is the first's, which `rollout` returns."""
+    """What each actor has sampled: actors["actor_2"]; actors["actor"] is the first's, which `rollout`
+    returns."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Row of the data set of each prompt; a row comes twice if it is visited twice."""
+        return list(self.visits.values())
 
     @property
     def sample_ids(self) -> list[int]:
@@ -40,12 +52,30 @@ class RolloutBatch:
 
     @property
     def group_ids(self) -> list[int]:
-        """Which of `rows` each sample answers, in the order of sample_ids."""
+        """Visit of the prompt that each sample answers, in the order of sample_ids."""
         return [s.sample_id // self.num_samples_per_prompt for s in self.samples]
 
     @property
+    def row_of(self) -> dict[int, int]:
+        """Sample id -> row of the data set."""
+        visits = zip(self.sample_ids, self.group_ids, strict=True)
+        return {sample: self.visits[visit] for sample, visit in visits}
+
+    @property
+    def reward_digests(self) -> list[int] | None:
+        """What binds each reward to its sample's tokens on the ranks, in the order of sample_ids; None: not
+        all tokens have a digest."""
+        if any(s.digest is None for s in self.samples):
+            return None
+        return [
+            digest_of_reward(s.sample_id, group, self.rewards[s.sample_id], s.digest)
+            for s, group in zip(self.samples, self.group_ids, strict=True)
+        ]
+
+    @property
     def texts(self) -> dict[int, dict[str, object]]:
-        """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of all)."""
+        """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of
+        all)."""
         rule = next(
             (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
         )
@@ -68,4 +98,7 @@ class RolloutBatch:
     def __repr__(self) -> str:
         scored = [r for r in self.rewards.values() if r is not None]
         mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
-        return f"RolloutBatch(step {self.step}, {len(self.samples)} samples, {sum(s.length for s in self.samples)} tokens{mean})"
+        return (
+            f"RolloutBatch(step {self.step}, {len(self.samples)} samples, "
+            f"{sum(s.length for s in self.samples)} tokens{mean})"
+        )

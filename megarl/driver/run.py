@@ -1,8 +1,8 @@
-"""The run folder: everything a run leaves behind.
+"""The run folder: everything that a run leaves behind.
 
 resolved.args                the whole configuration; `megarl train @resolved.args --save elsewhere` runs it again
 metrics.jsonl                one JSON object per step, written as the step ends
-tensorboard/                 the same as event files
+tensorboard/                 the same as event files; --log-with chooses this and other trackers, see megarl/loggers
 rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
 timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
 rollouts/eval.jsonl          one held-out answer per evaluation
@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
+from typing import Literal
 
 from megarl.config.check_paths import free_name
 from megarl.config.checkpoint_folders import goes_on
 from megarl.config.schema import TrainConfig
-from megarl.driver.events import EventFile
-from megarl.driver.metrics import to_json_line
-from megarl.driver.progress import Progress
-from megarl.driver.run_history import cut_after
+from megarl.config.writing import WriteError, writing
+from megarl.loggers import Logger, LoggerContext, open_loggers
+from megarl.loggers.console import Progress
+from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
 
-MARKS = ("resolved.args", "metrics.jsonl")
+ARGUMENTS, ROLLOUTS = "resolved.args", "rollouts"
+MARKS = (ARGUMENTS, METRICS)
 """Files that make a folder a run's."""
 
 
@@ -39,23 +39,27 @@ def check_folder_is_free(save: str) -> None:
     folder = Path(save)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
-            f"--save ({save}) is a file; it must be a folder that can be created. Try --save {free_name(folder)}."
+            f"--save ({save}) is a file; it must be a folder that can be created. Try --save "
+            f"{free_name(folder)}."
         )
     if any((folder / mark).exists() for mark in MARKS):
         raise ValueError(
-            f"--save ({save}) already holds a run, and no run overwrites another. Try --save {free_name(folder)}."
+            f"--save ({save}) already holds a run, and no run overwrites another. Try --save "
+            f"{free_name(folder)}."
         )
 
 
 def lock_folder(folder: Path) -> int:
-    """Descriptor that keeps other jobs from this run until it is closed, or the process ends. Raises: ValueError if another has it."""
+    """Descriptor that keeps other jobs from this run until it is closed, or the process ends. Raises:
+    ValueError if another has it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise ValueError(
-            f"--save ({folder}): another job is running there. Wait for its end, or try --save {free_name(folder)}."
+            f"--save ({folder}): another job is running there. Wait for its end, or try --save "
+            f"{free_name(folder)}."
         ) from None
     except OSError:
         pass  # a file system without locks
@@ -63,116 +67,122 @@ def lock_folder(folder: Path) -> int:
 
 
 class Run:
-    """Records one run. Metrics are written at once, the rest by one background thread, whose errors surface at the next call.
+    """Records one run: the JSON lines on the caller's thread, everything else on one background thread.
 
-    Creates the folder, so make one only when everything else was checked; of a run that goes on in its own folder (--load) nothing is
-    changed before `go_on_after`. Use as a context manager, or call `close`.
+    An error of the background thread surfaces at the next call. The folder is created here, so make a Run
+    only when everything else was checked; a run that is resumed in its own folder (--load) changes nothing
+    before `go_on_after`. Use it as a context manager, or call `close`. If the body of the context manager
+    raises before anything was recorded, what was created is removed, so that the same command can be tried
+    again.
 
     Args:
         config: of the job.
         resolved_args: text of resolved.args.
-        progress: where to show steps; default: on stdout.
-    Raises: ValueError if the folder holds a run already, and --load does not say to go on there.
+        progress: shows steps to whoever watches; default: on stdout.
+    Raises: ValueError if the folder cannot be written, or holds a run already and --load does not resume it.
     """
 
     def __init__(self, config: TrainConfig, resolved_args: str, progress: Progress | None = None):
-        self.folder, self._resolved_args = Path(config.run.save), resolved_args
-        self._metrics_file: TextIO | None = None
+        self.folder, self._resolved_args, self._config = Path(config.run.save), resolved_args, config.run
+        self._files: JsonLines | None = None
+        self._trackers: list[Logger] | None = None  # until something is recorded
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
-        self._events: EventFile | None = None
         self._writes: list[Future] = []
         self._row: dict[str, float | int] | None = None  # of the step whose evaluation may still come
-        self._written_row: dict[str, float | int] = {}
+        self._row_step, self._written_row = 0, (0, {})
         self._step, self._step_start = 0, time.perf_counter()
+        self._first_step: int | None = None
         self._lock: int | None = None
+        self._has_failed = False
+        self._created: list[Path] = []
+        """Files and folders of a new run that were not there before, in the order of their removal."""
         if not goes_on(config):
             check_folder_is_free(config.run.save)
+            self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             with self._unlocked_if_failed():
-                self._open("x", None)  # "x": of two jobs that start at once, one gets the folder
+                self._open("x")  # "x": of two jobs that start at once, one gets the folder
         elif self.folder.exists():
             self._lock = lock_folder(self.folder)
         self.progress = Progress(config.batch.train_iters) if progress is None else progress
 
     def go_on_after(self, step: int) -> None:
-        """Of a run that goes on in its own folder: remove what was recorded of later steps, and record from there on. 0: begin anew."""
+        """Resume in the run's own folder: remove what was recorded of later steps. 0 begins anew."""
         cut_after(self.folder, step)
-        self._open("a", step + 1 if step else 0)
+        self._first_step = step + 1 if step else 0
+        self._open("a")
 
-    def _open(self, mode: str, first_step: int | None) -> None:
-        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    def _open(self, mode: Literal["x", "a"]) -> None:
+        rollouts, arguments = self.folder / ROLLOUTS, self.folder / ARGUMENTS
+        with writing(rollouts):
+            rollouts.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.folder) if self._lock is None else self._lock
-        with open(self.folder / "resolved.args", "x" if mode == "x" else "w", encoding="utf-8") as file:
+        with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
+            if mode == "x":
+                self._created = [arguments, rollouts, *self._created]
             file.write(self._resolved_args)
-        self._metrics_file = open(self.folder / "metrics.jsonl", mode, buffering=1, encoding="utf-8")
-        self._write(self._open_events, first_step)
+        self._files = JsonLines(self.folder, mode)
+        if mode == "x":
+            self._created.insert(0, self.folder / METRICS)
 
     def begin_step(self, step: int) -> None:
-        """Starts the clock of time/step_s; writes the row of the step before."""
+        """Start the clock of time/step_s, and write the row of the step before."""
         self._write_row()
         self._step, self._step_start = step, time.perf_counter()
 
     def finish_step(self, step: int, metrics: Mapping[str, float | int], num_tokens: int) -> None:
-        """Record the step's metrics, its wall time and tokens per second. `num_tokens`: prompt and response tokens trained on."""
+        """Record the step's metrics, its wall time and its tokens per second.
+
+        Args:
+            num_tokens: prompt and response tokens trained on."""
         seconds = time.perf_counter() - self._step_start
-        self._row = {
-            "step": step,
-            **metrics,
-            "time/step_s": seconds,
-            "throughput/tokens_per_s": num_tokens / seconds,
-        }
+        self._row_step = step
+        self._row = {**metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
         self.progress.update(step, self._row)
 
     def record_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Add the scores to the row of `step` (step 0 has a row of its own), also to one that was written before it was evaluated."""
-        self._row = {**(self._row or self._take_back(step)), **scores}
+        """Add the scores to the row of `step`, even if that row is written already. Step 0 has a row of its
+        own."""
+        before = self._files.take_back(step) if self._row is None else self._row
+        self._row_step, self._row = step, {**before, **scores}
         self.progress.show_evaluation(step, scores)
         self._write_row()
 
-    def _take_back(self, step: int) -> dict[str, object]:
-        """The last row of metrics.jsonl, out of the file, if it is of this step; else an empty one."""
-        path = self.folder / "metrics.jsonl"
-        last = (path.read_bytes().splitlines(keepends=True) or [b"{}"])[-1]
-        row = json.loads(last)
-        if row.get("step") != step:
-            return {"step": step}
-        os.truncate(path, path.stat().st_size - len(last))
-        self._metrics_file.seek(0, os.SEEK_END)  # a new run's file was not opened to append
-        return row | {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
-
     def row_of(self, step: int) -> dict[str, float | int]:
-        """What metrics.jsonl has of this step, which is the last one; written if it was not yet. {} if nothing was recorded."""
+        """Return the metrics that were recorded of this step, if it is the last one, else {}. Writes its
+        row."""
         self._write_row()
-        return self._written_row if self._written_row.get("step") == step else {}
+        written, row = self._written_row
+        return row if written == step else {}
 
     def write_rollouts(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """rollouts/step_<step>.jsonl: samples of the current step. No file if there are none."""
+        """Record samples of the current step, if there are any."""
         if rows := list(rows):
-            self._write(_append_lines, self.folder / "rollouts" / f"step_{self._step:06d}.jsonl", rows)
+            self._log(lambda logger, step=self._step: logger.log_rollouts(step, rows, "train"))
 
     def keep_answer(self, step: int, name: str, record: Mapping[str, object]) -> None:
-        """Append one evaluation sample to rollouts/eval.jsonl; `name` is the metric it belongs to."""
-        self._write(
-            _append_lines, self.folder / "rollouts" / "eval.jsonl", [{"step": step, "name": name, **record}]
-        )
+        """Record one evaluation sample; `name` is the metric that it belongs to."""
+        self._log(lambda logger: logger.log_rollouts(step, [{"name": name, **record}], "eval"))
 
     def close(self) -> None:
         """Write everything that was recorded. Raises the first error of the background thread."""
         with (
             contextlib.ExitStack() as last
-        ):  # each of these also after an error of another: on a full disk closing a file fails too
+        ):  # each of these even if another raises: closing files of a full disk does
             last.callback(self.progress.close)
             last.callback(self._unlock)
-            if self._metrics_file is not None:
-                last.callback(self._metrics_file.close)
+            last.callback(self._remove_if_unused)
+            if self._files is not None:
+                last.callback(self._files.close)
             last.callback(self._background.shutdown)
             self._write_row()
-            self._write(self._close_events)
+            self._write(self._close_trackers)
         self._raise_errors()
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        self._has_failed = exc_type is not None
         self.close()
 
     def _unlock(self) -> None:
@@ -182,23 +192,44 @@ class Run:
 
     @contextlib.contextmanager
     def _unlocked_if_failed(self) -> Iterator[None]:
-        """Nobody will close this run then, and the next attempt may be of this process."""
+        """Unlock the folder if the body raises: nobody closes this run then, and this process may try again.
+
+        Raises: ValueError for a folder that cannot be written."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._has_failed = True
+            self._remove_if_unused()
             self._unlock()
+            if isinstance(error, WriteError):
+                raise ValueError(f"--save ({self.folder}): {error}") from error
             raise
 
-    def _write_row(self) -> None:
-        if self._row is not None:
-            row = self._written_row = self._row
-            self._row = None
-            self._metrics_file.write(to_json_line(row) + "\n")
-            self._write(self._add_events, row, time.time())
+    def _remove_if_unused(self) -> None:
+        """Remove what this run has created if it failed before anything was recorded: it would block the next
+        try."""
+        metrics, rollouts = self.folder / METRICS, self.folder / ROLLOUTS
+        with contextlib.suppress(OSError):
+            if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):
+                return
+        for path in self._created if self._has_failed else ():
+            with contextlib.suppress(OSError):  # a folder in which others have written stays
+                path.rmdir() if path.is_dir() else path.unlink()
 
-    def _write(self, write: Callable[..., None], *args: object) -> None:
+    def _write_row(self) -> None:
+        if self._row is None:
+            return
+        step, row, now = self._row_step, self._row, time.time()
+        self._written_row, self._row = (step, row), None
+        self._files.log_metrics(step, row, now)  # on the disk before the next step begins
+        self._write(lambda: [tracker.log_metrics(step, row, now) for tracker in self._opened_trackers()])
+
+    def _log(self, call: Callable[[Logger], None]) -> None:
+        self._write(lambda: [call(logger) for logger in (self._files, *self._opened_trackers())])
+
+    def _write(self, write: Callable[[], object]) -> None:
         self._raise_errors()
-        self._writes.append(self._background.submit(write, *args))
+        self._writes.append(self._background.submit(write))
 
     def _raise_errors(self) -> None:
         finished = [w for w in self._writes if w.done()]
@@ -206,22 +237,25 @@ class Run:
         for write in finished:
             write.result()
 
-    # On the background thread.
+    # On the background thread. Trackers start with the first record, so that a failed start leaves nothing
+    # with them.
 
-    def _open_events(self, first_step: int | None) -> None:
-        self._events = EventFile(self.folder / "tensorboard", first_step)
+    def _opened_trackers(self) -> list[Logger]:
+        if self._trackers is None:
+            name = self._config.log_name or self.folder.resolve().name
+            self._trackers = open_loggers(
+                self._config.log_with,
+                LoggerContext(
+                    folder=self.folder,
+                    project=self._config.log_project,
+                    name=name,
+                    first_step=self._first_step,
+                ),
+            )
+            for tracker in self._trackers:
+                tracker.log_config(self._resolved_args)
+        return self._trackers
 
-    def _add_events(self, row: dict[str, float | int], wall_time: float) -> None:
-        step = int(row["step"])
-        self._events.add_scalars(
-            step, {name: value for name, value in row.items() if name != "step"}, wall_time
-        )
-
-    def _close_events(self) -> None:
-        if self._events is not None:
-            self._events.close()
-
-
-def _append_lines(path: os.PathLike, rows: list[Mapping[str, object]]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    def _close_trackers(self) -> None:
+        for tracker in self._trackers or ():
+            tracker.close()

@@ -1,14 +1,17 @@
-"""Runs a flow, once per step: issues every node as soon as it may be, and never makes a rank wait that could work.
+"""Runs a flow, once per step: issues every node as soon as it may be, and never makes a rank wait that could
+work.
 
     ready     what a node reads was written by calls that ended; or that are in front of it on each of its own ranks, so that it
               cannot overtake them, if the driver needs none of their values to make the call
-    exchange  brings columns between roles that share no mesh; a call on the ranks of both, in front of all who read there
+    exchange  brings columns between roles that share no mesh; a call on the ranks of both, in front of all
+    who read there
     fair      a call on several ranks waits on each of them for the last one that becomes free. Where that differs, it is held back
-              while something else could still run on one of them; and meanwhile at most one call is on any of its ranks, so that its
-              turn comes soon
+              while something else could still run on one of them; and meanwhile at most one call is on any of
+              its ranks, so that its turn comes soon
     order     the longest chain behind it first, then as declared: the same every time
 
-Background calls go where and when the path has nothing left to issue; functions among them run in one thread of this process.
+Background calls go where and when the path has nothing left to issue; functions among them run in one thread
+of this process.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class Host(Protocol):
     """What the nodes mean. All of it is called on the thread that calls `Scheduler.run`."""
 
     driver_columns: Collection[str]
-    """Columns (without the `:role` of a second one of a kind) whose values the driver has. Their readers are called when it has them."""
+    """Columns (without the `:role` of a second one of a kind) whose values the driver has. Their readers are
+    called when it has them."""
 
     def skips(self, node: Node) -> bool:
         """Whether the node is left out of this step. Asked once, when the step begins."""
@@ -38,9 +42,11 @@ class Host(Protocol):
         """For the call of a node, when it is issued. `results` has every node that was issued before."""
 
     def move(self, columns: tuple[str, ...], source_role: str, node: Node) -> Future | None:
-        """Issue the call that brings these columns from the source's mesh to the node's; None: there is nothing to do.
+        """Issue the call that brings these columns from the source's mesh to the node's; None: there is
+        nothing to do.
 
-        Called once per step for all readers on a mesh. `weights:...` are among the columns: for what their source must do."""
+        Called once per step for all readers on a mesh. `weights:...` are among the columns: for what their
+        source must do."""
 
     def finished(self, node: Node, values: list) -> None:
         """A node ended; `values` as in `Future.result`, of a function of the driver [its value]."""
@@ -99,8 +105,8 @@ class NodeResult:
 class Scheduler:
     """Args:
         meshes: role -> its mesh; only `ranks` is looked at.
-        share_of: role -> key of the share of a step's data that it works on; roles with the same key need no exchange. Default: roles
-            with equal meshes have the same.
+        share_of: role -> key of the share of a step's data that it works on; roles with the same key need no
+            exchange. Default: roles with equal meshes have the same.
 
     Example:
         scheduler = Scheduler(executor, job.meshes, host)
@@ -131,11 +137,14 @@ class Scheduler:
         self._background = BackgroundThread()
 
     def run(self, flow: Flow, until: Collection[str] | None = None) -> dict[str, NodeResult]:
-        """One step, or its part until these nodes have ended; others that were ready may have been issued by then. `resume` goes on.
+        """One step, or its part until these nodes have ended; others that were ready may have been issued by
+        then. `resume` goes on.
 
-        Returns the results of all nodes that were issued, by name; those that no other reads may still be running.
-        Raises: FlowError before the first call if the flow is wrong; the first error of any rank; RuntimeError that names the node
-        if a function of the driver fails, here or in the background since the last step."""
+        Returns the results of all nodes that were issued, by name; those that no other reads may still be
+        running.
+        Raises: FlowError before the first call if the flow is wrong; the first error of any rank;
+        RuntimeError that names the node if a function of the driver fails, here or in the background since
+        the last step."""
         self._end_the_step_before()
         if self._prepared is None or self._prepared.flow is not flow:
             self._prepared = PreparedFlow(flow, self._meshes, self._share_of, self._host.driver_columns)
@@ -144,7 +153,8 @@ class Scheduler:
         return self.resume(until)
 
     def resume(self, until: Collection[str] | None = None) -> dict[str, NodeResult]:
-        """Go on with a step of which `run` did a part; without this the next `run` drops the rest of it. Returns and raises like `run`."""
+        """Go on with a step of which `run` did a part; without this the next `run` drops the rest of it.
+        Returns and raises like `run`."""
         step = self._running
         while until is None or not step.ended.issuperset(until):
             if self._issue_one(step):
@@ -156,7 +166,8 @@ class Scheduler:
         return self._results
 
     def close(self) -> None:
-        """Wait for all that is in flight, in the background too. For the end of a job that did not fail. Raises like `run`."""
+        """Wait for all that is in flight, in the background too. For the end of a job that did not fail.
+        Raises like `run`."""
         self._end_the_step_before()
         while any(call.ranks for call in self._in_flight):
             self._wait()
@@ -164,7 +175,8 @@ class Scheduler:
         self._end_functions()
 
     def _end_the_step_before(self) -> None:
-        """Issue what is left of it in the background, whatever that waits for: this step will overwrite what it reads."""
+        """Issue what is left of it in the background, whatever that waits for: this step will overwrite what
+        it reads."""
         self._end_functions()
         for call in [call for call in self._in_flight if call.ranks and call.future.done()]:
             self._end(call)

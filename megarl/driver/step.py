@@ -1,11 +1,12 @@
-"""One step of reinforcement learning as the scheduler asks for it: what each call gets, and what becomes of its answer.
+"""One step of reinforcement learning as the scheduler asks for it: what each call gets, and what becomes of
+its answer.
 
     generate -> plan: which sample is trained on by which rank of every mesh -> the samples go there
     scores   -> rewards
     update   <- after trainer and engine were found to agree
 
-Each actor has a batch of its own; a role works on the samples of the rollout with its number, or, if the flow has none, of the first.
-Numbers and ids only, no tensors."""
+Each actor has a batch of its own; a role works on the samples of the rollout with its number, or, if the flow
+has none, of the first. Numbers and ids only, no tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from megarl.driver.scheduler import NodeResult
 from megarl.driver.weights import send_weights
 from megarl.flow import Flow, Node
 from megarl.flow.methods import base
-from megarl.invariants import check_plan, check_samples, check_scores
+from megarl.invariants import check_plan, check_rewards, check_samples, check_scores
 from megarl.metrics import combine
 from megarl.packing import Sample, homes_of, plan_mini_batches
 from megarl.rewards.combine import combine_rewards
@@ -34,7 +35,8 @@ class StepHost:
     """What `Scheduler` asks of a training job."""
 
     driver_columns = ("lengths", "rewards", "scores")
-    """What comes back to the driver: who reads it waits until it is there, and a batch that is handed out has it."""
+    """What comes back to the driver: who reads it waits until it is there, and a batch that is handed out has
+    it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -53,15 +55,14 @@ class StepHost:
         """The first actor's, which has the others'."""
         return self.batches[""]
 
-    def begin(self, number: int, rows: Mapping[str, list[int]], flow: Flow) -> RolloutBatch:
-        """A step. rows: suffix of an actor -> rows of the data for its engines."""
+    def begin(self, number: int, visits: Mapping[str, dict[int, int]], flow: Flow) -> RolloutBatch:
+        """A step. visits: suffix of an actor -> visits for its engines, each with its row of the data."""
         self.flow = flow
         self.batches = {}
         for suffix, learner in self.job.learners.items():
             samples_per_prompt = learner.config.batch.num_samples_per_prompt
-            self.batches[suffix] = RolloutBatch(
-                number, rows.get(suffix, []), samples_per_prompt, kl_coef=learner.kl.coef
-            )
+            of_actor = visits.get(suffix, {})
+            self.batches[suffix] = RolloutBatch(number, of_actor, samples_per_prompt, kl_coef=learner.kl.coef)
         for batch in self.batches.values():
             batch.actors = {
                 learner.actor: self.batches[learner.suffix] for learner in self.job.learners.values()
@@ -72,6 +73,10 @@ class StepHost:
         """With the samples that the role works on."""
         return self.batches.get(self.flow.lineage(role), self.current)
 
+    def has_own_samples(self, role: str) -> bool:
+        """Whether the role works on samples of its own actor's engines, and not on another actor's."""
+        return self.flow.lineage(role) == self.job.learner_of(role).suffix
+
     # Asked by the scheduler.
 
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
@@ -79,7 +84,7 @@ class StepHost:
         batch, learner = self.batch_of(node.role), self.job.learner_of(node.role)
         match kind_and_suffix(node.role)[0], node.method:
             case "rollout", "generate":
-                return ("train", batch.rows, batch.step), {}
+                return ("train", batch.visits), {}
             case "reward", "score":
                 return ("train",), {}
             case "actor", "advantages":
@@ -88,9 +93,10 @@ class StepHost:
                     batch.group_ids,
                     [batch.rewards[s] for s in batch.sample_ids],
                     learner.kl.coef,
+                    batch.reward_digests,
                 ), {}
             case "actor", "update":
-                for result in results.values():
+                for result in results.values() if self.has_own_samples(node.role) else ():
                     if (result.role, result.method) == (node.role, "log_probs"):
                         self.job.check_gate(result)
                 return (learner.kl.coef,), {}
@@ -98,9 +104,7 @@ class StepHost:
                 send_weights(self.job.executor, self.job.meshes, batch.step, learner.suffix)
                 return (batch.step,), {}
         if node.role in self.weight_of:
-            return (
-                dict(zip(batch.sample_ids, [batch.rows[group] for group in batch.group_ids], strict=True)),
-            ), {}
+            return (batch.row_of,), {}
         return (), {}
 
     def skips(self, node: Node) -> bool:
@@ -123,7 +127,8 @@ class StepHost:
         return moved[-1]
 
     def finished(self, node: Node, values: list) -> None:
-        """Take the answers that are the driver's to keep. What comes in the background may be of the step before."""
+        """Take the answers that are the driver's to keep. What comes in the background may be of the step
+        before."""
         if node.background:
             return
         if (kind_and_suffix(node.role)[0], node.method) == ("rollout", "generate"):
@@ -132,16 +137,13 @@ class StepHost:
             self._take_scores(node.role, values)
 
     def _plan(self, rollout: str, per_rank: list[list[Sample]]) -> None:
-        """Mini-batches and micro-batches of every mesh that works on the rollout's samples, and these on their way there."""
+        """Mini-batches and micro-batches of every mesh that works on the rollout's samples, and these on
+        their way there."""
         job, batch, suffix = self.job, self.batch_of(rollout), self.job.learner_of(rollout).suffix
         batch.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         limits = job.learner_of(rollout).config.sampling
-        check_samples(
-            samples,
-            len(batch.rows),
-            batch.num_samples_per_prompt,
-            limits.max_prompt_length + limits.max_response_length,
-        )
+        longest = limits.max_prompt_length + limits.max_response_length
+        check_samples(samples, batch.visits, batch.num_samples_per_prompt, longest)
         shares = [share for share in self.hidden_size if self.batch_of(share) is batch]
         ranks = sorted({rank for role in (rollout, *shares) for rank in job.meshes[role].ranks})
         for share in shares:
@@ -164,7 +166,8 @@ class StepHost:
             )
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
-        """The rewards are whole when all have scored. Raises RewardsFailed if too many of them have failed."""
+        """The rewards are whole when all have scored. Raises RewardsFailed if too many of them have
+        failed."""
         batch, config = self.batch_of(role), self.job.learner_of(role).config
         check_scores(role, [record for rank in per_rank for record in rank], batch.samples)
         batch.records[role] = {
@@ -177,19 +180,24 @@ class StepHost:
             else []
         )
         batch.rewards = dict(zip(batch.sample_ids, rewards))
+        check_rewards(
+            batch.rewards, [(weight, _scores_by_id(batch, role)) for role, weight in weights.items()]
+        )
         if all(other in batch.records for other in self.weight_of if self.batch_of(other) is batch):
             check_failed_rewards(batch, list(weights), config.data.reward_max_failed_share)
 
     # At the end of the step.
 
     def finish(self, results: Mapping[str, NodeResult]) -> dict[str, float]:
-        """Record the step: what the nodes report, and what the driver knows. Returns it. Raises as `record`."""
+        """Record the step: what the nodes report, and what the driver knows. Returns it. Raises as
+        `record`."""
         return self.record(
             [result for result in results.values() if result.is_on_path and result.method in REPORTING]
         )
 
     def record(self, reports: Iterable[Future]) -> dict[str, float]:
-        """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and engine have drifted apart."""
+        """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and
+        engine have drifted apart."""
         job, reports = self.job, list(reports)
         of_actors = {
             learner: self._metrics(
@@ -215,19 +223,23 @@ class StepHost:
         )
         for learner, own in of_actors.items():
             self._judge(learner, own)
-            if note := learner.note_zero_rewards(self.batches[learner.suffix]):
+            zero_rewards = learner.note_zero_rewards(self.batches[learner.suffix])
+            unscored = learner.note_unscored_updates(own, self.current.step)
+            for note in filter(None, (zero_rewards, unscored)):
                 job.run.progress.note(note)
         return metrics
 
     def _judge(self, learner: Learner, metrics: Mapping[str, float]) -> None:
         if MEASURED_KL in metrics:
-            learner.kl.update(metrics[MEASURED_KL], len(self.batch_of(learner.actor).samples))
+            batch = self.batch_of(learner.actor)
+            num_failed = sum(reward is None for reward in batch.rewards.values())
+            learner.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
         if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
             self.job.check_mismatch(learner, metrics)
 
     def _metrics(self, batch: RolloutBatch, reports: Iterable[Future]) -> dict[str, float]:
         """Of one actor."""
-        metrics = combine(rank for future in reports for rank in future.result())
+        metrics = combine(self._named(future, rank) for future in reports for rank in future.result())
         metrics |= combine(rank for future in batch.moved for rank in future.result())
         if batch is not self.current and not batch.samples:  # it learnt from the samples of another
             return metrics
@@ -236,6 +248,13 @@ class StepHost:
             | self._metrics_of_samples(batch)
             | {"batch/tokens": sum(s.length for s in batch.samples), "sync/version": batch.step}
         )
+
+    def _named(self, report: Future, of_rank: Mapping[str, float] | None) -> dict[str, float]:
+        """Return a rank's metrics. The distance to another actor, which sampled, is no mismatch that the gate
+        judges."""
+        if self.has_own_samples(report.role):
+            return of_rank or {}
+        return {name.replace("mismatch/", "off_policy/"): value for name, value in (of_rank or {}).items()}
 
     def _metrics_of_samples(self, batch: RolloutBatch) -> dict[str, float]:
         """{} of a step that sampled nothing."""
@@ -268,7 +287,8 @@ class StepHost:
         return role.removesuffix(self.job.learner_of(role).suffix)
 
     def _write_rollouts(self) -> None:
-        """The logged samples with their texts and rewards; what rule and each reward model say of them, where that is not the reward."""
+        """The logged samples with their texts and rewards; what rule and each reward model say of them, where
+        that is not the reward."""
         rows = []
         for suffix, batch in self.batches.items():
             models = [
@@ -287,6 +307,10 @@ class StepHost:
         self.job.run.write_rollouts(rows)
 
 
+def _scores_by_id(batch: RolloutBatch, role: str) -> dict[int, float | None]:
+    return {sample: batch.score_of(role, sample) for sample in batch.records[role]}
+
+
 def _scores(batch: RolloutBatch, role: str) -> list[float | None]:
     """In the order of the batch's samples."""
     return [batch.score_of(role, sample) for sample in batch.sample_ids]
@@ -297,6 +321,7 @@ def _without_id(record: Mapping[str, object]) -> dict[str, object]:
 
 
 EXCHANGED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""Token columns that a role computes. What the engine made (tokens, rollout_log_probs) goes to every mesh when the step is planned."""
+"""Token columns that a role computes. What the engine made (tokens, rollout_log_probs) goes to every mesh
+when the step is planned."""
 REPORTING = ("log_probs", "advantages", "update", "sync")
 """Methods whose answers are metrics."""

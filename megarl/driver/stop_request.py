@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 
 class StopRequested(BaseException):
-    """In the loop of a job that is to end in order, where its weights are those of a whole step. Not an Exception: nothing but the end of
-    the job is to catch it."""
+    """In the loop of a job that is to end in order, where its weights are those of a whole step. Not an
+    Exception: nothing but the end of the job is to catch it."""
 
 
 class StopRequest:
@@ -36,8 +36,13 @@ class StopRequest:
 
     def check(self) -> None:
         """While the loop waits. Raises: StopRequested."""
-        if self.requested_at is not None and self.is_armed and not self._has_updated and not self._holds:
+        if self.requested_at is not None and self.is_armed and self.drops_step:
             raise StopRequested
+
+    @property
+    def drops_step(self) -> bool:
+        """Whether a stop now would drop the step that runs."""
+        return not self._has_updated and not self._holds
 
     def step_is_whole(self) -> None:
         self._has_updated = False

@@ -1,4 +1,5 @@
-"""The end of a job that was told to stop (SIGTERM): the last whole step becomes a checkpoint, within --exit-grace-s."""
+"""The end of a job that was told to stop (SIGTERM): the last whole step becomes a checkpoint, within
+--exit-grace-s."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def _checkpoint_of_last_step(job: Job) -> str:
     if step == 0:
         return "before the end of the first step; there is no checkpoint yet"
     if not is_savable(job.config):
-        return f"after step {step}; there is no checkpoint: the state of --optimizer-cpu-offload cannot be saved yet"
+        return (
+            f"after step {step}; there is no checkpoint: the state of --optimizer-cpu-offload "
+            "cannot be saved yet"
+        )
     job.drop_step()
     if checkpoints.last_step == step:
         checkpoints.wait()

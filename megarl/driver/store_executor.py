@@ -24,13 +24,14 @@ from megarl.driver.stop_request import StopRequest
 from megarl.driver.torchrun import world_size_from_env
 from megarl.signed_pickle import JOB_SECRET, job_secret
 from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
-from megarl.workers.process import has_died
-from megarl.workers.stopping import ALL_ASKED, LEAVE, PING, PROCESS
+from megarl.workers.process import has_died, process_name
+from megarl.workers.stopping import ALL_ASKED, DRIVER, LEAVE, PING, PROCESS
 
 _TICK_S = 1.0  # between two looks at the clock
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
 _STACKS_S = 3.0  # that ranks may take to say where they hang
 _SOON_S, _PING_S = 0.5, 5.0  # ... or that they live
+_LOCK_S = 1.0
 
 
 class _Future:
@@ -61,8 +62,8 @@ class _Future:
 
 
 class StoreExecutor:
-    """An Executor over the job's store. A reader thread takes results from the inbox as they come, so an error of any rank is known
-    at once, whatever the driver is waiting for or doing.
+    """An Executor over the job's store. A reader thread takes results from the inbox as they come, so an
+    error of any rank is known at once, whatever the driver is waiting for or doing.
 
     Args:
         ranks: role -> its ranks. Every rank of the world needs a role.
@@ -85,13 +86,15 @@ class StoreExecutor:
         self.stop = StopRequest()
         self.failure: RuntimeError | None = None
         self.death_first_s = 0.0
-        """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is why another raised."""
+        """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is
+        why another raised."""
         self.is_ending: Callable[[], bool] = lambda: False
         """Asked then: whether the job is being ended, for a reason that is not what the rank raised."""
         self.on_terminated: Callable[[], None] = lambda: None
         """Called, on another thread, when a rank has got SIGTERM."""
         self._timeout_s, self._stopped_s = call_timeout_s, 0.0
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
+        self._outbox.set(DRIVER, process_name())
         self._changed = threading.Condition()
         self._futures: dict[int, _Future] = {}  # calls in flight, by index
         self._queues: dict[int, deque[int]] = {
@@ -179,7 +182,8 @@ class StoreExecutor:
         return dead or self._outbox.ask_all(PING, missing, _PING_S)
 
     def leave_calls(self) -> None:
-        """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value of them is of use any more."""
+        """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value
+        of them is of use any more."""
         if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S, str(self._next)):
             self._outbox.set(ALL_ASKED, "asked")
         while futures := list(self._futures.values()):
@@ -187,16 +191,23 @@ class StoreExecutor:
 
     def where(self) -> str:
         """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
-        with self._changed:
+        when = at_step(self.step).strip() or "before the first step"
+        if not self._changed.acquire(
+            timeout=_LOCK_S
+        ):  # a thread that hangs in the store has it; whoever asks may be there to end it
+            return f"{when}, in the job's store"
+        try:
             calls = [
                 f"{f.command.role}.{f.command.method} on rank {', '.join(map(str, f.missing()))}"
                 for f in self._futures.values()
             ]
-        when = at_step(self.step).strip() or "before the first step"
+        finally:
+            self._changed.release()
         return f"{when}, waiting for {' and '.join(calls)}" if calls else f"{when}, no call in flight"
 
     def _end(self) -> None:
-        """End the reader thread: a process that exits while a thread is in the store's C++ code may be terminated by it."""
+        """End the reader thread: a process that exits while a thread is in the store's C++ code may be
+        terminated by it."""
         self._ended = True
         self._outbox.close()
         self._reader.join(timeout=1.0)
@@ -224,7 +235,8 @@ class StoreExecutor:
             return future.index not in self._futures
 
     def _now(self) -> float:
-        """Seconds on a clock that stands while this process is stopped (Ctrl-Z): what the ranks answered meanwhile was not late."""
+        """Seconds on a clock that stands while this process is stopped (Ctrl-Z): what the ranks answered
+        meanwhile was not late."""
         return time.monotonic() - self._stopped_s
 
     def _wait_for_change(self, seconds: float) -> None:
@@ -234,7 +246,8 @@ class StoreExecutor:
             self._stopped_s += lost
 
     def _seconds_left(self) -> float:
-        """Until the next deadline. Past one: set the failure. A rank's clock starts when its oldest call could start there."""
+        """Until the next deadline. Past one: set the failure. A rank's clock starts when its oldest call
+        could start there."""
         now = self._now()
         waited = {
             rank: now - max(self._futures[queue[0]].issued, self._free_since[rank])
@@ -325,9 +338,11 @@ def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
     placed = {rank for of_role in ranks.values() for rank in of_role}
     if outside := sorted(placed - set(range(world_size))):
         raise ValueError(
-            f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to {world_size - 1}). Start more."
+            f"roles are placed on ranks {outside}, but the job has {world_size} ranks (0 to "
+            f"{world_size - 1}). Start more."
         )
     if idle := sorted(set(range(world_size)) - placed):
         raise ValueError(
-            f"no role is placed on ranks {idle} of the {world_size} that were started. Start fewer, or place a role there."
+            f"no role is placed on ranks {idle} of the {world_size} that were started. Start fewer, "
+            "or place a role there."
         )

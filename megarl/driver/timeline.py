@@ -7,12 +7,15 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.writing import writing
+
 _MAX_RECORDS = 50_000  # about 10 MB; of a longer run the newest are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call, or the exchange that brings columns to one. Times are `time.time()`, those of a call by its ranks' clocks."""
+    """One call, or the exchange that brings columns to one. Times are `time.time()`, those of a call by its
+    ranks' clocks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -60,4 +63,5 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.chrome_trace()))
+        with writing(path):
+            path.write_text(json.dumps(self.chrome_trace()))

@@ -3,13 +3,14 @@
     torchrun -> rank 0 -> start_driver -> run_driver(main, ...)     the driver: connect, main(executor), shut down
              -> rank 0, 1, ... -> serve(roles, ...)                 the workers
 
-Whatever fails is told once (`ending.py`), and then everything ends: the driver exits, with it rank 0, with it (torchrun) all.
-Importing this module does not import torch, so the driver starts before rank 0 has.
+Whatever fails is told once (`ending.py`), and then everything ends: the driver exits, with it rank 0, with it
+(torchrun) all. Importing this module does not import torch, so the driver starts before rank 0 has.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -31,10 +32,12 @@ DRIVER_PID = "MEGARL_DRIVER_PID"
 def start_driver(
     argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.driver"
 ) -> subprocess.Popen:
-    """Start the driver beside rank 0: `python -P -m module argv`. Call it on rank 0's main thread; hand the result to `serve`.
+    """Start the driver beside rank 0: `python -P -m module argv`. Call it on rank 0's main thread; hand the
+    result to `serve`.
 
-    The driver finds the job in its environment and not the variables that would make it pass for a rank. From here on this process
-    lives no longer than the driver does: it exits when the driver fails, with the driver's code, wherever it is.
+    The driver finds the job in its environment and not the variables that would make it pass for a rank. From
+    here on this process lives no longer than the driver does: it exits when the driver fails, with the
+    driver's code, wherever it is.
     """
     inherited = os.environ if env is None else env
     child_env = without_rank(inherited) | {
@@ -58,6 +61,8 @@ def without_rank(env: Mapping[str, str]) -> dict[str, str]:
 
 def _watch_driver(driver: subprocess.Popen) -> None:
     code = driver.wait()
+    if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could handle them
+        os._exit(128 - code)
     if code < 0:
         sys.stderr.write(f"[rank 0] the driver process was killed by signal {-code}; ending the job\n")
         sys.stderr.flush()
@@ -73,8 +78,8 @@ def world_size_from_env() -> int:
 def run_driver(
     main: Callable[[StoreExecutor], object], ranks: dict[str, list[int]], call_timeout_s: float
 ) -> int:
-    """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns the exit code, as
-    `run_to_the_end`."""
+    """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns
+    the exit code, as `run_to_the_end`."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
     from megarl.driver.store_executor import (

@@ -29,7 +29,7 @@ from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor
 from megarl.driver.job import Job, open_job
 from megarl.driver.preflight import read_inputs
-from megarl.driver.progress import Progress
+from megarl.loggers.console import Progress
 from megarl.driver.training import Training
 from megarl.workers.process import quiet_libraries
 
@@ -37,12 +37,13 @@ from megarl.workers.process import quiet_libraries
 class Trainer(Training):
     """A job with ranks of its own: starts them, sets the roles up, brings the first weights into the engines.
 
-    Leaving the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the end of this process, whatever ends it. After
-    a failure (RemoteError, a rank's death) no call works any more.
+    Leaving the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the end of this
+    process, whatever ends it. After a failure (RemoteError, a rank's death) no call works any more.
 
     Args:
-        config: see `load_config`. --nproc-per-node ranks are started on this machine; with --executor inline there are none, and calls on roles
-            are calls in this process, for pdb. The run folder --save is written as by `megarl train`.
+        config: see `load_config`. --nproc-per-node ranks are started on this machine; with --executor inline
+            there are none, and calls on roles are calls in this process, for pdb. The run folder --save is
+            written as by `megarl train`.
         progress: print a line per step, as `megarl train` does.
     Raises: ConfigError for what is wrong with the job, before a model is built; RemoteError if a rank fails.
     """
@@ -73,14 +74,15 @@ class Trainer(Training):
             raise
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left of --train-iters, each followed by a checkpoint if one is due (--save-interval)."""
+        """The steps that are left of --train-iters, each followed by a checkpoint if one is due
+        (--save-interval)."""
         for step in super().steps():
             yield step
             self.job.checkpoint_if_due(step)
 
     def close(self) -> None:
-        """Wait for all that is in flight, shut the ranks down. After a failure raises it once more, with the ranks gone. Does nothing the
-        second time."""
+        """Wait for all that is in flight, shut the ranks down. After a failure raises it once more, with the
+        ranks gone. Does nothing the second time."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:

@@ -7,7 +7,8 @@ from megarl.driver.executor import Executor, Future
 
 
 def send_weights(executor: Executor, meshes: dict[str, MeshSpec], version: int, suffix: str) -> None:
-    """Call the ranks that hold the weights and have no engine; those with one do their part in `sync`. suffix: of the actor."""
+    """Call the ranks that hold the weights and have no engine; those with one do their part in `sync`.
+    suffix: of the actor."""
     if set(meshes[f"actor{suffix}"].ranks) - set(meshes[f"rollout{suffix}"].ranks):
         executor.role(f"actor{suffix}").send_weights(version)
 

@@ -1,4 +1,5 @@
-"""A step of training as a graph of calls: how it is written, checked and drawn. `driver/scheduler.py` runs it. Reading it needs no torch."""
+"""A step of training as a graph of calls: how it is written, checked and drawn. `driver/scheduler.py` runs
+it. Reading it needs no torch."""
 
 from megarl.flow.graph import DRIVER, Flow, Node
 from megarl.flow.methods import METHODS, columns

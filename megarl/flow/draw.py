@@ -51,7 +51,8 @@ def longest_chain(flow: Flow) -> list[str]:
 
 
 def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
-    """Left to right by depth, a lane per mesh; an edge ends at the names of the columns that it brings. Dashed: background, and state."""
+    """Left to right by depth, a lane per mesh; an edge ends at the names of the columns that it brings.
+    Dashed: background, and state."""
     edges = {
         node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns]
         for node in flow.nodes
@@ -75,7 +76,8 @@ def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
             bottoms[level] = top + height + _PAD
         bottom, colour = max(bottoms.values()), COLOURS[number % len(COLOURS)]
         shapes.append(
-            f'<rect x="0" y="{y:.0f}" width="{width:.0f}" height="{bottom - y:.0f}" fill="{colour}" fill-opacity="0.35"/>'
+            f'<rect x="0" y="{y:.0f}" width="{width:.0f}" height="{bottom - y:.0f}" fill="{colour}" '
+            'fill-opacity="0.35"/>'
         )
         shapes.append(_label(_PAD, (y + bottom) / 2 + 4, lane))
         shapes += [_box(node, *boxes[node.name], node_width, colour) for node in members]
@@ -83,7 +85,8 @@ def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
     arrows = [arrow for name, into in edges.items() for arrow in _arrows(boxes, name, into, node_width)]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{y:.0f}" viewBox="0 0 {width:.0f} {y:.0f}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{y:.0f}" '
+            f'viewBox="0 0 {width:.0f} {y:.0f}" '
             'font-family="Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="11">',
             '<rect width="100%" height="100%" fill="white"/>',
             *shapes,
@@ -97,7 +100,8 @@ def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
 def _box(node: Node, x: float, y: float, height: float, width: float, colour: str) -> str:
     dashed = ' stroke-dasharray="4 3"' if node.background else ""
     return (
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="5" fill="{colour}" stroke="#444"{dashed}/>'
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="5" '
+        f'fill="{colour}" stroke="#444"{dashed}/>'
         + _label(x + width / 2, y + height / 2 + 4, node.name, "middle")
     )
 
@@ -119,7 +123,8 @@ def _arrows(
         bend = max(30.0, (end_x - start_x) / 2)
         dashed = ' stroke-dasharray="3 3"' if all(map(is_state, columns)) else ""
         shapes.append(
-            f'<path d="M{start_x:.0f},{start_y:.0f} C{start_x + bend:.0f},{start_y:.0f} {end_x - bend:.0f},{port_y:.0f} '
+            f'<path d="M{start_x:.0f},{start_y:.0f} C{start_x + bend:.0f},{start_y:.0f} '
+            f"{end_x - bend:.0f},{port_y:.0f} "
             f'{end_x:.0f},{port_y:.0f}" fill="none" stroke="#666" stroke-opacity="0.7"{dashed}/>'
         )
         shapes.append(_label(x - 4, port_y + 4, text, "end", "#333"))

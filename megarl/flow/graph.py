@@ -1,4 +1,5 @@
-"""What depends on what in one step, as a graph: nodes are calls of roles, edges are the columns that they write and read.
+"""What depends on what in one step, as a graph: nodes are calls of roles, edges are the columns that they
+write and read.
 
     flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
             .advantages(gae).update(critic).update(actor))
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from megarl.flow.draw import draw_svg, draw_text
 from megarl.flow.methods import METHODS, base, is_state
 from megarl.role_names import kind_and_suffix
-from megarl.flow.validate import FlowError, findings
+from megarl.flow.validate import FlowError, Needs, findings
 
 if TYPE_CHECKING:
     from megarl.flow.roles import SymbolicMethod, SymbolicRole
@@ -65,11 +66,12 @@ class Node:
 
 
 class Flow:
-    """The nodes of a step. Their order counts where columns do not decide: between equals, and for state (`weights:...`).
+    """The nodes of a step. Their order counts where columns do not decide: between equals, and for state
+    (`weights:...`).
 
     Args:
-        declared: nodes with columns as METHODS and users name them. In `nodes` every column has the name that is its own in this
-            flow: two rollouts, actors, critics or reward models do not write the same one.
+        declared: nodes with columns as METHODS and users name them. In `nodes` every column has the name that
+            is its own in this flow: two rollouts, actors, critics or reward models do not write the same one.
     """
 
     def __init__(self, declared: Iterable[Node] = ()) -> None:
@@ -85,11 +87,13 @@ class Flow:
         return self._with(method.node(reads, writes)) if method else self
 
     def join(self, *methods: SymbolicMethod | None) -> Flow:
-        """More nodes, side by side as far as their columns allow. Skips None and methods of roles that are not there."""
+        """More nodes, side by side as far as their columns allow. Skips None and methods of roles that are
+        not there."""
         return self._with(*(method.node() for method in methods if method))
 
     def advantages(self, algorithm: HasAdvantages, actor: SymbolicRole | None = None) -> Flow:
-        """The algorithm's advantages, on the actor's ranks, after `actor.log_probs`, which is added if it is not there yet.
+        """The algorithm's advantages, on the actor's ranks, after `actor.log_probs`, which is added if it is
+        not there yet.
 
         Scores of reward models count among the rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes)
@@ -109,7 +113,8 @@ class Flow:
         )
 
     def update(self, role: SymbolicRole) -> Flow:
-        """The role's optimizer updates; after an actor's its engines, if there are any, get the new weights."""
+        """The role's optimizer updates; after an actor's its engines, if there are any, get the new
+        weights."""
         if not role:
             return self
         kind, suffix = kind_and_suffix(role.name)
@@ -124,7 +129,8 @@ class Flow:
         reads: Iterable[str] | None = None,
         writes: Iterable[str] | None = None,
     ) -> Flow:
-        """Work that delays nothing: a method of a role, or a function, which runs in a thread of the driver."""
+        """Work that delays nothing: a method of a role, or a function, which runs in a thread of the
+        driver."""
         if hasattr(work, "node"):
             return self._with(replace(work.node(reads, writes), background=True)) if work else self
         return self._with(replace(function_node(work, reads, writes), background=True))
@@ -138,7 +144,8 @@ class Flow:
         return self._with(*(node for other in others for node in other.declared))
 
     def lineage(self, role: str) -> str:
-        """Suffix of the rollout whose samples the role works on: its own number if there is a rollout with it, else ""."""
+        """Suffix of the rollout whose samples the role works on: its own number if there is a rollout with
+        it, else ""."""
         suffix = kind_and_suffix(role)[1]
         return suffix if suffix in _lineages(self.declared) else ""
 
@@ -149,7 +156,8 @@ class Flow:
 
     @cached_property
     def dependencies(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Node -> the nodes it comes after -> the columns it reads from them; none where it must merely not overtake a reader."""
+        """Node -> the nodes it comes after -> the columns it reads from them; none where it must merely not
+        overtake a reader."""
         needs: dict[str, dict[str, tuple[str, ...]]] = {node.name: {} for node in self.nodes}
         for index, node in enumerate(self.nodes):
             for column in node.reads:
@@ -162,14 +170,16 @@ class Flow:
         return needs
 
     def _writers(self, column: str, index: int) -> list[Node]:
-        """Of a state column: its last writer before node `index`. Of any other: who writes it, wherever it stands."""
+        """Of a state column: its last writer before node `index`. Of any other: who writes it, wherever it
+        stands."""
         if is_state(column):
             return [node for node in self.nodes[:index] if column in node.writes][-1:]
         return [node for i, node in enumerate(self.nodes) if column in node.writes and i != index]
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Node -> length of the longest chain of nodes before it. Those of a cycle, and all behind it, are missing."""
+        """Node -> length of the longest chain of nodes before it. Those of a cycle, and all behind it, are
+        missing."""
         depth: dict[str, int] = {}
         for _ in self.nodes:
             for name, needs in self.dependencies.items():
@@ -198,13 +208,17 @@ class Flow:
 
     # Judging and showing. `meshes`: role -> its mesh, of which only `ranks` is looked at.
 
-    def findings(self, meshes: Mapping[str, object] | None = None) -> list[str]:
-        """What is wrong, a line each. Without meshes: whatever can be seen without them."""
-        return findings(self, meshes)
+    def findings(self, meshes: Mapping[str, object] | None = None, needs: Needs | None = None) -> list[str]:
+        """List what is wrong, a line each.
 
-    def validate(self, meshes: Mapping[str, object] | None = None) -> None:
+        Args:
+            meshes: None: whatever can be seen without them.
+            needs: columns that calls need in this job, whatever their nodes say."""
+        return findings(self, meshes, needs)
+
+    def validate(self, meshes: Mapping[str, object] | None = None, needs: Needs | None = None) -> None:
         """Raises: FlowError that lists the findings, if there are any."""
-        if found := self.findings(meshes):
+        if found := self.findings(meshes, needs):
             raise FlowError(found)
 
     def text(self, meshes: Mapping[str, object] | None = None) -> str:
@@ -239,7 +253,8 @@ def _renumbered(node: Node, suffix: str) -> Node:
     known = METHODS.get((kind_and_suffix(node.role)[0], node.method), ((), ()))
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """What METHODS says of the first actor's state it means of any; a node's own words mean that of its actor."""
+        """What METHODS says of the first actor's state it means of any; a node's own words mean that of its
+        actor."""
         return names and tuple(
             name + suffix if is_state(name) and name not in known[0] + known[1] else name for name in names
         )
@@ -259,8 +274,9 @@ def _lineages(nodes: Iterable[Node]) -> set[str]:
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
     """Give every column the name that is its own in this flow.
 
-    The n-th of a kind writes `column:role` if another of the kind writes `column`. Where there are several rollouts, the roles with
-    the suffix of one are its lineage: they read columns of that lineage only, for all others are about other samples."""
+    The n-th of a kind writes `column:role` if another of the kind writes `column`. Where there are several
+    rollouts, the roles with the suffix of one are its lineage: they read columns of that lineage only, for
+    all others are about other samples."""
     lineages = _lineages(declared)
     written: list[tuple[str, str, str]] = []  # (lineage, column as declared, its name in this flow)
 

@@ -4,7 +4,8 @@
     weights:actor    state that outlives the step: who reads it before it is written sees what the last step left
     scores:judge_2   a column of the second of its kind, whose peer writes `scores`
 
-In what a node reads, `values?` means: if somebody writes it; `scores*`: this column of every role that writes it.
+In what a node reads, `values?` means: if somebody writes it; `scores*`: this column of every role that writes
+it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,15 @@ def columns(reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Callable[[
         return function
 
     return declare
+
+
+def writer_of(column: str, suffix: str = "") -> str | None:
+    """Return the call that writes a column, of a role with this suffix: "reference_2.log_probs". None: not
+    known."""
+    if column in ("advantages", "returns"):
+        return f"actor{suffix}.advantages"
+    writers = [f"{kind}{suffix}.{method}" for (kind, method), its in METHODS.items() if column in its.writes]
+    return writers[0] if writers else None
 
 
 def is_state(column: str) -> bool:

@@ -7,10 +7,9 @@ flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic
 @dataflow
 def ppo(actor, critic, reference, reward):
     samples = actor.rollout()
-    scores, ref_log_probs, values = reward.score(samples), reference.log_probs(samples), critic.values(samples)
-    advantages = actor.advantages(scores, ref_log_probs, values, algorithm=gae)
-    critic.update(advantages)
-    return actor.update(advantages)
+    scores, ref_log_probs, values = reward.score(samples), reference.log_probs(samples),
+    critic.values(samples) advantages = actor.advantages(scores, ref_log_probs, values, algorithm=gae)
+    critic.update(advantages) return actor.update(advantages)
 
 flow = ppo(present=meshes)
 """
@@ -55,7 +54,8 @@ class SymbolicRole:
 
 
 class SymbolicMethod:
-    """A method of a symbolic role. In a @dataflow function a call of it is a node; elsewhere a call starts a Flow."""
+    """A method of a symbolic role. In a @dataflow function a call of it is a node; elsewhere a call starts a
+    Flow."""
 
     def __init__(self, role: SymbolicRole, method: str):
         self.role, self.method = role, method
@@ -139,13 +139,15 @@ def background(
     reads: Iterable[str] | None = None,
     writes: Iterable[str] | None = None,
 ) -> Traced:
-    """In a @dataflow function: work that delays nothing. It reads what it declares, else the columns of its inputs."""
+    """In a @dataflow function: work that delays nothing. It reads what it declares, else the columns of its
+    inputs."""
     traces = [given.trace for given in inputs if given] + (
         [work.role._trace] if isinstance(work, SymbolicMethod) else []
     )
     if not traces:
         raise ValueError(
-            f"background({getattr(work, '__name__', work)}) needs an input to know its flow: pass what another call returned."
+            f"background({getattr(work, '__name__', work)}) needs an input to know its flow: pass "
+            "what another call returned."
         )
     declared = (
         work.node(reads, writes) if isinstance(work, SymbolicMethod) else function_node(work, reads, writes)
@@ -162,9 +164,11 @@ def background(
 
 
 def dataflow(function: Callable) -> Callable[..., Flow]:
-    """Turn a function of roles into a builder of its Flow: `function(present=meshes)`, or `function()` with all roles there.
+    """Turn a function of roles into a builder of its Flow: `function(present=meshes)`, or `function()` with
+    all roles there.
 
-    Parameters without a default are roles, called by their names. The function runs once per build, with symbolic roles."""
+    Parameters without a default are roles, called by their names. The function runs once per build, with
+    symbolic roles."""
 
     def build(present: Container[str] | None = None) -> Flow:
         trace = _Trace()
@@ -177,5 +181,6 @@ def dataflow(function: Callable) -> Callable[..., Flow]:
 
 
 def symbolic_roles(names: str, present: Container[str] | None = None) -> list[SymbolicRole]:
-    """The roles of these names, separated by blanks; those not in `present` (None: all are) are left out of what is built with them."""
+    """The roles of these names, separated by blanks; those not in `present` (None: all are) are left out of
+    what is built with them."""
     return [SymbolicRole(name, present is None or name in present) for name in names.split()]

@@ -8,11 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megarl.flow.methods import METHODS, is_state
+from megarl.flow.methods import METHODS, base, is_state, writer_of
 from megarl.role_names import kind_and_suffix
 
 if TYPE_CHECKING:
     from megarl.flow.graph import Flow, Node
+
+
+Needs = Mapping[tuple[str, str], Sequence[str]]
+"""(role, method) -> columns that the call needs in this job, whatever its node says."""
 
 
 class FlowError(ValueError):
@@ -23,11 +27,12 @@ class FlowError(ValueError):
         super().__init__("the flow cannot run:\n" + "\n".join(f"  - {line}" for line in findings))
 
 
-def findings(flow: Flow, meshes: Mapping[str, object] | None) -> list[str]:
-    """One line per error, in the order of the nodes; [] if the flow can run. Without meshes: roles are not looked at."""
+def findings(flow: Flow, meshes: Mapping[str, object] | None, needs: Needs | None = None) -> list[str]:
+    """One line per error, in the order of the nodes; [] if the flow can run. Without meshes: roles are not
+    looked at."""
     if not flow.nodes:
         return ["flow (empty): it needs at least one node. Start it with actor.rollout()."]
-    found = [*_names(flow), *_columns(flow), *_cycles(flow), *_background(flow)]
+    found = [*_names(flow), *_columns(flow, needs or {}), *_cycles(flow), *_background(flow)]
     return [*_methods(flow), *([] if meshes is None else _roles(flow, meshes)), *found]
 
 
@@ -42,7 +47,8 @@ def _methods(flow: Flow) -> Iterable[str]:
                 else f"Nothing is known of role {kind}."
             )
             yield (
-                f"node ({node.name}): no columns are known for method ({node.method}).{_near(node.method, known)} {which} "
+                f"node ({node.name}): no columns are known for method "
+                f"({node.method}).{_near(node.method, known)} {which} "
                 "For one of your own, say what it reads= and writes=, or put @columns on it."
             )
 
@@ -53,36 +59,58 @@ def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
         if node.function is None and node.role not in meshes:
             flag = f"--{node.role.replace('_', '-')}-ranks"
             yield (
-                f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} Place it with {flag}, "
+                f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} "
+                f"Place it with {flag}, "
                 f"or leave the node out. {placed}"
             )
         for column in filter(is_state, node.reads):
             role = column.split(":", 1)[1]
             if role not in meshes and role != node.role:
-                yield f"node ({node.name}) reads {column}, but role ({role}) has no mesh.{_near(role, meshes)} {placed}"
+                yield (
+                    f"node ({node.name}) reads {column}, but role ({role}) has no "
+                    f"mesh.{_near(role, meshes)} {placed}"
+                )
 
 
 def _names(flow: Flow) -> Iterable[str]:
     for name, count in Counter(node.name for node in flow.nodes).items():
         if count > 1:
-            yield f"node ({name}) is there {count} times: give each a name= of its own, or leave {'one' if count == 2 else 'all but one'} out."
+            yield (
+                f"node ({name}) is there {count} times: give each a name= of its own, or leave "
+                f"{'one' if count == 2 else 'all but one'} out."
+            )
 
 
-def _columns(flow: Flow) -> Iterable[str]:
+def _columns(flow: Flow, needs: Needs) -> Iterable[str]:
     writers: dict[str, list[Node]] = {}
     for node in flow.nodes:
         for column in node.writes:
             writers.setdefault(column, []).append(node)
     for node in flow.nodes:
-        for column in node.reads:
+        for column in _reads(node, needs):
             if not is_state(column) and not any(writer is not node for writer in writers.get(column, ())):
                 itself = " but this node itself" if column in node.writes else ""
+                writer = writer_of(base(column), flow.lineage(node.role))
+                add = f" Add {writer}, which does." if writer else _near(column, writers)
                 written = ", ".join(sorted(c for c in writers if not is_state(c) and c != column)) or "none"
-                yield f"node ({node.name}) reads {column}, which nobody writes{itself}.{_near(column, writers)} Written columns: {written}."
+                yield (
+                    f"node ({node.name}) reads {column}, which nobody writes{itself}.{add} "
+                    f"Written columns: {written}."
+                )
     for column, by in writers.items():
         if len(by) > 1 and not is_state(column):
             names = " and ".join(node.name for node in by)
-            yield f"column ({column}) is written by {names}: one node writes it. Give the others a column of another name (writes=)."
+            yield (
+                f"column ({column}) is written by {names}: one node writes it. Give the others a "
+                "column of another name (writes=)."
+            )
+
+
+def _reads(node: Node, needs: Needs) -> list[str]:
+    """Columns that the node reads, with those that its algorithm needs. Scores count as rewards."""
+    declared = {base(column).replace("scores", "rewards") for column in node.reads}
+    needed = needs.get((node.role, node.method), ())
+    return [*node.reads, *(column for column in needed if column not in declared)]
 
 
 def _cycles(flow: Flow) -> Iterable[str]:
@@ -97,10 +125,14 @@ def _cycles(flow: Flow) -> Iterable[str]:
             chain.append(name)
         cycle = [*chain[chain.index(name) :], name][::-1]
         steps = [
-            f"{after} reads {', '.join(waiting[after][before]) or 'state that it must not overtake'} of {before}"
+            f"{after} reads "
+            f"{', '.join(waiting[after][before]) or 'state that it must not overtake'} of {before}"
             for before, after in pairwise(cycle)
         ]
-        yield f"nodes {', '.join(cycle[:-1])} wait for each other: {'; '.join(steps)}. One of them must read a column of an earlier node."
+        yield (
+            f"nodes {', '.join(cycle[:-1])} wait for each other: {'; '.join(steps)}. One of them "
+            "must read a column of an earlier node."
+        )
         waiting = _without(waiting, cycle)
 
 
@@ -118,7 +150,8 @@ def _background(flow: Flow) -> Iterable[str]:
         for need, columns in needs.items():
             if nodes[need].background and columns and not nodes[name].background:
                 yield (
-                    f"node ({name}) reads {', '.join(columns)} of {need}, which is a background node: the path cannot wait for it. "
+                    f"node ({name}) reads {', '.join(columns)} of {need}, which is a background "
+                    "node: the path cannot wait for it. "
                     f"Put {need} on the path, or {name} into the background too."
                 )
 

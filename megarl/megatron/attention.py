@@ -1,4 +1,5 @@
-"""Self-attention for what Megatron's own cannot: linear_qkv's rows in vLLM's order, and more ranks than key heads."""
+"""Self-attention for what Megatron's own cannot: linear_qkv's rows in vLLM's order, and more ranks than key
+heads."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ with cpu_megatron():
 
 
 class StackedQKVSelfAttention(SelfAttention):
-    """linear_qkv gives [query heads; key heads; value heads] of this rank, not Megatron's [q, ..., q, k, v] of each group.
+    """linear_qkv gives [query heads; key heads; value heads] of this rank, not Megatron's [q, ..., q, k, v]
+    of each group.
 
-    The same matrix with its rows in another order: heads, and with them all numbers, stay what they were. Needs whole groups on
-    each rank (`megatron_atlas` refuses more ranks than groups), so nothing is gathered."""
+    The same matrix with its rows in another order: heads, and with them all numbers, stay what they were.
+    Needs whole groups on each rank (`megatron_atlas` refuses more ranks than groups), so nothing is
+    gathered."""
 
     def __init__(self, config, *args, **kwargs) -> None:
         if config.attention_output_gate or config.fused_single_qkv_rope:
             flag = "attention_output_gate" if config.attention_output_gate else "fused_single_qkv_rope"
             raise ValueError(
-                f"--{flag.replace('_', '-')} (true) expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped."
+                f"--{flag.replace('_', '-')} (true) expects Megatron's order of linear_qkv's rows. "
+                "Use --qkv-layout grouped."
             )
         super().__init__(config, *args, **kwargs)
 
@@ -51,9 +55,10 @@ class StackedQKVSelfAttention(SelfAttention):
 class SharedKeySelfAttention(SelfAttention):
     """With more tensor-parallel ranks than query groups: the ranks of a group share its key and value head.
 
-    A rank's part of linear_qkv is then a part of one group's [q, ..., q, k, v], so what all ranks computed is gathered, and each takes its
-    query heads and the head of its group. Backward sums what every rank of a group adds to the gradient of k and v. Megatron does the
-    same with the global parallel_state (attention.py:1398), which a job of several meshes has none of."""
+    A rank's part of linear_qkv is then a part of one group's [q, ..., q, k, v], so what all ranks computed is
+    gathered, and each takes its query heads and the head of its group. Backward sums what every rank of a
+    group adds to the gradient of k and v. Megatron does the same with the global parallel_state
+    (attention.py:1398), which a job of several meshes has none of."""
 
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True

@@ -4,8 +4,9 @@
     rank 0                         0 1             6 7          chunks r and 2 cp - 1 - r: under a causal mask every rank has
     rank 1                               2 3   4 5              the same work (Transformer Engine's order for packed sequences)
 
-Padding sits at a sequence's end, where no real token sees it. All ranks have the whole micro-batch on the host, so each works out the
-split of all of them by itself; what travels is keys and values, and numbers of response tokens."""
+Padding sits at a sequence's end, where no real token sees it. All ranks have the whole micro-batch on the
+host, so each works out the split of all of them by itself; what travels is keys and values, and numbers of
+response tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ from megarl.batch import Batch, MicroBatch
 
 @dataclass(frozen=True)
 class ContextShard:
-    """This rank's T_cp of the T tokens of a micro-batch: sequence after sequence, its two chunks of each one behind the other."""
+    """This rank's T_cp of the T tokens of a micro-batch: sequence after sequence, its two chunks of each one
+    behind the other."""
 
     num_tokens: int
     """T_cp, with padding; the same on every rank."""
     lengths: list[int]
-    """Tokens of each whole sequence with its padding, and of a last one that is all padding, if there is one."""
+    """Tokens of each whole sequence with its padding, and of a last one that is all padding, if there is
+    one."""
     gather_order: torch.Tensor | None = None
-    """[cp * T_cp] int64: where each padded token is among the shards of rank 0, 1, ..., one after another. None: one rank has all."""
+    """[cp * T_cp] int64: where each padded token is among the shards of rank 0, 1, ..., one after another.
+    None: one rank has all."""
     place: torch.Tensor | None = None
     """[T] int64: where this rank has the token, -1 if another one does."""
 
@@ -90,9 +94,11 @@ def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
 def gather_rows(
     values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[n] numbers of this rank's rows -> [count] of all ranks', on each. Collective over the context-parallel group.
+    """[n] numbers of this rank's rows -> [count] of all ranks', on each. Collective over the context-parallel
+    group.
 
-    The gradient of a rank's rows is what its own loss gives them: every rank must compute the same loss of them all."""
+    The gradient of a rank's rows is what its own loss gives them: every rank must compute the same loss of
+    them all."""
     return values if rows is None else _GatherRows.apply(values, rows, count, group)
 
 
@@ -112,7 +118,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_sequences(shard: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[T_cp, ...] of this rank -> [cp * T_cp, ...] of all, in the order of the padded sequences. Collective over the group.
+    """[T_cp, ...] of this rank -> [cp * T_cp, ...] of all, in the order of the padded sequences. Collective
+    over the group.
 
     The gradients that all ranks have for a shard are summed: each rank's queries look at every key."""
     return _GatherSequences.apply(shard, order, group)

@@ -1,10 +1,13 @@
-"""Let Megatron-Core run without CUDA. `with cpu_megatron():` around every call into Megatron; on a CUDA machine it does nothing.
+"""Let Megatron-Core run without CUDA. `with cpu_megatron():` around every call into Megatron; on a CUDA
+machine it does nothing.
 
-Megatron-Core 0.16.1 names CUDA in tensor factories (device="cuda"), type checks (`p.type() == "torch.cuda.FloatTensor"`),
-streams and the RNG tracker. Inside the context those names mean the CPU; outside, torch is untouched, so vLLM in the same
-process never sees them. Entering costs a few microseconds and nothing per operation.
+Megatron-Core 0.16.1 names CUDA in tensor factories (device="cuda"), type checks (`p.type() ==
+"torch.cuda.FloatTensor"`), streams and the RNG tracker. Inside the context those names mean the CPU; outside,
+torch is untouched, so vLLM in the same process never sees them. Entering costs a few microseconds and nothing
+per operation.
 
-Every entry was checked against the version of Megatron that fixes.py is for. What Megatron itself gets wrong is put right there."""
+Every entry was checked against the version of Megatron that fixes.py is for. What Megatron itself gets wrong
+is put right there."""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+
+from megarl.megatron.transformer_engine import hide_unusable
+
+hide_unusable()  # whoever imports Megatron imports this module first
 
 
 def _to_cpu(device: object) -> object:

@@ -10,10 +10,12 @@ from megarl.megatron.router import Router
 class ExpertRouter(Router):
     """The router, with two things of DeepSeek's.
 
-    The correction of the scores (arXiv:2408.15664) stays what it was: with moe_router_enable_expert_bias Megatron would move it at every
-    step, by counts that it sums over the global parallel_state. Here it is a buffer of the same name, [experts] fp32.
+    The correction of the scores (arXiv:2408.15664) stays what it was: with moe_router_enable_expert_bias
+    Megatron would move it at every step, by counts that it sums over the global parallel_state. Here it is a
+    buffer of the same name, [experts] fp32.
 
-    A group's score is the sum of its `group_best` best experts' scores. Megatron always takes topk / group_topk of them."""
+    A group's score is the sum of its `group_best` best experts' scores. Megatron always takes topk /
+    group_topk of them."""
 
     def __init__(
         self, config, pg_collection=None, *, corrects_scores: bool = False, group_best: int = 0

@@ -1,11 +1,13 @@
-"""Everything that is wrong in Megatron-Core 0.16.1 for us and is put right by replacing it, each with the line that it is for.
+"""Everything that is wrong in Megatron-Core 0.16.1 for us and is put right by replacing it, each with the
+line that it is for.
 
     fix_megatron()              before the first model is built; refuses every other version
     with world_is(group):       around the one call that needs it
 
-What can be put right by a class of our own in a layer's specification is not here: norm and attention (modules.py, context_parallel.py),
-latent attention (latent_attention.py), the scale of balancing losses (router.py), steps with gradients that are not finite (optimizer.py).
-That CUDA's names mean the CPU is cpu_shim.py."""
+What can be put right by a class of our own in a layer's specification is not here: norm and attention
+(modules.py, context_parallel.py), latent attention (latent_attention.py), the scale of balancing losses
+(router.py), steps with gradients that are not finite (optimizer.py). That CUDA's names mean the CPU is
+cpu_shim.py."""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ def fix_megatron() -> tuple[str, ...]:
 
 @_fix("tensor_parallel/random.py", 636, "self.fp8 = fp8 is not None")
 def recompute_without_transformer_engine() -> None:
-    """The default is False, which is not None: selective recompute of all but core_attn takes Transformer Engine's branch, and dies with a
-    NameError where that is not installed."""
+    """The default is False, which is not None: selective recompute of all but core_attn takes Transformer
+    Engine's branch, and dies with a NameError where that is not installed."""
     import megatron.core.tensor_parallel.random as random
 
     original = random.CheckpointWithoutOutput.__init__
@@ -85,8 +87,8 @@ def recompute_without_transformer_engine() -> None:
     "pipeline_parallel/p2p_communication.py", 74, "even_recv_odd_send_group = torch.distributed.group.WORLD"
 )
 def second_channel_within_the_mesh() -> None:
-    """Between two stages the whole world is the second channel: a message would be matched with any other that is under way between the
-    two ranks, of another role too."""
+    """Between two stages the whole world is the second channel: a message would be matched with any other
+    that is under way between the two ranks, of another role too."""
     import megatron.core.pipeline_parallel.p2p_communication as p2p_communication
 
     p2p_communication._p2p_ops = _p2p_ops
@@ -103,7 +105,8 @@ def router_without_transformer_engine() -> None:
 
 @_fix("transformer/multi_latent_attention.py", 62, "HAVE_TE = True")
 def latent_attention_without_transformer_engine() -> None:
-    """It is taken to be there because mocks of it can be imported; line 185 then asks whether something is an instance of one."""
+    """It is taken to be there because mocks of it can be imported; line 185 then asks whether something is an
+    instance of one."""
     import megatron.core.transformer.multi_latent_attention as latents
 
     latents.HAVE_TE = isinstance(latents.TELinear, type)
@@ -130,8 +133,9 @@ def uneven_shares_on_gloo() -> None:
 
 @_fix("distributed/param_and_grad_buffer.py", 443, "dist_reduce_scatter_func(", on_cpu_only=True)
 def distributed_optimizer_in_place() -> None:
-    """On gloo this and the gather of line 285 copy the whole buffer first (2 GB of gradients for 0.5B parameters); the first all-reduces
-    the copy, the second gathers into it. In place the same sums take no memory and a quarter of the time."""
+    """On gloo this and the gather of line 285 copy the whole buffer first (2 GB of gradients for 0.5B
+    parameters); the first all-reduces the copy, the second gathers into it. In place the same sums take no
+    memory and a quarter of the time."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
     buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = (
@@ -147,9 +151,10 @@ def distributed_optimizer_in_place() -> None:
     on_cpu_only=True,
 )
 def gathers_of_their_own() -> None:
-    """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk detected"). AddressSanitizer:
-    a group's two threads free the same 20 bytes in ProcessGroupGloo::runLoop; most likely the name ALLGATHER_COALESCED, noted without a lock.
-    Gathers that are not coalesced, and reductions, do not do it: their names are short enough to need no memory of their own."""
+    """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk
+    detected"). AddressSanitizer: a group's two threads free the same 20 bytes in ProcessGroupGloo::runLoop;
+    most likely the name ALLGATHER_COALESCED, noted without a lock. Gathers that are not coalesced, and
+    reductions, do not do it: their names are short enough to need no memory of their own."""
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
 
     buffers._coalescing_manager = _not_coalesced
@@ -157,8 +162,8 @@ def gathers_of_their_own() -> None:
 
 @contextlib.contextmanager
 def world_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, which would wait for ranks that are not on
-    this mesh. Inside, the world is the mesh."""
+    """optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, which would
+    wait for ranks that are not on this mesh. Inside, the world is the mesh."""
     gather, world_size = dist.all_gather_object, dist.get_world_size
     dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)
     dist.get_world_size = lambda group=group: world_size(group)
@@ -178,7 +183,8 @@ def _p2p_ops(
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, dist.Work]:
-    """Start the messages of one turn. Between two ranks each direction has a group of its own, so that neither waits for the other."""
+    """Start the messages of one turn. Between two ranks each direction has a group of its own, so that
+    neither waits for the other."""
     sends, receives = (
         (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
     )
@@ -202,7 +208,8 @@ def _p2p_ops(
 
 @contextlib.contextmanager
 def _not_coalesced(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[SimpleNamespace]:
-    """In the place of torch.distributed._coalescing_manager: yields what waits for the gathers that are started inside."""
+    """In the place of torch.distributed._coalescing_manager: yields what waits for the gathers that are
+    started inside."""
     works, gather = [], dist.all_gather_into_tensor
 
     def noted(*args: object, **kwargs: object) -> dist.Work | None:

@@ -1,11 +1,13 @@
-"""Megatron-FSDP on a role's mesh: Adam's states, master weights and gradients sharded over the data-parallel ranks.
+"""Megatron-FSDP on a role's mesh: Adam's states, master weights and gradients sharded over the data-parallel
+ranks.
 
 Megatron-Core 0.16.1 has four faults here, put right by a class of our own:
 
     mcore_fsdp_adapter.py:159, :370   tensor parallelism comes from the global parallel_state, device meshes from the whole world
     mcore_fsdp_adapter.py:276         device meshes are CUDA's, and so is the device's name that megatron_fsdp.py:184 makes
     megatron_fsdp.py:1326             the chunk's forward runs without its hooks: the one that ends a backward pass is among them, and gradients of the
-                                      next micro-batch are then added to buckets that still wait. (Megatron-LM has Float16Module between, in bf16.)
+                                      next micro-batch are then added to buckets that still wait. (Megatron-LM
+                                      has Float16Module between, in bf16.)
     megatron_fsdp.py:660, :1174       strategy optim reduces its gradients at the end of the last backward pass, and again when they are finished"""
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ BUCKET_ELEMENTS = 40_000_000
 class ShardedDataParallel(FullyShardedDataParallel):
     """A model, as DistributedDataParallel wraps it otherwise. Collective over the mesh.
 
-    The model has two sets of parameters, of the same names: whole ones in passes, and for the optimizer DTensors with this rank's shard
-    of each. Weights stay whole between passes, and both share memory where there are no masters.
+    The model has two sets of parameters, of the same names: whole ones in passes, and for the optimizer
+    DTensors with this rank's shard of each. Weights stay whole between passes, and both share memory where
+    there are no masters.
 
     Args:
         strategy: what is sharded: optim (states and masters), optim_grads (gradients too)."""
@@ -75,12 +78,14 @@ class ShardedDataParallel(FullyShardedDataParallel):
         return self.module.raw_param
 
     def optimized(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.nn.Parameter]]:
-        """(whole parameter, first element of this rank's shard of it, what the optimizer updates). A shard may be empty."""
+        """(whole parameter, first element of this rank's shard of it, what the optimizer updates). A shard
+        may be empty."""
         for _, shard in self.param_and_grad_buffer.optimizer_named_parameters:
             yield shard.orig_param, shard.megatron_fsdp_slice.start, shard
 
     def reload_masters(self) -> None:
-        """After a direct write into the weights. (The optimizer's reload_model_params does nothing here, distrib_optimizer.py:2553.)"""
+        """After a direct write into the weights. (The optimizer's reload_model_params does nothing here,
+        distrib_optimizer.py:2553.)"""
         self.param_and_grad_buffer.copy_model_weights_to_main_weights()
 
     def use_whole(self) -> None:
@@ -108,7 +113,8 @@ class ShardedDataParallel(FullyShardedDataParallel):
 
 @contextlib.contextmanager
 def _device_number(device: torch.device) -> Iterator[None]:
-    """On a CPU, for f"cuda:{torch.cuda.current_device()}", with which Megatron-FSDP compares the device to warn if it is another."""
+    """On a CPU, for f"cuda:{torch.cuda.current_device()}", with which Megatron-FSDP compares the device to
+    warn if it is another."""
     if device.type == "cuda":
         yield
         return

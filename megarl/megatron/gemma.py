@@ -1,7 +1,9 @@
-"""What Gemma 3 has beyond Megatron's blocks: norms after attention and MLP, two rotary embeddings, scaled embeddings.
+"""What Gemma 3 has beyond Megatron's blocks: norms after attention and MLP, two rotary embeddings, scaled
+embeddings.
 
-Its norms multiply by 1 + weight (`layernorm_zero_centered_gamma`) and its layers' windows are `window_size` and `window_attn_skip_freq` of
-TransformerConfig. With Transformer Engine the same modules stand around its layers; that was not run yet."""
+Its norms multiply by 1 + weight (`layernorm_zero_centered_gamma`) and its layers' windows are `window_size`
+and `window_attn_skip_freq` of TransformerConfig. With Transformer Engine the same modules stand around its
+layers; that was not run yet."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ with cpu_megatron():
 
 @functools.cache
 def with_output_norm(linear: type) -> type:
-    """The row-parallel layer `linear` with a norm of its whole output, which is a part of the sequence under sequence parallelism."""
+    """The row-parallel layer `linear` with a norm of its whole output, which is a part of the sequence under
+    sequence parallelism."""
 
     class NormedLinear(linear):
         def __init__(self, input_size: int, output_size: int, *, config, **kwargs) -> None:
@@ -44,7 +47,8 @@ def _norm_output(
 
 
 class TwoRotaryEmbeddings(RotaryEmbedding):
-    """The angles of layers that see all tokens, and of those that see a window, as one tensor [2, S, 1, 1, d]: `GemmaLayer` takes its own.
+    """The angles of layers that see all tokens, and of those that see a window, as one tensor [2, S, 1, 1,
+    d]: `GemmaLayer` takes its own.
 
     Not a pair: full recompute saves tensors alone."""
 

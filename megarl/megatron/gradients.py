@@ -1,6 +1,8 @@
-"""fp32 accumulation of bf16 gradients on a CPU."""
+"""How gradients are added up: over micro-batches on a CPU, and over ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -10,9 +12,10 @@ _PIECE = 2**18  # elements; the fp32 copy of a piece stays in the cache
 def accumulate_in_pieces(model: torch.nn.Module) -> None:
     """Let parameters add their gradient to main_grad a piece at a time. After Megatron's DDP was built.
 
-    Megatron's own hook says `main_grad.add_(grad)`; for fp32 and bf16 PyTorch then makes an fp32 copy of the whole gradient: half a
-    gigabyte for the embedding of 0.5B parameters, and more time than the sum. `grad_added_to_main_grad` is how layers that fuse
-    the accumulation tell it that nothing is left to do; `zero_out_wgrad` on a tied embedding would say that something is."""
+    Megatron's own hook says `main_grad.add_(grad)`; for fp32 and bf16 PyTorch then makes an fp32 copy of the
+    whole gradient: half a gigabyte for the embedding of 0.5B parameters, and more time than the sum.
+    `grad_added_to_main_grad` is how layers that fuse the accumulation tell it that nothing is left to do;
+    `zero_out_wgrad` on a tied embedding would say that something is."""
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.zero_out_wgrad = False
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -26,3 +29,19 @@ def _add_to_main_grad(parameter: torch.Tensor) -> None:
     ):
         total.add_(grad)
     parameter.grad_added_to_main_grad = True
+
+
+def reduction_factors(wrapped: Iterable[torch.nn.Module], num_replicas: int) -> set[float]:
+    """What Megatron's DDP or Megatron-FSDP multiplies gradients by when data-parallel ranks sum theirs; {1.0}
+    if they are only summed."""
+    factors: set[float] = set()
+    for ddp in wrapped:
+        if ddp.ddp_config.use_megatron_fsdp:
+            buffer = ddp.param_and_grad_buffer
+            found = [buffer.gradient_scaling_factor, buffer.expert_gradient_scaling_factor]
+        else:
+            groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+            found = [bucket.gradient_scaling_factor for group in groups for bucket in group.buckets]
+        mean = 1 / num_replicas if ddp.ddp_config.average_in_collective else 1.0
+        factors |= {mean * (1.0 if factor is None else factor) for factor in found}
+    return factors

@@ -1,4 +1,5 @@
-"""Random weights, the same under every layout: a whole model's for --random-init, and those that adapters start with."""
+"""Random weights, the same under every layout: a whole model's for --random-init, and those that adapters
+start with."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
 def random_weights(
     shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02
 ) -> None:
-    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0, matrices N(0, std), each full matrix
-    drawn from a generator of its own name, so that any split of it holds the same numbers. Vocabulary padding is 0."""
+    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0,
+    matrices N(0, std), each full matrix drawn from a generator of its own name, so that any split of it holds
+    the same numbers. Vocabulary padding is 0."""
     norm = 0.0 if shape.zero_centered_norms else 1.0
     _fill(
         atlas,

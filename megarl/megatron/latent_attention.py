@@ -13,9 +13,11 @@ with cpu_megatron():
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer without bias whose weight [out, in] is whole on every tensor-parallel rank: what Transformer Engine calls duplicated.
+    """A linear layer without bias whose weight [out, in] is whole on every tensor-parallel rank: what
+    Transformer Engine calls duplicated.
 
-    Under sequence parallelism each rank sees a part of the tokens, and finalize_model_grads sums the weight's gradient."""
+    Under sequence parallelism each rank sees a part of the tokens, and finalize_model_grads sums the weight's
+    gradient."""
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_) -> None:
         super().__init__()
@@ -28,10 +30,11 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, built otherwise: the down projections are whole on every rank with either spec, and every layer is told its group.
+    """Megatron's, built otherwise: the down projections are whole on every rank with either spec, and every
+    layer is told its group.
 
-    Megatron's constructor leaves linear_q_proj to the global parallel_state, which has no groups here, and its local spec splits the down
-    projections, whose outputs it gathers over that too."""
+    Megatron's constructor leaves linear_q_proj to the global parallel_state, which has no groups here, and
+    its local spec splits the down projections, whose outputs it gathers over that too."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class LatentAttention(MLASelfAttention):
         self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
 
     def _down(self, spec, input_size: int, output_size: int, name: str) -> torch.nn.Module:
-        return build_module(
+        layer = build_module(
             spec,
             input_size,
             output_size,
@@ -88,6 +91,10 @@ class LatentAttention(MLASelfAttention):
             tp_comm_buffer_name=name,
             tp_group=None,
         )
+        # Transformer Engine marks the weight of every linear layer as split (module/linear.py:
+        # is_parallel=True). The gradient norm would count this one once per tensor-parallel rank.
+        layer.weight.tensor_model_parallel = False
+        return layer
 
     def _up(self, spec, input_size: int, output_size: int, name: str) -> torch.nn.Module:
         return build_module(

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 
 import torch
 
 from megarl.config.installed import apex_finding
 from megarl.megatron.cpu_shim import cpu_megatron
-
-
-def transformer_engine_version() -> str | None:
-    """None where it is not installed, or there is no GPU that it could run on."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
-        return None
-    return importlib.metadata.version("transformer-engine")
+from megarl.megatron.transformer_engine import transformer_engine_version
 
 
 def fuses_gradient_accumulation() -> bool:
-    """Whether matrix products can add weight gradients to main_grad themselves. Transformer Engine's layers can without it, but Megatron's
-    own (the output layer) are built with the same option and want apex's kernel. Ours writes its gradient there anyway."""
+    """Whether matrix products can add weight gradients to main_grad themselves. Transformer Engine's layers
+    can without it, but Megatron's own (the output layer) are built with the same option and want apex's
+    kernel. Ours writes its gradient there anyway."""
     return (
         torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )

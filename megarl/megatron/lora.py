@@ -1,4 +1,5 @@
-"""LoRA (arXiv:2106.09685, eq. 3) on Megatron's parallel linear layers: y = W x + (alpha / r) B (A x), with W frozen.
+"""LoRA (arXiv:2106.09685, eq. 3) on Megatron's parallel linear layers: y = W x + (alpha / r) B (A x), with W
+frozen.
 
     layer                            A [r, in]                B [out, r]               A x [T, r] between them
     column-parallel  linear_qkv      whole on every rank      this rank's rows         gathered (sequence parallelism) or as it is
@@ -6,12 +7,13 @@
     row-parallel     linear_proj     this rank's columns      whole on every rank      summed over the ranks, or reduce-scattered
                      linear_fc2
 
-Between ranks travel r numbers per token, never a hidden state, so the layer's own communication stays as it is and every replicated
-matrix sees the whole gradient (under sequence parallelism that of this rank's tokens: finalize_model_grads sums those). A fused
-layer has one A for its q, k and v, or gate and up; its B has W's rows in W's order.
+Between ranks travel r numbers per token, never a hidden state, so the layer's own communication stays as it
+is and every replicated matrix sees the whole gradient (under sequence parallelism that of this rank's tokens:
+finalize_model_grads sums those). A fused layer has one A for its q, k and v, or gate and up; its B has W's
+rows in W's order.
 
-Adapters work on the layer's input and output, so the same code serves Megatron's layers and Transformer Engine's. The latter are
-written from its source and have not been run."""
+Adapters work on the layer's input and output, so the same code serves Megatron's layers and Transformer
+Engine's. The latter are written from its source and have not been run."""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def _add_adapter(
 
 
 def _normed(linear: torch.nn.Module, x: Tensor) -> Tensor:
-    """What the layer multiplies with W: Transformer Engine's LayerNormLinear has the norm before it inside."""
+    """What the layer multiplies with W: Transformer Engine's LayerNormLinear has the norm before it
+    inside."""
     if not hasattr(linear, "layer_norm_weight"):
         return x
     weight = 1 + linear.layer_norm_weight if linear.zero_centered_gamma else linear.layer_norm_weight
@@ -132,7 +135,8 @@ class Adapters:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(name.startswith("value_head."))
             if config.recompute_granularity is not None and chunk.pre_process:
-                # A recomputed layer has gradients only if its input does, and that of the first comes from a frozen embedding.
+                # A recomputed layer has gradients only if its input does, and that of the first comes from a
+                # frozen embedding.
                 chunk.embedding.register_forward_hook(_require_grad)
         for target in lora.lora_target_modules:
             layers = [
@@ -143,7 +147,8 @@ class Adapters:
             ]
             if not layers:
                 raise ValueError(
-                    f"--lora-target-modules ({target}): this model has no such layer outside of experts. Leave it out."
+                    f"--lora-target-modules ({target}): this model has no such layer outside of "
+                    "experts. Leave it out."
                 )
             for layer in layers:
                 layer.adapter = Adapter(layer.weight, target in _ROW_PARALLEL, lora, config, group)

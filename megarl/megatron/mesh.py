@@ -1,10 +1,12 @@
 """A role's mesh as a Megatron ProcessGroupCollection, without the global parallel_state.
 
-HyperCommGrid takes a contiguous block of ranks only; roles may sit on any. torch names a group by how many groups the
-process has, so every rank of the world makes every group of every mesh, in the same order (`create_groups`); groups with
-equal members are made once and shared."""
+HyperCommGrid takes a contiguous block of ranks only; roles may sit on any. torch names a group by how many
+groups the process has, so every rank of the world makes every group of every mesh, in the same order
+(`create_groups`); groups with equal members are made once and shared."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -38,23 +40,29 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _second_channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def create_groups(mesh: MeshSpec) -> None:
-    """Make the mesh's process groups. Collective over the world, members or not; later calls with the same mesh do nothing."""
+def create_groups(mesh: MeshSpec, timeout: timedelta | None = None) -> None:
+    """Make the mesh's process groups. Collective over the world, members or not.
+
+    Later calls with the same mesh do nothing.
+
+    timeout: how long their collectives may wait. Default: PyTorch's, which is not the world's: 30 minutes on
+        gloo, 10 on NCCL."""
     wanted = [mesh.peers(rank, *varied) for varied in _GROUPS.values() for rank in mesh.ranks]
     for rank in mesh.ranks:
         pipeline = mesh.peers(rank, "pp")
         wanted += [_ends(pipeline), pipeline[:1]]
     for ranks in dict.fromkeys(wanted):
         if ranks not in _groups:
-            _groups[ranks] = dist.new_group(list(ranks))
+            _groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
     if mesh.vpp > 1 and mesh.pp == 2:
         for pipeline in dict.fromkeys(mesh.peers(rank, "pp") for rank in mesh.ranks):
             if pipeline not in _second_channels:
-                _second_channels[pipeline] = dist.new_group(list(pipeline))
+                _second_channels[pipeline] = dist.new_group(list(pipeline), timeout=timeout)
 
 
 def second_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the two ranks of an interleaved pipeline, for the messages that go the other way; of other groups themselves."""
+    """A second group of the two ranks of an interleaved pipeline, for the messages that go the other way; of
+    other groups themselves."""
     return _second_channels.get(tuple(dist.get_process_group_ranks(group)), group)
 
 

@@ -1,4 +1,5 @@
-"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, a loss or values, not logits."""
+"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, a loss
+or values, not logits."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
-from megarl.megatron.libraries import fuses_gradient_accumulation, transformer_engine_version
+from megarl.megatron.libraries import fuses_gradient_accumulation
 from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
 from megarl.megatron.rope import attention_factor, inverse_frequencies
+from megarl.megatron.transformer_engine import transformer_engine_problem, uses_transformer_engine
 
 with cpu_megatron():
     from megatron.core.models.gpt import GPTModel
@@ -64,7 +66,8 @@ class ResponseTokens:
     temperature: float
     with_entropy: bool
     method: Method = "chunked"
-    """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then exactly 1."""
+    """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then
+    exactly 1."""
     loss: TokenLoss | None = None
     """Computed, with its gradients, in the forward pass; a sum over tokens."""
     rows: torch.Tensor | None = None
@@ -74,25 +77,27 @@ class ResponseTokens:
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response tokens, or (loss, metrics of
-    each chunk of them) if it is given a loss. Log-probs without a loss are those of all context-parallel ranks, a loss is this rank's part.
+    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response
+    tokens, or (loss, metrics of each chunk of them) if it is given a loss. Log-probs without a loss are those
+    of all context-parallel ranks, a loss is this rank's part.
 
-    Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do responses, more than a
+    Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do
+    responses, more than a
     chunk at a time: `output_layer` holds the weight, its forward is not called."""
 
     def __init__(self, *args, real_vocab_size: int, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
-        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces gradients during backward, nor with
-        # Megatron-FSDP: they wait for one that autograd hands out.
+        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces
+        # gradients during backward, nor with Megatron-FSDP: they wait for one that autograd hands out.
         self.accumulates_into_main_grad = False
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels: ResponseTokens, *args, **kwargs):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # The positions are selected from the whole sequence. The gradient of `hidden` below is summed over the ranks already, so
-            # each takes its slice instead of summing again.
+            # The positions are selected from the whole sequence. The gradient of `hidden` below is summed
+            # over the ranks already, so each takes its slice instead of summing again.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -125,11 +130,13 @@ class PolicyModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """One number per token: hidden @ weight, in fp32, without bias. The weight [1, H] is whole on every tensor-parallel rank.
+    """One number per token: hidden @ weight, in fp32, without bias. The weight [1, H] is whole on every
+    tensor-parallel rank.
 
-    Under sequence parallelism each rank's tokens are a part of the sequence, so its gradient is a part of the weight's: marked
-    sequence_parallel, finalize_model_grads sums them. Otherwise every rank has all tokens and the whole gradient. The gradient norm
-    counts the weight once, as it is not marked tensor_model_parallel. Of context-parallel ranks' parts DDP makes the sum."""
+    Under sequence parallelism each rank's tokens are a part of the sequence, so its gradient is a part of the
+    weight's: marked sequence_parallel, finalize_model_grads sums them. Otherwise every rank has all tokens
+    and the whole gradient. The gradient norm counts the weight once, as it is not marked
+    tensor_model_parallel. Of context-parallel ranks' parts DDP makes the sum."""
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
@@ -138,10 +145,12 @@ class ValueHead(torch.nn.Module):
         self.group = group
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """hidden: [T, 1, H], a part of the tokens under sequence parallelism; positions: [N] int64 among all tokens. Returns: [N] fp32."""
+        """hidden: [T, 1, H], a part of the tokens under sequence parallelism; positions: [N] int64 among all
+        tokens. Returns: [N] fp32."""
         if not self.sequence_parallel:
             return self._values(hidden[positions])
-        # Every rank computes the same loss from all values, so each takes its part of the gradient instead of summing.
+        # Every rank computes the same loss from all values, so each takes its part of the gradient instead of
+        # summing.
         values = gather_from_sequence_parallel_region(
             self._values(hidden), tensor_parallel_output_grad=False, group=self.group
         )
@@ -183,7 +192,8 @@ class ValueHeadModel(GPTModel):
 def transformer_config(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]
 ) -> TransformerConfig:
-    """The Megatron configuration of a Hugging Face shape. `extra` are TransformerConfig fields by their own names."""
+    """The Megatron configuration of a Hugging Face shape. `extra` are TransformerConfig fields by their own
+    names."""
     on_cpu = not torch.cuda.is_available()
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     fields = dict(
@@ -213,8 +223,8 @@ def transformer_config(
         bf16=model.bf16,
         pipeline_dtype=dtype,
         use_cpu_initialization=on_cpu,
-        # Weights are always loaded afterwards. perform_initialization=False would also skip the tensor_model_parallel
-        # marks, and then the gradient norm counts sharded parameters on rank 0 only.
+        # Weights are always loaded afterwards. perform_initialization=False would also skip the
+        # tensor_model_parallel marks, and then the gradient norm counts sharded parameters on rank 0 only.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -229,17 +239,20 @@ def transformer_config(
         recompute_modules=list(parallel.recompute_modules) if parallel.recompute_modules else None,
         variable_seq_lengths=parallel.pipeline_model_parallel_size
         > 1,  # packed micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, even for dense models
+        # the default refuses variable_seq_lengths, even for dense models
+        moe_token_dispatcher_type="alltoall",
         **(_expert_fields(shape, parallel) if shape.is_moe else {}),
         **(_latent_fields(shape) if shape.is_mla else {}),
-        calculate_per_token_loss=True,  # losses come divided by their global denominators; Megatron must not divide again
+        # losses come divided by their global denominators; Megatron must not divide again
+        calculate_per_token_loss=True,
     )
     _check_fp8(extra.get("fp8"))
     return (MLATransformerConfig if shape.is_mla else TransformerConfig)(**(fields | extra))
 
 
 def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
-    """Messages are not batched: between two stages both chunks' go to the same rank, and a batch would match them in the wrong order."""
+    """Messages are not batched: between two stages both chunks' go to the same rank, and a batch would match
+    them in the wrong order."""
     chunks = parallel.virtual_pipeline_model_parallel_size
     return (
         dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
@@ -249,7 +262,8 @@ def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
 
 
 def _softmax_scale(shape: ModelShape) -> float | None:
-    """Of queries times keys; None: 1 / sqrt(head_dim), or what latent attention makes of its own YaRN fields."""
+    """Of queries times keys; None: 1 / sqrt(head_dim), or what latent attention makes of its own YaRN
+    fields."""
     if shape.is_mla:
         return None
     factor, scalar = attention_factor(shape.rope_scaling), shape.query_pre_attn_scalar
@@ -279,7 +293,8 @@ def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, obj
         moe_router_topk_scaling_factor=shape.moe_router_topk_scaling_factor,
         moe_router_num_groups=shape.moe_router_num_groups or None,
         moe_router_group_topk=shape.moe_router_group_topk or None,
-        # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to 1
+        # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to
+        # 1
         moe_router_pre_softmax=not shape.norm_topk_prob,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
@@ -305,7 +320,8 @@ def _latent_fields(shape: ModelShape) -> dict[str, object]:
 
 
 def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
-    """YaRN as Megatron has it for latent attention: rotary_scaling_factor 1 leaves the softmax alone, which its own default does not."""
+    """YaRN as Megatron has it for latent attention: rotary_scaling_factor 1 leaves the softmax alone, which
+    its own default does not."""
     return dict(
         rope_type="yarn" if scaling else "rope",
         rotary_scaling_factor=scaling.get("factor", 1.0),
@@ -319,28 +335,24 @@ def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
 
 def _check_fp8(fp8: object) -> None:
     """Raises: ValueError where there is nothing that could compute in fp8."""
-    if fp8 and transformer_engine_version() is None:
-        raise ValueError(
-            f"--fp8 ({fp8}): needs an NVIDIA GPU and Transformer Engine, and this machine has "
-            f"{'no Transformer Engine' if torch.cuda.is_available() else 'no GPU'}. Leave it out."
-        )
+    if fp8 and (problem := transformer_engine_problem()) is not None:
+        why = "this machine has no GPU" if problem == "no GPU" else f"Transformer Engine here: {problem}"
+        rule = "needs an NVIDIA GPU and Transformer Engine"
+        raise ValueError(f"--fp8 ({fp8}): {rule}, and {why}. Leave it out.")
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def uses_transformer_engine() -> bool:
-    """On CUDA the Transformer Engine layers, on CPU Megatron's local ones with our norm and attention."""
-    return torch.cuda.is_available()
-
-
 def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
     """Of all layers of the model; those of a kind are the same object."""
     if uses_transformer_engine() and config.context_parallel_size > 1 and config.window_size is not None:
         raise ValueError(
-            f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends keys of packed sequences round the "
-            f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot use. Set it to 1, and try "
+            f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends "
+            "keys of packed sequences round the "
+            f"ranks, which layers with a sliding window ({config.window_size[0] + 1} tokens) cannot "
+            "use. Set it to 1, and try "
             "--tensor-model-parallel-size."
         )
     kinds = {
@@ -398,8 +410,8 @@ def _local_layer_spec(options: dict[str, object]) -> ModuleSpec:
 def build_policy_model(
     config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str
 ) -> list[PolicyModel]:
-    """This rank's stage and shard of the model, weights uninitialised, one for each virtual stage. Collective over the mesh (tied
-    embeddings)."""
+    """This rank's stage and shard of the model, weights uninitialised, one for each virtual stage. Collective
+    over the mesh (tied embeddings)."""
     assert not shape.value_head, "a policy needs the shape of a causal language model"
     return _build(PolicyModel, config, shape, groups, qkv_layout, real_vocab_size=shape.vocab_size)
 
@@ -476,7 +488,8 @@ def _build_chunk(
 
 
 def _check_tensor_parallel_marks(model: GPTModel, config: TransformerConfig) -> None:
-    """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong clipping."""
+    """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong
+    clipping."""
     sharded = (
         "linear_qkv",
         "linear_proj.weight",

@@ -15,10 +15,12 @@ with cpu_megatron():
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm (arXiv:1910.07467) that sequence parallelism knows: finalize_model_grads sums the gradient of a weight that
-    is marked sequence_parallel over the tensor-parallel ranks. Megatron's WrappedTorchNorm refuses sequence parallelism.
+    """RMSNorm (arXiv:1910.07467) that sequence parallelism knows: finalize_model_grads sums the gradient of a
+    weight that is marked sequence_parallel over the tensor-parallel ranks. Megatron's WrappedTorchNorm
+    refuses sequence parallelism.
 
-    With layernorm_zero_centered_gamma it multiplies by 1 + weight, in fp32, and rounds the product (Gemma)."""
+    With layernorm_zero_centered_gamma it multiplies by 1 + weight, in fp32, and rounds the product
+    (Gemma)."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
@@ -34,7 +36,8 @@ class RMSNorm(torch.nn.Module):
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """The linear layer `linear` with a bias: TransformerConfig's add_bias_linear gives one to all of attention and MLP, or to none."""
+    """The linear layer `linear` with a bias: TransformerConfig's add_bias_linear gives one to all of
+    attention and MLP, or to none."""
 
     class BiasedLinear(linear):
         def __init__(self, *args, **kwargs) -> None:
@@ -44,13 +47,16 @@ def with_bias(linear: type) -> type:
 
 
 class PackedAttention(torch.nn.Module):
-    """core_attention on packed q [T, heads, d], k and v [T, kv heads, d] (THD): causal, grouped-query, one SDPA per sequence.
+    """core_attention on packed q [T, heads, d], k and v [T, kv heads, d] (THD): causal, grouped-query, one
+    SDPA per sequence.
 
-    Nothing is padded and no sequence sees another. On CPU one call per sequence is as fast as any padded or bucketed grid.
-    A layer that slides (`window_size` of TransformerConfig) sees the last tokens of its sequence only.
+    Nothing is padded and no sequence sees another. On CPU one call per sequence is as fast as any padded or
+    bucketed grid. A layer that slides (`window_size` of TransformerConfig) sees the last tokens of its
+    sequence only.
 
-    With context parallelism keys and values of all ranks come together in one message, and each of this rank's two chunks of a
-    sequence (see context_parallel.py) looks at the part of it that ends with the chunk."""
+    With context parallelism keys and values of all ranks come together in one message, and each of this
+    rank's two chunks of a sequence (see context_parallel.py) looks at the part of it that ends with the
+    chunk."""
 
     def __init__(
         self,
@@ -65,7 +71,8 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ValueError(
-                f"--attention-dropout ({config.attention_dropout}): packed attention on CPU has none. Leave it at 0."
+                f"--attention-dropout ({config.attention_dropout}): packed attention on CPU has "
+                "none. Leave it at 0."
             )
         self.softmax_scale = softmax_scale
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -95,7 +102,8 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out, dim=2)[0].transpose(0, 1).flatten(1)  # [T, heads * d]
 
     def _sequence(self, query, key, value) -> list[torch.Tensor]:
-        """What this rank has of one sequence, chunk after chunk. [1, heads, tokens, d] each; all of its keys and values."""
+        """What this rank has of one sequence, chunk after chunk. [1, heads, tokens, d] each; all of its keys
+        and values."""
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp == 1:
             return [self._attend(query, key, value)]
@@ -107,7 +115,8 @@ class PackedAttention(torch.nn.Module):
         ]
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """The queries are the last of the keys' tokens: SDPA's own causal mask would take them for the first."""
+        """The queries are the last of the keys' tokens: SDPA's own causal mask would take them for the
+        first."""
         length, before, mask = key.shape[2], key.shape[2] - query.shape[2], None
         slides = self.window is not None and length > self.window
         if before or slides:

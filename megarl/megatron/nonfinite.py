@@ -33,8 +33,8 @@ class _Findings:
     Args:
         weights, gradients: names of those that are not finite.
         losses: value and samples of each micro-batch whose loss is not finite.
-        samples: whether the loss of its micro-batch is not finite, how far its worst token is from what it was before the step (infinite if
-            not finite), sample id, and this for people."""
+        samples: whether the loss of its micro-batch is not finite, how far its worst token is from what it
+            was before the step (infinite if not finite), sample id, and this for people."""
 
     rank: int
     grad_norm: float

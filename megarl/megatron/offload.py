@@ -8,9 +8,10 @@
     memory.load(["parameters", "optimizer"])      away -> on the device
     memory.use("optimizer")                       whoever computes with a part says so first
 
-Nothing waits on the host: each direction has a stream of its own, ordered by events. `use` makes the current stream wait for a part to
-arrive, so the optimizer's may still be on its way while the forward and backward passes run. On a CPU no byte moves; all else is the same,
-so a call that uses what is away fails there too, and `resident_bytes` is what would be on a device."""
+Nothing waits on the host: each direction has a stream of its own, ordered by events. `use` makes the current
+stream wait for a part to arrive, so the optimizer's may still be on its way while the forward and backward
+passes run. On a CPU no byte moves; all else is the same, so a call that uses what is away fails there too,
+and `resident_bytes` is what would be on a device."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class ModelMemory:
         self._lasting[part] += [tensor.untyped_storage() for tensor in tensors]
 
     def offload(self, parts: Collection[str]) -> None:
-        """Free the device of these parts. Those that are away, or that a frozen model has not, are left out."""
+        """Free the device of these parts. Those that are away, or that a frozen model has not, are left
+        out."""
         for part in self._parts:
             if part in parts and part not in self._away:
                 self._away[part] = storages = [
@@ -67,7 +69,8 @@ class ModelMemory:
                     self._copies.take(part, storages, keep=part != "gradients")
 
     def load(self, parts: Collection[str]) -> None:
-        """Start to bring these parts back, in the order in which an update uses them. Those that are here are left out."""
+        """Start to bring these parts back, in the order in which an update uses them. Those that are here are
+        left out."""
         for part in self._parts:
             if part in parts and part in self._away:
                 storages = self._away.pop(part)
@@ -79,7 +82,8 @@ class ModelMemory:
         for part in parts:
             if part in self._away:
                 raise RuntimeError(
-                    f"[{self.owner}] {part}: in host memory (--offload) when a call used it. Declare it on the role's method, "
+                    f"[{self.owner}] {part}: in host memory (--offload) when a call used it. "
+                    "Declare it on the role's method, "
                     f'@needs("{part}"), or call memory.load(["{part}"]) first.'
                 )
             if self._copies is not None:
@@ -106,7 +110,8 @@ class ModelMemory:
         )  # the moments exist from the first step on
 
     def _find(self, part: str) -> list[torch.UntypedStorage]:
-        """Each once. The optimizer's are those that are not the parameters' own, as its shards of fp32 parameters are."""
+        """Each once. The optimizer's are those that are not the parameters' own, as its shards of fp32
+        parameters are."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         for storage in self._lasting["parameters"] if part == "optimizer" else ():
             found.pop(storage._cdata, None)
@@ -152,7 +157,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Out and in, of all models of the process: what one model frees another gets, as the allocator keeps free memory by stream."""
+    """Out and in, of all models of the process: what one model frees another gets, as the allocator keeps
+    free memory by stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -228,7 +234,8 @@ class _Copies:
     def _pieces(
         self, part: str, tensor: torch.Tensor, at: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(host, device) slices of equal length that together are `tensor`, which begins at byte `at` of the part."""
+        """(host, device) slices of equal length that together are `tensor`, which begins at byte `at` of the
+        part."""
         done = 0
         while done < len(tensor):
             number, start = divmod(at + done, PIECE_BYTES)

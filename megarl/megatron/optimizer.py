@@ -23,12 +23,14 @@ with cpu_megatron():
 def build_optimizer(
     config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection, bf16: bool
 ) -> MegatronOptimizer:
-    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global norm, over all model chunks.
+    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global
+    norm, over all model chunks.
 
     Raises: ValueError for --optimizer-cpu-offload without a GPU."""
     if config.optimizer_cpu_offload and not torch.cuda.is_available():
         raise ValueError(
-            "--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine has none. Leave it out."
+            "--optimizer-cpu-offload: needs a GPU from which it could take memory, and this machine "
+            "has none. Leave it out."
         )
     with world_is(groups.intra_dist_opt):
         optimizer = get_megatron_optimizer(
@@ -52,7 +54,8 @@ def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerCon
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        # The precision-aware path leaves the fp32 masters to the hybrid optimizer; otherwise Megatron keeps its own on the GPU.
+        # The precision-aware path leaves the fp32 masters to the hybrid optimizer; otherwise Megatron keeps
+        # its own on the GPU.
         optimizer_cpu_offload=config.optimizer_cpu_offload,
         use_precision_aware_optimizer=config.optimizer_cpu_offload,
         optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
@@ -60,8 +63,9 @@ def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerCon
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Without Transformer Engine Megatron takes PyTorch's AdamW, which on a CPU makes a dozen passes over every parameter, with
-    two temporaries of its size. The fused one makes one: a ninth of the time at 0.5B parameters, a fifth at 0.4M."""
+    """Without Transformer Engine Megatron takes PyTorch's AdamW, which on a CPU makes a dozen passes over
+    every parameter, with two temporaries of its size. The fused one makes one: a ninth of the time at 0.5B
+    parameters, a fifth at 0.4M."""
     for adam in {inner.optimizer for inner in getattr(optimizer, "chained_optimizers", [optimizer])}:
         if isinstance(adam, torch.optim.AdamW):
             for group in adam.param_groups:
@@ -89,10 +93,11 @@ def build_scheduler(
 
 @torch.no_grad()
 def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
-    """The first half of `optimizer.step()`, which changes no weight: between the two is the only place to leave a step out, as without
-    fp16 Megatron looks for no gradient that is not finite, and applies it.
+    """The first half of `optimizer.step()`, which changes no weight: between the two is the only place to
+    leave a step out, as without fp16 Megatron looks for no gradient that is not finite, and applies it.
 
-    Returns: the gradient norm before clipping, and whether it and all gradients that this rank is to apply are finite. Ranks may
+    Returns: the gradient norm before clipping, and whether it and all gradients that this rank is to apply
+    are finite. Ranks may
     differ: the norm leaves out what is a copy of another rank's."""
     with cpu_megatron():
         optimizer.prepare_grads()

@@ -1,4 +1,5 @@
-"""Micro-batches through Megatron's schedules: one stage, a pipeline (1F1B), or an interleaved pipeline whose stages hold several chunks."""
+"""Micro-batches through Megatron's schedules: one stage, a pipeline (1F1B), or an interleaved pipeline whose
+stages hold several chunks."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def run_schedule(
         return schedule(
             model=chunks, data_iterator=iter(micro_batches), num_microbatches=len(micro_batches), **arguments
         )
-    # The chunks take turns after as many micro-batches as there are stages. What is missing to a full turn is filled with empty ones.
+    # The chunks take turns after as many micro-batches as there are stages. What is missing to a full turn is
+    # filled with empty ones.
     fill = -len(micro_batches) % groups.pp.size()
     filled = micro_batches + [MicroBatch.of(micro_batches[0].batch.select_samples([]))] * fill
     collected = forward_backward_pipelining_with_interleaving(

@@ -6,8 +6,8 @@
     policy.log_probs(micro_batches, temperature)    no gradient
     policy.update(micro_batches, loss, temperature) one optimizer step
 
-All ranks of the mesh call every method, with equally many micro-batches. Log-probs and losses exist on the last pipeline
-stage; other stages return None for them."""
+All ranks of the mesh call every method, with equally many micro-batches. Log-probs and losses exist on the
+last pipeline stage; other stages return None for them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megarl.batch import MicroBatch
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.model import PolicyModel, ResponseTokens, build_policy_model
 from megarl.megatron.trained_model import TrainedModel
 
@@ -31,8 +32,8 @@ with cpu_megatron():
 Loss = Callable[
     [MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]
 ]
-"""(micro-batch with its response tokens that are this rank's, log_probs [C], entropy [C] or None, which of these tokens) -> (loss divided
-by its global denominator, metrics)."""
+"""(micro-batch with its response tokens that are this rank's, log_probs [C], entropy [C] or None, which of
+these tokens) -> (loss divided by its global denominator, metrics)."""
 
 
 class Policy(TrainedModel):
@@ -51,7 +52,8 @@ class Policy(TrainedModel):
         return super()._wrap(optimizer)
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
-        """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the last stage."""
+        """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the
+        last stage."""
         with self._experts("record"):
             return self._log_probs(micro_batches, temperature)
 
@@ -69,15 +71,19 @@ class Policy(TrainedModel):
         temperature: float,
         with_entropy: bool = False,
         token_level: bool = True,
+        check: LossCheck | None = None,
     ) -> dict[str, float]:
         """One optimizer step over the micro-batches of all data-parallel ranks.
 
-        A `token_level` loss is a sum over tokens, called for a chunk of them at a time, on each context-parallel rank for its own; its
-        gradient comes with the forward pass. Any other is called once per micro-batch, for all of its tokens, on every one of these
-        ranks, and the output layer's product is made again in backward.
+        A `token_level` loss is a sum over tokens, called for a chunk of them at a time, on each
+        context-parallel rank for its own; its gradient comes with the forward pass. Any other is called once
+        per micro-batch, for all of its tokens, on every one of these ranks, and the output layer's product is
+        made again in backward. `check`: that the loss tells what it sees.
 
-        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
-        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; the weights are then unchanged."""
+        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not
+        `reports`.
+        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite, InvariantError if the
+            check fails; the weights are then unchanged."""
 
         def request(micro: MicroBatch, shard: ContextShard) -> ResponseTokens:
             return self._response_tokens(
@@ -91,16 +97,12 @@ class Policy(TrainedModel):
             return value, [metrics]
 
         with self._experts("replay"):
-            return self._update(
-                micro_batches,
-                request,
-                finish,
-                lambda: self._log_probs(micro_batches, temperature),
-                of_shards=token_level,
-            )
+            ask = lambda: self._log_probs(micro_batches, temperature)
+            return self._update(micro_batches, request, finish, ask, of_shards=token_level, check=check)
 
     def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
-        """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for itself."""
+        """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for
+        itself."""
         source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
         return (
             contextlib.nullcontext()

@@ -1,4 +1,5 @@
-"""Every random number generator of this process that training may draw from: Python's, NumPy's, torch's, Megatron's tracker."""
+"""Every random number generator of this process that training may draw from: Python's, NumPy's, torch's,
+Megatron's tracker."""
 
 from __future__ import annotations
 

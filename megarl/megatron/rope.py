@@ -1,5 +1,6 @@
-"""Frequencies of rotary embeddings, scaled as transformers and vLLM do. Megatron's RotaryEmbedding is given them after it was built: of
-llama3's scaling it has all but the factor built in, and its YaRN takes its factors from fields that TransformerConfig has for MLA only."""
+"""Frequencies of rotary embeddings, scaled as transformers and vLLM do. Megatron's RotaryEmbedding is given
+them after it was built: of llama3's scaling it has all but the factor built in, and its YaRN takes its
+factors from fields that TransformerConfig has for MLA only."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: Scaling | None) ->
 
 
 def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones are not, between the two it is interpolated."""
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones are not, between the two it is
+    interpolated."""
     low, high, context = (
         scaling[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
@@ -37,8 +39,9 @@ def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): dimensions that turn more than beta_fast times in the original context are not stretched, those
-    that turn less than beta_slow times are, by the factor; between the two a ramp over the dimensions."""
+    """YaRN (arXiv:2309.00071, section 3.2): dimensions that turn more than beta_fast times in the original
+    context are not stretched, those that turn less than beta_slow times are, by the factor; between the two a
+    ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
         return (
@@ -58,7 +61,8 @@ def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) ->
 
 
 def attention_factor(scaling: Scaling | None) -> float:
-    """YaRN's factor of cos and sin, 1 without. On queries and keys both, so logits have its square: `softmax_scale` takes it."""
+    """YaRN's factor of cos and sin, 1 without. On queries and keys both, so logits have its square:
+    `softmax_scale` takes it."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if "attention_factor" in scaling:

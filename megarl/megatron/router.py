@@ -1,12 +1,15 @@
-"""The router of a mixture of experts: Megatron's choice of experts, our balancing losses, statistics and replay.
+"""The router of a mixture of experts: Megatron's choice of experts, our balancing losses, statistics and
+replay.
 
-Megatron's own balancing losses are not used. With calculate_per_token_loss they are scaled by the tokens of one rank (router.py:465 of
-0.16.1), which is tp * cp too little where a sequence is split, their mean depends on how samples are packed, and what they were worth
-piles up in one tracker of the process, whichever model it was. Here each is a sum over tokens divided by a denominator of the whole
-mini-batch, as the policy's loss is, so the numbers do not depend on the layout.
+Megatron's own balancing losses are not used. With calculate_per_token_loss they are scaled by the tokens of
+one rank (router.py:465 of 0.16.1), which is tp * cp too little where a sequence is split, their mean depends
+on how samples are packed, and what they were worth piles up in one tracker of the process, whichever model it
+was. Here each is a sum over tokens divided by a denominator of the whole mini-batch, as the policy's loss is,
+so the numbers do not depend on the layout.
 
-A forward pass carries a `RoutedTokens` in its PackedSeqParams. A hook hands it to a layer's router whenever the layer runs, so that a
-layer which is computed again in the backward pass sees its own tokens, not those of the latest micro-batch."""
+A forward pass carries a `RoutedTokens` in its PackedSeqParams. A hook hands it to a layer's router whenever
+the layer runs, so that a layer which is computed again in the backward pass sees its own tokens, not those of
+the latest micro-batch."""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ STATISTICS = ("tokens", "entropy", "z", "z_squared", "balance", "changed")
 
 @dataclass(frozen=True)
 class Balance:
-    """What one layer adds to the loss: sum over its tokens t of p_t . c_g(t) * weight_g(t), and z_coeff * mean of (log sum exp logits)^2.
+    """What one layer adds to the loss: sum over its tokens t of p_t . c_g(t) * weight_g(t), and z_coeff *
+    mean of (log sum exp logits)^2.
 
-    p_t are the token's routing probabilities, c_g the tokens that each expert was chosen by in group g (no gradient). A group is the
-    micro-batch, a sample or the mini-batch; see `MoEConfig`."""
+    p_t are the token's routing probabilities, c_g the tokens that each expert was chosen by in group g (no
+    gradient). A group is the micro-batch, a sample or the mini-batch; see `MoEConfig`."""
 
     weights: torch.Tensor | None
     """[G] fp32, without the coefficient; None: no balancing."""
@@ -40,7 +44,8 @@ class Balance:
     num_tokens: int
     """Of the mini-batch, prompts included, all ranks."""
     counts: torch.Tensor | None = None
-    """[layers of this chunk, 1, E] of the whole mini-batch, if the group is that; otherwise they are counted in the forward pass."""
+    """[layers of this chunk, 1, E] of the whole mini-batch, if the group is that; otherwise they are counted
+    in the forward pass."""
 
 
 @dataclass
@@ -55,7 +60,8 @@ class RoutedTokens:
     counts: bool = False
     """A pass without gradients that adds to the statistics which experts the tokens favour."""
     choices: torch.Tensor | None = None
-    """[T, layers of this chunk, topk] integers: the experts of each token, to be written, or read if `replays`."""
+    """[T, layers of this chunk, topk] integers: the experts of each token, to be written, or read if
+    `replays`."""
     replays: bool = False
 
 
@@ -72,7 +78,8 @@ class _AddToLoss(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Chooses as TopKRouter does, unless the pass replays; then the given experts get the weights that the router gives them now."""
+    """Chooses as TopKRouter does, unless the pass replays; then the given experts get the weights that the
+    router gives them now."""
 
     index = 0
     """Among the routers of this chunk of the model."""
@@ -92,7 +99,8 @@ class Router(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits: [T, 1, E] fp32 -> weights [T, E], zero where not chosen, and choices [T, E] bool."""
         probs, chosen = super().routing(logits)
-        # Recompute runs every layer without gradients first; only the pass with gradients counts, so each token does once.
+        # Recompute runs every layer without gradients first; only the pass with gradients counts, so each
+        # token does once.
         if self.routed.counts or (self.routed.balance is not None and torch.is_grad_enabled()):
             probs = self._observe(logits.flatten(0, 1), probs, chosen)
         return probs, chosen
@@ -119,7 +127,8 @@ class Router(TopKRouter):
     def _losses(
         self, favoured: torch.Tensor, scores: torch.Tensor, z: torch.Tensor, balance: Balance
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's part of the balancing loss without its coefficient, and of all that is added to the loss (None: nothing)."""
+        """This rank's part of the balancing loss without its coefficient, and of all that is added to the
+        loss (None: nothing)."""
         loss, spread = None, scores.new_zeros(())
         if balance.weights is not None:
             real, groups, weights = self.routed.is_real[:, None], self.routed.groups, balance.weights[:, None]
@@ -138,7 +147,8 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _group_counts(self, favoured: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """[G, E] tokens of each group that favour each expert. Collective over the ranks that share the sequences."""
+        """[G, E] tokens of each group that favour each expert. Collective over the ranks that share the
+        sequences."""
         counts = torch.zeros(num_groups, favoured.shape[1], device=favoured.device).index_add_(
             0, groups, favoured.float()
         )
@@ -148,8 +158,8 @@ class Router(TopKRouter):
 
 
 class _Choices:
-    """Stands where Megatron has its RouterReplay, which keeps the routers of all models of the process in one list and finds the choices
-    of a layer that is computed again by popping another."""
+    """Stands where Megatron has its RouterReplay, which keeps the routers of all models of the process in one
+    list and finds the choices of a layer that is computed again by popping another."""
 
     def __init__(self, router: Router) -> None:
         self.router = (router,)  # hidden from torch.nn.Module
@@ -171,7 +181,8 @@ class _Choices:
 
 
 def connect_routers(model: torch.nn.Module) -> list[Router]:
-    """Number the routers of a chunk of the model, in the order of its layers, and let each follow the forward passes of its layer."""
+    """Number the routers of a chunk of the model, in the order of its layers, and let each follow the forward
+    passes of its layer."""
     routers: list[Router] = []
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):

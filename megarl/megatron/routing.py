@@ -1,4 +1,5 @@
-"""What the routers of one model are told before a forward pass and asked after an update. `router.py` says what they do with it.
+"""What the routers of one model are told before a forward pass and asked after an update. `router.py` says
+what they do with it.
 
 routing = Routing(chunks, options, groups, device)      collective over the mesh
 packed.routed = routing.of_pass(chunk, micro, own)      before every forward pass; after it:
@@ -56,8 +57,8 @@ class Routing:
         """What the routers of `chunk` are to know of the next forward pass.
 
         Args:
-            own: a tensor with a row per token of the micro-batch -> the rows of the T tokens that this rank's layers see, on its
-                device; -1 on padding."""
+            own: a tensor with a row per token of the micro-batch -> the rows of the T tokens that this rank's
+                layers see, on its device; -1 on padding."""
         samples, by_sample = (
             own(micro.batch.sample_of_token),
             self.options.moe_router_load_balancing_type == "seq_aux_loss",
@@ -101,8 +102,9 @@ class Routing:
 
     @contextlib.contextmanager
     def choices(self, what: Literal["record", "replay"]) -> Iterator[None]:
-        """Forward passes inside record which experts they choose, in place of what was recorded before, or replay it; where the batch has
-        the column routed_experts, that. A replay needs the passes of the recording: as many samples in each."""
+        """Forward passes inside record which experts they choose, in place of what was recorded before, or
+        replay it; where the batch has the column routed_experts, that. A replay needs the passes of the
+        recording: as many samples in each."""
         if what == "record":
             self._kept.clear()
         self._choosing = what
@@ -141,7 +143,8 @@ class Routing:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Forward passes inside count the experts that the tokens of the mini-batch favour. Collective over the mesh."""
+        """Forward passes inside count the experts that the tokens of the mini-batch favour. Collective over
+        the mesh."""
         self._counting = True
         try:
             yield
@@ -152,7 +155,8 @@ class Routing:
                 self._counts[chunk] = self._take(routers)[:, None, : routers[0].num_experts].float()
 
     def begin_update(self, micro_batches: list[MicroBatch]) -> None:
-        """Until `end_update`, forward passes with gradients have losses of this mini-batch and are counted."""
+        """Until `end_update`, forward passes with gradients have losses of this mini-batch and are
+        counted."""
         amounts = torch.tensor(
             [[len(m.batch.tokens), len(m.batch)] for m in micro_batches], device=self.device
         ).sum(0)
@@ -160,7 +164,8 @@ class Routing:
         self._amounts = tuple(amounts.tolist())
 
     def end_update(self, prefix: str) -> dict[str, float]:
-        """Metrics of the update, on one rank of each pipeline stage: shares that add up over stages, and maxima."""
+        """Metrics of the update, on one rank of each pipeline stage: shares that add up over stages, and
+        maxima."""
         self._amounts, self._counts = None, {}
         if not self._all:
             return {}

@@ -1,7 +1,9 @@
-"""What every model trained by Megatron has on one mesh: the stage, DDP, optimizer, schedule, and the run through the pipeline.
+"""What every model trained by Megatron has on one mesh: the stage, DDP, optimizer, schedule, and the run
+through the pipeline.
 
-`Policy` and `ValueModel` say what is built, what a forward pass is asked for and what becomes of its output. All ranks of the mesh
-call every method, with equally many micro-batches. Outputs and losses exist on the last pipeline stage; other stages return None."""
+`Policy` and `ValueModel` say what is built, what a forward pass is asked for and what becomes of its output.
+All ranks of the mesh call every method, with equally many micro-batches. Outputs and losses exist on the last
+pipeline stage; other stages return None."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.fsdp import ShardedDataParallel
-from megarl.megatron.gradients import accumulate_in_pieces
+from megarl.megatron.gradients import accumulate_in_pieces, reduction_factors
+from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import transformer_config
@@ -68,8 +71,8 @@ class TrainedModel(ABC):
         experts: MoEConfig | None = None,
         lora: LoRAConfig | None = None,
     ) -> None:
-        """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`) too, are undefined until they
-        are loaded."""
+        """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`)
+        too, are undefined until they are loaded."""
         _initialize_process()
         self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
         self.device = (
@@ -108,14 +111,15 @@ class TrainedModel(ABC):
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> [rows, cols] view of the live weight, vectors as [n, 1]. The views last; their addresses change with an offload."""
+        """Name -> [rows, cols] view of the live weight, vectors as [n, 1]. The views last; their addresses
+        change with an offload."""
         self.memory.use("parameters")
         return self._parameters
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """`parameters` for others to read, as a sync or an export: adapted matrices with what their adapters add, as of the last
-        `merge_adapters`. Without adapters, `parameters` itself."""
+        """`parameters` for others to read, as a sync or an export: adapted matrices with what their adapters
+        add, as of the last `merge_adapters`. Without adapters, `parameters` itself."""
         if self.adapters is None:
             return self.parameters
         self._allocate_merged()
@@ -142,7 +146,8 @@ class TrainedModel(ABC):
             yield from chunk.named_parameters(prefix)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By the same names, before the optimizer steps: what this rank has of them; of sharded ones its part."""
+        """By the same names, before the optimizer steps: what this rank has of them; of sharded ones its
+        part."""
         name_of = {parameter: name for name, parameter in self.named_parameters()}
         for ddp in self.sharded:
             yield from (
@@ -216,7 +221,8 @@ class TrainedModel(ABC):
             overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True,
         )
-        # The gradients of later chunks are ready while the first one's backward still goes on: nothing is gained by reducing parts of them.
+        # The gradients of later chunks are ready while the first one's backward still goes on: nothing is
+        # gained by reducing parts of them.
         ddp = [
             DistributedDataParallel(
                 self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups
@@ -239,18 +245,29 @@ class TrainedModel(ABC):
                     ddp.reload_masters()
 
     def advance_schedule(self) -> None:
-        """Set the learning rate of the next step. Before the step's first update, so that warm-up does not begin with a step at 0."""
+        """Set the learning rate of the next step. Before the step's first update, so that warm-up does not
+        begin with a step at 0."""
         self.scheduler.step(1)
 
-    def step(self) -> dict[str, float]:
+    def step(self, check: LossCheck | None = None) -> dict[str, float]:
         """One optimizer step with the gradients that are there.
 
-        Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the others.
-        Raises: NonFiniteStep, on all ranks, if a gradient or a loss is not finite on one of them; nothing has changed then."""
+        Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the
+        others.
+        Raises: NonFiniteStep, on all ranks, if a gradient or a loss is not finite on one of them,
+            InvariantError if the check fails; nothing has changed then."""
         self.memory.use("parameters", "gradients", "optimizer")
         grad_norm, is_finite = prepare_step(self.optimizer)
-        if not self._on_all_ranks(is_finite):
+        finite = [torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]
+        sums = (~torch.stack(finite).all()).double()[None]  # ranks that have something not finite
+        if check is not None:
+            sums = torch.cat([sums, check.sums(self.device)])
+        dist.all_reduce(sums, group=self.groups.intra_dist_opt)
+        if sums[0] > 0:
             raise NonFiniteStep(grad_norm)
+        if check is not None:
+            factors = reduction_factors(self.ddp, self.groups.dp_cp.size())
+            check.judge(sums[1:], factors, self.groups.intra_dist_opt)
         take_step(self.optimizer, grad_norm)
         if not self.reports_steps:
             return {}
@@ -259,18 +276,6 @@ class TrainedModel(ABC):
             f"{self.prefix}/lr": self.optimizer.param_groups[0]["lr"],
         }
 
-    def _on_all_ranks(self, is_finite: bool) -> bool:
-        """Whether gradients and losses are finite on every rank of the mesh."""
-        finite = (
-            torch.stack(
-                [torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]
-            )
-            .all()
-            .int()
-        )
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.groups.intra_dist_opt)
-        return bool(finite)
-
     def _update(
         self,
         micro_batches: list[MicroBatch],
@@ -278,13 +283,21 @@ class TrainedModel(ABC):
         loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]],
         ask: Callable[[], list[torch.Tensor] | None],
         of_shards: bool = False,
+        check: LossCheck | None = None,
     ) -> dict[str, float]:
-        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per part of the micro-batch.
+        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per
+        part of the micro-batch.
 
         Args:
-            ask: a pass without gradients -> the numbers that the loss is of, as `log_probs` or `values` returns them.
-            of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all tokens, the same on each.
-        Raises: NonFiniteUpdate."""
+            ask: a pass without gradients -> the numbers that the loss is of, as `log_probs` or `values`
+                returns them.
+            of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all
+                tokens, the same on each.
+            check: that `loss` tells what it sees.
+        Raises: NonFiniteUpdate; InvariantError if the check fails."""
+        reports = self._reports_shard if of_shards else self.reports
+        if check is not None:
+            check.counts = reports
         self.memory.use("gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -292,18 +305,16 @@ class TrainedModel(ABC):
         of_experts = {}
         if self.routing:
             self._begin_routing(micro_batches, request)
-        parts = [
-            metrics for micro in self._forward_backward(micro_batches, request, loss) for metrics in micro
-        ]
+        of_micro_batches = self._forward_backward(micro_batches, request, loss, check)
+        parts = [metrics for micro in of_micro_batches for metrics in micro]
         if self.routing:
             of_experts = self.routing.end_update(self.routing_prefix)
         try:
-            of_step = self.step()
+            of_step = self.step(check)
         except NonFiniteStep as error:
             raise NonFiniteUpdate(
                 explain(self, error.grad_norm, micro_batches, self._losses, ask())
             ) from None
-        reports = self._reports_shard if of_shards else self.reports
         metrics = combine({name: value.item() for name, value in m.items()} for m in parts) if reports else {}
         return metrics | of_experts | of_step
 
@@ -322,8 +333,10 @@ class TrainedModel(ABC):
         micro_batches: list[MicroBatch],
         request: Request,
         loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]],
+        check: LossCheck | None = None,
     ) -> list[list[Metrics]]:
-        """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of each."""
+        """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of
+        each."""
         self._losses = []
 
         def forward_step(iterator, model):
@@ -332,6 +345,8 @@ class TrainedModel(ABC):
             def finish(output):
                 value, metrics = loss(micro, output)
                 self._losses.append(value.detach())
+                if check is not None:
+                    check.end_of_forward(value)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
             shard = self._shard(micro)
@@ -348,7 +363,8 @@ class TrainedModel(ABC):
     ) -> list[torch.Tensor] | None:
         """`keep` of what the last stage returns for each micro-batch, on the CPU; None before the last stage.
 
-        In training mode, so that a check of what comes out sees the model as it is trained: with dropout on it fails."""
+        In training mode, so that a check of what comes out sees the model as it is trained: with dropout on
+        it fails."""
 
         def forward_step(iterator, model):
             micro = next(iterator)
@@ -395,20 +411,23 @@ class TrainedModel(ABC):
         return output
 
     def _own_tokens(self, values: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-        """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers see; -1 on padding."""
+        """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers
+        see; -1 on padding."""
         values = shard.take(values, padding=-1)
         if self.config.sequence_parallel:
             values = values.chunk(self.groups.tp.size())[self.groups.tp.rank()]
         return values.to(self.device)
 
     def _packed(self, shard: ContextShard) -> PackedSeqParams:
-        """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope and Transformer Engine divide
-        them by the context-parallel size. That they are the padded ones too says that nothing lies between sequences."""
+        """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope
+        and Transformer Engine divide them by the context-parallel size. That they are the padded ones too
+        says that nothing lies between sequences."""
         lengths = shard.lengths
         cu_seqlens = (
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         )
-        # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope positions.
+        # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope
+        # positions.
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -433,7 +452,8 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _initialize_process() -> None:
-    """The only process-wide Megatron state: its fixes, the scratch buffer of sequence parallelism and the RNG tracker of recompute."""
+    """The only process-wide Megatron state: its fixes, the scratch buffer of sequence parallelism and the RNG
+    tracker of recompute."""
     fix_megatron()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         with cpu_megatron():

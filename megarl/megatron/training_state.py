@@ -1,7 +1,9 @@
-"""What a checkpoint holds of a model that Megatron trains: weights, Adam's moments, and how many steps were taken.
+"""What a checkpoint holds of a model that Megatron trains: weights, Adam's moments, and how many steps were
+taken.
 
-The tensors are views of live memory, cut into rectangles of the canonical tensors. A distributed optimizer holds stretches of parameters,
-each at most three rectangles; where there are fp32 masters, they are the weights that are saved."""
+The tensors are views of live memory, cut into rectangles of the canonical tensors. A distributed optimizer
+holds stretches of parameters, each at most three rectangles; where there are fp32 masters, they are the
+weights that are saved."""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
+from megarl.config.model_function import function_fields
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.offload import local
 from megarl.megatron.trained_model import TrainedModel
@@ -37,7 +40,8 @@ def save_checkpoint(
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
-    To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a group of its own.
+    To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a
+    group of its own.
 
     Args:
         atlas: of this rank.
@@ -56,17 +60,23 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
     digests: bool = True,
 ) -> dict[str, object]:
-    """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this job's flags say at that step.
+    """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this
+    job's flags say at that step.
 
     Args:
-        weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which has none. A frozen model
-            reads no others.
+        weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which
+            has none. A frozen model reads no others.
         digests: False: `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
-    Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model is then as it was."""
+    Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model
+        is then as it was."""
     resume = model.optimizer is not None and not weights_only
     state = load(
-        folder, list(_loaded_rectangles(model, atlas, resume)), group or model.groups.intra_dist_opt, digests
+        folder,
+        list(_loaded_rectangles(model, atlas, resume)),
+        group or model.groups.intra_dist_opt,
+        digests,
+        _function_of(model),
     )
     for name, param in atlas.items():
         if param.padding_rows:
@@ -80,11 +90,8 @@ def verify_checkpoint(
     folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
 ) -> None:
     """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
-    verify(
-        folder,
-        list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None)),
-        group or model.groups.intra_dist_opt,
-    )
+    rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
+    verify(folder, rectangles, group or model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
@@ -92,11 +99,16 @@ def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, obje
     state: dict[str, object] = {
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "mesh": model.mesh.shape | model.mesh.expert_shape,
+        "model": _function_of(model),
     }
     if model.optimizer is not None:
         steps = max(Crew(group).all(lambda: _optimizer_steps(model)))  # a rank may have nothing to update
         state |= {"optimizer_steps": steps, "schedule_steps": model.scheduler.num_steps}
     return state
+
+
+def _function_of(model: TrainedModel) -> dict[str, object]:
+    return function_fields(model.shape, model.adapters.lora if model.adapters else None)
 
 
 # ------------------------------------------------------------------ rectangles
@@ -121,7 +133,8 @@ class _Stretch:
 
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
-    """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut otherwise."""
+    """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut
+    otherwise."""
     sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
@@ -137,7 +150,8 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
 
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
-    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the moments, if it resumes, its own."""
+    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the
+    moments, if it resumes, its own."""
     sizes, stretches = _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -205,7 +219,8 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
 
 
 def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
-    """(parameter of the model, first element, what Adam updates in its place, is that a master) of an optimizer of Megatron 0.16.1."""
+    """(parameter of the model, first element, what Adam updates in its place, is that a master) of an
+    optimizer of Megatron 0.16.1."""
     if model.sharded:
         yield from (
             (parameter, start, shard, model.bf16)
@@ -238,12 +253,17 @@ def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn
 
 
 def _make_state(inner) -> None:
-    """As the first step would. Megatron's own function leaves out the counter that PyTorch's Adam keeps beside each parameter."""
+    """As the first step would. Megatron's own function leaves out the counter that PyTorch's Adam keeps
+    beside each parameter."""
     with cpu_megatron():
         inner.init_state_fn(inner.optimizer, inner.config)
     if isinstance(inner.optimizer, torch.optim.AdamW):
-        for state in inner.optimizer.state.values():
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        for group in inner.optimizer.param_groups:
+            # A fused kernel reads the counter beside the parameter: torch/optim/adam.py, `_init_group`.
+            on_device = group["fused"] or group["capturable"]
+            for parameter in group["params"]:
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+                inner.optimizer.state[parameter].setdefault("step", step)
 
 
 def _optimizer_steps(model: TrainedModel) -> int:

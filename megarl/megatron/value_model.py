@@ -7,9 +7,10 @@
     critic.scores(micro_batches)                    the value after each sample's last token; no gradient
     critic.update(micro_batches, loss)              one optimizer step
 
-The transformer of a policy with the head of transformers' ...ForSequenceClassification with one label: value = score.weight @ hidden.
-All ranks of the mesh call every method, with equally many micro-batches. Values and losses exist on the last pipeline stage, on all
-of its tensor- and context-parallel ranks; other stages return None for them."""
+The transformer of a policy with the head of transformers' ...ForSequenceClassification with one label: value
+= score.weight @ hidden. All ranks of the mesh call every method, with equally many micro-batches. Values and
+losses exist on the last pipeline stage, on all of its tensor- and context-parallel ranks; other stages return
+None for them."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ import torch
 from megarl.batch import MicroBatch
 from megarl.config.schema import ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
+from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.model import ValueHeadModel, ValuePositions, build_value_head_model
 from megarl.megatron.trained_model import TrainedModel
 
 ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, values [N] fp32 of its response tokens) -> (loss divided by its global denominator, metrics)."""
+"""(micro-batch, values [N] fp32 of its response tokens) -> (loss divided by its global denominator,
+metrics)."""
 
 
 class ValueModel(TrainedModel):
@@ -37,29 +40,37 @@ class ValueModel(TrainedModel):
         return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)
 
     def values(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
-        """The value before each response token of each micro-batch, each [N] fp32 on the CPU; None before the last stage.
+        """The value before each response token of each micro-batch, each [N] fp32 on the CPU; None before the
+        last stage.
 
-        Element i has seen the tokens before token i only: it is the head's output at the position that predicts it, so it is aligned
-        with log_probs."""
+        Element i has seen the tokens before token i only: it is the head's output at the position that
+        predicts it, so it is aligned with log_probs."""
         return self._forward_only(micro_batches, self._before_responses)
 
     def scores(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
-        """The value after the last token of each sample, each [B] fp32 on the CPU; None before the last stage."""
+        """The value after the last token of each sample, each [B] fp32 on the CPU; None before the last
+        stage."""
         return self._forward_only(
             micro_batches, lambda micro, shard: self._at(micro.batch.cu_seqlens[1:] - 1, shard)
         )
 
-    def update(self, micro_batches: list[MicroBatch], loss: ValueLoss) -> dict[str, float]:
-        """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per micro-batch.
+    def update(
+        self, micro_batches: list[MicroBatch], loss: ValueLoss, check: LossCheck | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per
+        micro-batch. `check`: that the loss tells what it sees.
 
-        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not `reports`.
-        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; the weights are then unchanged."""
+        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not
+        `reports`.
+        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite, InvariantError if the
+            check fails; the weights are then unchanged."""
 
         def finish(micro: MicroBatch, values: torch.Tensor):
             value, metrics = loss(micro, values)
             return value, [metrics]
 
-        return self._update(micro_batches, self._before_responses, finish, lambda: self.values(micro_batches))
+        ask = lambda: self.values(micro_batches)
+        return self._update(micro_batches, self._before_responses, finish, ask, check=check)
 
     def _before_responses(self, micro: MicroBatch, shard: ContextShard) -> ValuePositions:
         return self._at(micro.predict_positions, shard)

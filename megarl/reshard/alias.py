@@ -1,4 +1,5 @@
-"""Which parameters of an engine can be the trainer's own memory: what both hold in the same shape and order needs no copy."""
+"""Which parameters of an engine can be the trainer's own memory: what both hold in the same shape and order
+needs no copy."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from megarl.reshard.atlas import Atlas, LocalParam
 
 
 def find_aliases(source: Atlas, destination: Atlas) -> dict[str, str]:
-    """Destination parameter -> the source parameter of the same rank that holds the same numbers at the same places.
+    """Destination parameter -> the source parameter of the same rank that holds the same numbers at the same
+    places.
 
-    Their dtypes are the caller's to compare. Where several source parameters do (a tied output layer), the first is taken."""
+    Their dtypes are the caller's to compare. Where several source parameters do (a tied output layer), the
+    first is taken."""
     holder: dict[Hashable, str] = {}
     for name, param in source.items():
         holder.setdefault(_content(param), name)

@@ -1,13 +1,16 @@
 """An atlas says which rectangles of which canonical matrices a rank holds, and where in its own parameters.
 
-The canonical matrices are the tensors of the Hugging Face checkpoint. Every matrix is [rows, cols]; a vector of n elements
-is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to the other (`plan.py`).
+The canonical matrices are the tensors of the Hugging Face checkpoint. Every matrix is [rows, cols]; a vector
+of n elements is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to the
+other (`plan.py`).
 
     Example: rank 1 of 2 holds the second half of o_proj's columns, so its atlas has
         "decoder.layers.0.self_attention.linear_proj.weight":
-            LocalParam(rows=128, cols=64, pieces=(Piece("model.layers.0.self_attn.o_proj.weight", 0, 128, 64, 128, 0, 0),))
+            LocalParam(rows=128, cols=64, pieces=(Piece("model.layers.0.self_attn.o_proj.weight", 0, 128, 64,
+            128, 0, 0),))
 
-Model families differ in data only: the tables of this folder list every tensor, and each row says when it exists."""
+Model families differ in data only: the tables of this folder list every tensor, and each row says when it
+exists."""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from megarl.config.hf_config import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rectangle [row_start:row_end, col_start:col_end] of `hf_name`, stored from (local_row, local_col) on."""
+    """The rectangle [row_start:row_end, col_start:col_end] of `hf_name`, stored from (local_row, local_col)
+    on."""
 
     hf_name: str
     row_start: int
@@ -33,7 +37,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """A local parameter as a [rows, cols] matrix. Its last `padding_rows` rows belong to no canonical matrix and stay 0."""
+    """A local parameter as a [rows, cols] matrix. Its last `padding_rows` rows belong to no canonical matrix
+    and stay 0."""
 
     rows: int
     cols: int
@@ -47,7 +52,8 @@ Atlas = dict[str, LocalParam]
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """One canonical tensor: sizes by the names of `dimensions`, and the flag of its layer's ModelShape without which it is absent."""
+    """One canonical tensor: sizes by the names of `dimensions`, and the flag of its layer's ModelShape
+    without which it is absent."""
 
     name: str
     rows: str
@@ -93,9 +99,10 @@ LAYER_TENSORS = (
     HFTensor("mlp.shared_expert_gate.weight", "one", "hidden", needs="gates_shared_expert"),
     HFTensor("block_sparse_moe.gate.weight", "experts", "hidden", needs="names_blocks_sparse"),
 )
-"""Attention of Qwen2 and Qwen2-MoE (qkv_bias), Qwen3 and Qwen3-MoE (qk_layernorm), Gemma 3 (that and output_norms), Llama (none, or
-o_bias), Mistral and Mixtral (none), DeepSeek-V2 and V3 (is_mla); dense layers (of Llama, mlp_bias or not) and mixtures, of which a model
-may have both. Names are relative to `model.layers.<i>.`."""
+"""Attention of Qwen2 and Qwen2-MoE (qkv_bias), Qwen3 and Qwen3-MoE (qk_layernorm), Gemma 3 (that and
+output_norms), Llama (none, or o_bias), Mistral and Mixtral (none), DeepSeek-V2 and V3 (is_mla); dense layers
+(of Llama, mlp_bias or not) and mixtures, of which a model may have both. Names are relative to
+`model.layers.<i>.`."""
 
 EXPERT_TENSORS = (
     HFTensor("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
@@ -118,7 +125,8 @@ KEPT_IN_FP32 = ("e_score_correction_bias",)
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
-"""In place of the output layer in critics and reward models: transformers' ...ForSequenceClassification with one label."""
+"""In place of the output layer in critics and reward models: transformers' ...ForSequenceClassification with
+one label."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -152,8 +160,8 @@ def has(shape: ModelShape, needs: str | None) -> bool:
 
 
 def hf_sizes(shape: ModelShape) -> Sizes:
-    """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no lm_head.weight,
-    with a value head score.weight instead."""
+    """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no
+    lm_head.weight, with a value head score.weight instead."""
     size = dimensions(shape)
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
     for layer in range(shape.num_layers):
@@ -182,7 +190,8 @@ def hf_atlas(shape: ModelShape) -> Atlas:
     }
 
 
-# ------------------------------------------------------------------ how a local parameter is cut out of canonical tensors
+# ------------------------------------------------------------------ how a local parameter is cut out of
+# canonical tensors
 
 
 Sizes = dict[str, tuple[int, int]]
@@ -191,7 +200,8 @@ Sizes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a layout needs to know: the model and this rank's place in its tensor-parallel group (for experts: their own)."""
+    """What a layout needs to know: the model and this rank's place in its tensor-parallel group (for experts:
+    their own)."""
 
     shape: ModelShape
     tp_size: int
@@ -204,12 +214,14 @@ class Cut:
 
 
 Layout = Callable[[Cut, Sizes, tuple[str, ...]], LocalParam]
-"""(cut, sizes of the canonical tensors, names of those that this parameter is made of) -> the local parameter."""
+"""(cut, sizes of the canonical tensors, names of those that this parameter is made of) -> the local
+parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a side's table: local parameter, how it is cut, out of which canonical tensors, and when it exists."""
+    """One row of a side's table: local parameter, how it is cut, out of which canonical tensors, and when it
+    exists."""
 
     name: str
     layout: Layout
@@ -265,7 +277,8 @@ def every_expert(layout: Layout) -> Layout:
 
 
 def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """An equal share of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that shards of both sides coincide."""
+    """An equal share of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that shards of
+    both sides coincide."""
     (name,) = hf_names
     vocab, hidden = sizes[name]
     start, end = cut.share(cut.shape.padded_vocab_size())
@@ -277,7 +290,8 @@ def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam
 def layer_params(
     rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int
 ) -> Iterator[tuple[str, LocalParam]]:
-    """(name within the layer, parameter) of every row that this layer has, cut out of canonical layer `layer`."""
+    """(name within the layer, parameter) of every row that this layer has, cut out of canonical layer
+    `layer`."""
     kind = cut.shape.of_layer(layer)
     for row in rows:
         if has(kind, row.needs):
@@ -285,7 +299,8 @@ def layer_params(
 
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
-    """Raises: ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot divide, and sizes that can."""
+    """Raises: ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot
+    divide, and sizes that can."""
     ffn = {"ffn_hidden_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}
     if shape.is_moe and shape.moe_shared_expert_intermediate_size:
         ffn["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size

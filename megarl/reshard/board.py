@@ -1,6 +1,8 @@
-"""Small messages between the ranks of a sync, over torch's own c10d store: each is written once and read by name, with a deadline.
+"""Small messages between the ranks of a sync, over torch's own c10d store: each is written once and read by
+name, with a deadline.
 
-A store, and not a collective: one rank that is late or dead is named, and what the others can do afterwards is not harmed."""
+A store, and not a collective: one rank that is late or dead is named, and what the others can do afterwards
+is not harmed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Many strided copies as one: the executor of a reshard plan.
 
-A pair (dst, src) of tensor views is one rectangle. Rectangles are checked once, handed to megarl._C as addresses, and copied by
-every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32, bf16 and fp16 converted on the way. Without the
-extension PyTorch does the same on one thread; its result is the specification."""
+A pair (dst, src) of tensor views is one rectangle. Rectangles are checked once, handed to megarl._C as
+addresses, and copied by every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32, bf16 and
+fp16 converted on the way. Without the extension PyTorch does the same on one thread; its result is the
+specification."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ class CopyPlan:
     """Copies that are repeated between the same addresses.
 
     Args:
-        dst: views [rows, cols] or [n], row-major (last stride 1), on one device, or packed. They must not overlap: the caller's plan
-            proves it.
-        src: as many tensor views with the same shapes, on the same kind of device; the same dtype, or both one of fp32, bf16, fp16.
+        dst: views [rows, cols] or [n], row-major (last stride 1), on one device, or packed. They must not
+            overlap: the caller's plan proves it.
+        src: as many tensor views with the same shapes, on the same kind of device; the same dtype, or both
+            one of fp32, bf16, fp16.
         num_threads: CPU threads of one run. Ignored on a GPU.
     Raises: ValueError naming the first pair that breaks a rule.
 
@@ -60,13 +62,15 @@ class CopyPlan:
             self._tables = [table.to(self._device) for table in tables]
 
     def run(self) -> None:
-        """Copies every rectangle. On a GPU this is a launch on the current stream of the destination's device.
+        """Copies every rectangle. On a GPU this is a launch on the current stream of the destination's
+        device.
 
         Raises: RuntimeError if a view's storage moved since the plan was built.
         """
         if _addresses(self._dst, self._src) != self._addresses:
             raise RuntimeError(
-                "a view's storage moved after this CopyPlan was built, so its addresses are stale. Build a new plan."
+                "a view's storage moved after this CopyPlan was built, so its addresses are stale. "
+                "Build a new plan."
             )
         if self._plan is None:
             _copy_with_pytorch(self._dst, self._src)
@@ -120,7 +124,8 @@ def two_dimensions(view: View, where: str) -> tuple[int, int]:
 
 
 def leading_dimension(view: View, where: str) -> int:
-    """Elements from one row to the next; the stride of a dimension of size 1 means nothing. Raises: ValueError, as above."""
+    """Elements from one row to the next; the stride of a dimension of size 1 means nothing. Raises:
+    ValueError, as above."""
     if isinstance(view, PackedView):
         return view.matrix_cols
     cols = view.shape[-1]
@@ -134,19 +139,22 @@ def leading_dimension(view: View, where: str) -> int:
         return cols
     if view.stride(0) < cols:
         raise ValueError(
-            f"{where} strides {list(view.stride())} make rows of {cols} elements overlap. Try view.contiguous()."
+            f"{where} strides {list(view.stride())} make rows of {cols} elements overlap. Try "
+            "view.contiguous()."
         )
     return view.stride(0)
 
 
 def conversion(src: torch.dtype, dst: torch.dtype, where: str) -> int:
-    """The extension's name of what happens to an element. Raises: ValueError, starting with `where`, if it has none."""
+    """The extension's name of what happens to an element. Raises: ValueError, starting with `where`, if it
+    has none."""
     if src == dst and src.itemsize in COPY_SIZES:
         return src.itemsize
     if src in FLOATS and dst in FLOATS:
         return 10 * FLOATS[src] + FLOATS[dst]
     raise ValueError(
-        f"{where}: {src} to {dst} is neither a copy of 1, 2, 4 or 8 bytes nor between float32, bfloat16 and float16."
+        f"{where}: {src} to {dst} is neither a copy of 1, 2, 4 or 8 bytes nor between float32, "
+        "bfloat16 and float16."
     )
 
 

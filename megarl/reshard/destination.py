@@ -30,7 +30,8 @@ class Arrival:
 
 
 class Destination:
-    """Pulls from the sources that lie in memory that this process can read, and judges what came from all of them.
+    """Pulls from the sources that lie in memory that this process can read, and judges what came from all of
+    them.
 
     Args:
         rank: that this destination has in the plan.
@@ -56,7 +57,8 @@ class Destination:
     def pull_from(
         self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None
     ) -> None:
-        """Where the source's weights are from now on. `copies`: if they are arranged otherwise than in the source's atlas."""
+        """Where the source's weights are from now on. `copies`: if they are arranged otherwise than in the
+        source's atlas."""
         pairs = zip(copies or self._copies[source], self._views[source], strict=True)
         self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
         self._plan = None
@@ -79,8 +81,10 @@ class Destination:
                 for copy, there, here in zip(self._copies[source], sent, received, strict=True):
                     if there != here:
                         return (
-                            f"[rank {self.rank}] {copy.dst_name}[{copy.dst_row}:{copy.dst_row + copy.rows}, {copy.dst_col}:"
-                            f"{copy.dst_col + copy.cols}] is not what rank {source} sent from {copy.src_name}: {kind} digest "
+                            f"[rank {self.rank}] "
+                            f"{copy.dst_name}[{copy.dst_row}:{copy.dst_row + copy.rows}, {copy.dst_col}:"
+                            f"{copy.dst_col + copy.cols}] is not what rank {source} sent from "
+                            f"{copy.src_name}: {kind} digest "
                             f"{here:016x}, sent {there:016x}"
                         )
         return None

@@ -1,8 +1,9 @@
 """64-bit digests of weights by value, to compare the two ends of a transfer without moving the weights.
 
-A source rectangle and the destination that it was copied to have the same digest, whatever their strides; where the copy converts,
-the source is digested as what it becomes. The numbers do not depend on threads, device, or whether the extension is there:
-csrc/digest.h defines them. Not cryptographic: it finds what goes wrong, not what somebody hides.
+A source rectangle and the destination that it was copied to have the same digest, whatever their strides;
+where the copy converts, the source is digested as what it becomes. The numbers do not depend on threads,
+device, or whether the extension is there: csrc/digest.h defines them. Not cryptographic: it finds what goes
+wrong, not what somebody hides.
 
     sent = Digest(source_views, [view.dtype for view in destination_views]).sampled(version)
     received = Digest(destination_views).sampled(version)
@@ -29,9 +30,10 @@ class Digest:
     """Digests of the same views again and again.
 
     Args:
-        views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the same values, but the
-            last has another digest. Kept; read at every call.
-        dtypes: what each view's values become at their destination, one for all or one per view. Default: what they are.
+        views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the
+            same values, but the last has another digest. Kept; read at every call.
+        dtypes: what each view's values become at their destination, one for all or one per view. Default:
+            what they are.
         num_threads: CPU threads.
     Raises: ValueError naming the first view that breaks a rule.
 
@@ -49,7 +51,8 @@ class Digest:
             dtypes = [dtypes or view.dtype for view in views]
         if len(dtypes) != len(views):
             raise ValueError(
-                f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for all, or left out."
+                f"dtypes ({len(dtypes)}) must be one per view ({len(views)}), one torch.dtype for "
+                "all, or left out."
             )
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
         rows = [self._describe(index) for index in range(len(self._views))]
@@ -69,10 +72,11 @@ class Digest:
         self._extension = extension_for(self._device.type)
 
     def sampled(self, version: int) -> list[int]:
-        """Digests of 16 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each 16th of the view.
+        """Digests of 16 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each
+        16th of the view.
 
-        It finds every wrong stretch of an eighth of a view or more, and a smaller share f with probability 1 - (1 - f)^16. Digests of
-        different versions differ, so an old one is never taken for a new one."""
+        It finds every wrong stretch of an eighth of a view or more, and a smaller share f with probability 1
+        - (1 - f)^16. Digests of different versions differ, so an old one is never taken for a new one."""
         return self._compute(_mix(version & _MASK), sampled=True)
 
     def full(self) -> list[int]:
@@ -127,7 +131,8 @@ class Digest:
             return sums.cpu()
 
 
-# ------------------------------------------------------------------ the same in PyTorch; int64 arithmetic is modulo 2**64
+# ------------------------------------------------------------------ the same in PyTorch; int64 arithmetic is
+# modulo 2**64
 
 
 @torch.no_grad()
@@ -160,7 +165,8 @@ def _sampled_words(num_words: int, seed: int) -> Tensor:
 
 
 def _read_words(view: View, dtype: torch.dtype, row: Tensor, col: Tensor) -> Tensor:
-    """int64 [n]: the elements of each row from `col` on that fill 8 bytes, in the destination's dtype; zeros past the row's end."""
+    """int64 [n]: the elements of each row from `col` on that fill 8 bytes, in the destination's dtype; zeros
+    past the row's end."""
     matrix = view.read() if isinstance(view, PackedView) else view.detach().view(two_dimensions(view, "view"))
     cols = col[:, None] + torch.arange(8 // dtype.itemsize, device=col.device)
     elements = matrix[row[:, None], cols.clamp(max=matrix.shape[1] - 1)].to(dtype)

@@ -1,12 +1,15 @@
-"""Which rectangles of the canonical adapters a rank holds: rows of an atlas, made from those of the matrices that they adapt.
+"""Which rectangles of the canonical adapters a rank holds: rows of an atlas, made from those of the matrices
+that they adapt.
 
-The canonical tensors of adapter rank r, for a layer whose matrix is made of the canonical matrices X [rows, cols] of one parent:
+The canonical tensors of adapter rank r, for a layer whose matrix is made of the canonical matrices X [rows,
+cols] of one parent:
 
     <parent>.<layer>.lora_A.weight     [r, cols]     one for the whole layer, e.g. model.layers.0.self_attn.linear_qkv.lora_A.weight
     <X>.lora_B.weight                  [rows, r]     e.g. model.layers.0.self_attn.q_proj.lora_B.weight
 
-A rank that holds the rectangle [rows a:b, cols c:d] of X holds rows a:b of X's B, and columns c:d of the layer's A: so any split of
-the matrices, by any kind of parallelism, is one of the adapters too. In the PEFT format each X has an A of its own, here a copy."""
+A rank that holds the rectangle [rows a:b, cols c:d] of X holds rows a:b of X's B, and columns c:d of the
+layer's A: so any split of the matrices, by any kind of parallelism, is one of the adapters too. In the PEFT
+format each X has an A of its own, here a copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What a rank of a Megatron-Core 0.16 GPTModel holds, by tensor, pipeline, virtual-pipeline, expert and expert-tensor parallelism.
+"""What a rank of a Megatron-Core 0.16 GPTModel holds, by tensor, pipeline, virtual-pipeline, expert and
+expert-tensor parallelism.
 
-`linear_qkv` is the delicate one: the full matrix has, for each of the G query groups, the group's query heads, then its key
-head, then its value head; rank r of t holds rows [r*S/t, (r+1)*S/t) of it, S = (H + 2G) * head_dim, also when t > G."""
+`linear_qkv` is the delicate one: the full matrix has, for each of the G query groups, the group's query
+heads, then its key head, then its value head; rank r of t holds rows [r*S/t, (r+1)*S/t) of it, S = (H + 2G) *
+head_dim, also when t > G."""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from megarl.reshard.vllm_atlas import fused_qkv
 
 
 def grouped_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """This rank's rows of the matrix [query heads of group 0; key 0; value 0; query heads of group 1; ...]."""
+    """This rank's rows of the matrix [query heads of group 0; key 0; value 0; query heads of group 1;
+    ...]."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     query_rows, cols = sizes[query][0] // groups, sizes[query][1]
@@ -172,7 +175,8 @@ LAYER = (
 STACKED_QKV_LAYER = tuple(
     replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER
 )
-"""With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in vLLM."""
+"""With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in
+vLLM."""
 
 _MIXTRAL = "block_sparse_moe.experts.{expert}."
 EXPERT = (
@@ -188,7 +192,8 @@ EXPERT = (
     ),
     Row("linear_fc2.weight", column_shard, (_MIXTRAL + "w2.weight",), needs="names_blocks_sparse"),
 )
-"""Of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in the checkpoint."""
+"""Of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in the
+checkpoint."""
 
 FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
 LAST_STAGE = (
@@ -203,7 +208,8 @@ TRANSFORMER_ENGINE_NAMES = {
     "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight", "is_mla"),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "is_dense"),
 }
-"""The Transformer Engine layer spec fuses a norm into the linear layer that follows it, if one alone does: -> (name, when)."""
+"""The Transformer Engine layer spec fuses a norm into the linear layer that follows it, if one alone does: ->
+(name, when)."""
 
 
 def _transformer_engine_name(kind: ModelShape, name: str) -> str:
@@ -212,7 +218,8 @@ def _transformer_engine_name(kind: ModelShape, name: str) -> str:
 
 
 def _expert_name(name: str, expert: int, te_spec: bool) -> str:
-    """Megatron's sequential experts are modules of their own; Transformer Engine's grouped ones number their weights."""
+    """Megatron's sequential experts are modules of their own; Transformer Engine's grouped ones number their
+    weights."""
     return f"mlp.experts.{name}{expert}" if te_spec else f"mlp.experts.local_experts.{expert}.{name}"
 
 
@@ -263,26 +270,31 @@ def megatron_atlas(
 def place_atlas(
     shape: ModelShape, place: MegatronPlace, te_spec: bool = False, qkv_layout: str = "grouped"
 ) -> Atlas:
-    """The atlas of one rank. Layer indices in the names are local to the model chunk; the split over stages is uniform.
+    """The atlas of one rank. Layer indices in the names are local to the model chunk; the split over stages
+    is uniform.
 
-    With a virtual pipeline, chunk c of stage p holds the layers from (c * pp_size + p) * L / (pp_size * vpp_size) on, and the
-    names of its parameters begin with `chunks.<c>.`.
+    With a virtual pipeline, chunk c of stage p holds the layers from (c * pp_size + p) * L / (pp_size *
+    vpp_size) on, and the names of its parameters begin with `chunks.<c>.`.
 
-    Tied embeddings: a single stage has no output_layer; with several, the last stage's output_layer.weight is a second copy
-    of the embedding. A value head is on every tensor-parallel rank of the last stage, in place of the output_layer.
+    Tied embeddings: a single stage has no output_layer; with several, the last stage's output_layer.weight is
+    a second copy of the embedding. A value head is on every tensor-parallel rank of the last stage, in place
+    of the output_layer.
 
     Args:
-        te_spec: names of the Transformer Engine layer spec (experts grouped) instead of the local one (experts sequential).
+        te_spec: names of the Transformer Engine layer spec (experts grouped) instead of the local one
+            (experts sequential).
         qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
     check_place(shape, place)
     if qkv_layout == "stacked" and shape.is_mla:
         raise ValueError(
-            f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. Use --qkv-layout grouped."
+            f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. "
+            "Use --qkv-layout grouped."
         )
     if qkv_layout == "stacked" and shape.num_query_groups % place.tp_size:
         raise ValueError(
-            f"--qkv-layout (stacked) needs whole key heads on each rank: --tensor-model-parallel-size ({place.tp_size}) must "
+            "--qkv-layout (stacked) needs whole key heads on each rank: "
+            f"--tensor-model-parallel-size ({place.tp_size}) must "
             f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped."
         )
     rows = STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER
@@ -308,7 +320,8 @@ def place_atlas(
 def _layer(
     rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool
 ) -> Iterator[tuple[str, LocalParam]]:
-    """(name within the layer, parameter) of canonical layer `layer`, whose parameters outside of experts are `rows`."""
+    """(name within the layer, parameter) of canonical layer `layer`, whose parameters outside of experts are
+    `rows`."""
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
         yield (_transformer_engine_name(kind, name) if te_spec else name), param

@@ -1,7 +1,8 @@
-"""Matrices in vLLM's CPU layout of expert weights: blocks of 16 rows, and within a block one column after the other.
+"""Matrices in vLLM's CPU layout of expert weights: blocks of 16 rows, and within a block one column after the
+other.
 
-Element (n, k) of a matrix [N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage; N is a multiple of 16. Elements have
-at most 4 bytes."""
+Element (n, k) of a matrix [N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage; N is a multiple
+of 16. Elements have at most 4 bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class PackedView:
-    """Rows [row, row + rows) and columns [col, col + cols) of a packed matrix. Has what the copier and the digest ask of a tensor.
+    """Rows [row, row + rows) and columns [col, col + cols) of a packed matrix. Has what the copier and the
+    digest ask of a tensor.
 
-    Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or the rectangle leaves it."""
+    Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or the rectangle
+    leaves it."""
 
     storage: Tensor
-    """Of any shape, contiguous, on a CPU; starts at a multiple of 16 elements, as every allocation of PyTorch (64 bytes) does."""
+    """Of any shape, contiguous, on a CPU; starts at a multiple of 16 elements, as every allocation of PyTorch
+    (64 bytes) does."""
     matrix_cols: int
     """K. A stack of expert matrices [E, N, K] is one matrix of E * N rows."""
     row: int
@@ -44,8 +48,10 @@ class PackedView:
             or self.storage.data_ptr() % (BLOCK * self.element_size())
         ):
             raise ValueError(
-                f"storage (shape {list(self.storage.shape)}, strides {list(self.storage.stride())}) must be contiguous, hold a "
-                f"multiple of {BLOCK} x matrix_cols ({self.matrix_cols}) elements and start at a multiple of {BLOCK}."
+                f"storage (shape {list(self.storage.shape)}, strides {list(self.storage.stride())}) "
+                "must be contiguous, hold a "
+                f"multiple of {BLOCK} x matrix_cols ({self.matrix_cols}) elements and start at a "
+                f"multiple of {BLOCK}."
             )
         if (
             min(self.row, self.col, self.rows, self.cols) < 0
@@ -53,7 +59,8 @@ class PackedView:
             or self.row + self.rows > size // self.matrix_cols
         ):
             raise ValueError(
-                f"rows [{self.row}:{self.row + self.rows}], columns [{self.col}:{self.col + self.cols}] must lie in the packed "
+                f"rows [{self.row}:{self.row + self.rows}], columns "
+                f"[{self.col}:{self.col + self.cols}] must lie in the packed "
                 f"matrix of {size // self.matrix_cols} x {self.matrix_cols}."
             )
 

@@ -1,4 +1,5 @@
-"""Adapters as a folder that PEFT, and vLLM with it, loads: adapter_config.json and adapter_model.safetensors."""
+"""Adapters as a folder that PEFT, and vLLM with it, loads: adapter_config.json and
+adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LoRAConfig
+from megarl.config.writing import writing
 from megarl.reshard.atlas import VALUE_HEAD, Atlas, LocalParam, Piece, hf_sizes
 from megarl.reshard.lora_atlas import peft_atlas
 from megarl.reshard.plan import make_plan
-from megarl.reshard.transfer import Transfer, publish
+from megarl.reshard.transfer import Transfer, publish, removed_if_failed, save_tensors, write_text
 
 
 @torch.no_grad()
@@ -30,8 +31,8 @@ def save_peft(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapters that the ranks of `atlases` hold, and the value head if there is one. Collective over those ranks; the lowest
-    writes. The folder appears at once and complete.
+    """Write the adapters that the ranks of `atlases` hold, and the value head if there is one. Collective
+    over those ranks; the lowest writes. The folder appears at once and complete.
 
     Args:
         base_model: folder of the model that they adapt.
@@ -58,15 +59,16 @@ def save_peft(
             f"{folder} exists and is not an exported adapter: it has no adapter_config.json. Move it away."
         )
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    save_file(
-        {name: tensor.cpu() for name, tensor in full.items()},
-        partial / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (partial / "adapter_config.json").write_text(
-        json.dumps(_config(base_model, shape, wanted, lora), indent=2) + "\n"
-    )
+    with writing(partial):
+        partial.mkdir(parents=True)
+    with removed_if_failed(partial):
+        save_tensors(
+            {name: tensor.cpu() for name, tensor in full.items()}, partial / "adapter_model.safetensors"
+        )
+        write_text(
+            partial / "adapter_config.json",
+            json.dumps(_config(base_model, shape, wanted, lora), indent=2) + "\n",
+        )
     publish(partial, folder)
 
 

@@ -1,7 +1,8 @@
 """Which rectangle of which rank's parameter goes where: the intersection of two sets of atlases.
 
-The plan is computed once and is proven when it is made: every element that a destination holds is written exactly once,
-by exactly one source, and every element that no source writes is declared padding. Pure arithmetic: no torch."""
+The plan is computed once and is proven when it is made: every element that a destination holds is written
+exactly once, by exactly one source, and every element that no source writes is declared padding. Pure
+arithmetic: no torch."""
 
 from __future__ import annotations
 
@@ -65,13 +66,15 @@ def make_plan(
 ) -> ReshardPlan:
     """Plan the copies that fill every destination from the sources.
 
-    Where several sources hold the same elements, the destination's own rank wins, then a rank of its node; among equals the rank
-    that has sent least so far, so replicas share the work. Every rank that calls this with the same arguments gets the same plan.
+    Where several sources hold the same elements, the destination's own rank wins, then a rank of its node;
+    among equals the rank that has sent least so far, so replicas share the work. Every rank that calls this
+    with the same arguments gets the same plan.
 
     Args:
         ranks_per_node: consecutive ranks share a node. None: all do.
 
-    Raises: PlanError naming the parameter and the rectangle that is missing, written twice or out of bounds."""
+    Raises: PlanError naming the parameter and the rectangle that is missing, written twice or out of
+    bounds."""
     _check_atlases(sources, "source")
     _check_atlases(destinations, "destination")
     replicas, senders = _replicas(sources), _Senders(ranks_per_node)
@@ -117,7 +120,8 @@ def _replicas(sources: dict[int, Atlas]) -> _Replicas:
 def _fill(
     rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]], senders: _Senders
 ) -> Iterable[tuple[int, RectCopy]]:
-    """(source rank, copy) of each part of one destination piece. What is written leaves `missing`, so nothing is written twice."""
+    """(source rank, copy) of each part of one destination piece. What is written leaves `missing`, so nothing
+    is written twice."""
     missing = [_canonical(piece)]
     holders = [
         (min(held, key=lambda h: senders.preference(h[0], rank)), rect)
@@ -154,7 +158,8 @@ def _fill(
 
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
-    """Within each local parameter: pieces inside the bounds, not overlapping, and covering all but the padding rows."""
+    """Within each local parameter: pieces inside the bounds, not overlapping, and covering all but the
+    padding rows."""
     checked: set[int] = set()  # ranks that hold the same may share their atlas
     for rank, atlas in atlases.items():
         if id(atlas) not in checked:
@@ -181,7 +186,8 @@ def _check_param(where: str, param: LocalParam) -> None:
             if _overlap(local, other):
                 raise PlanError(
                     f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
-                    f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on {_bounds(_overlap(local, other))}."
+                    f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on "
+                    f"{_bounds(_overlap(local, other))}."
                 )
         active.append((local, piece))
         area += (local[1] - local[0]) * (local[3] - local[2])

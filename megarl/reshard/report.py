@@ -1,11 +1,12 @@
-"""`megarl reshard-plan`: what a weight sync from the trainer to the engines moves, and how long that takes if nothing but
-bandwidth holds it up. Arithmetic on shapes: no torch, no device, no weights.
+"""`megarl reshard-plan`: what a weight sync from the trainer to the engines moves, and how long that takes if
+nothing but bandwidth holds it up. Arithmetic on shapes: no torch, no device, no weights.
 
     megarl reshard-plan @configs/job.args [--flag value ...] [--world-size 16] [--ranks-per-node 8]
 
-A copy within a rank reads and writes that rank's memory; one between two ranks of a node uses their link; one between nodes the
-network. Each rank does its share of each kind at the stated bandwidth, the kinds one after the other, and the slowest rank counts.
-Parameters that lie alike on both sides of a rank in one dtype can be one storage (aliased): they cost nothing."""
+A copy within a rank reads and writes that rank's memory; one between two ranks of a node uses their link; one
+between nodes the network. Each rank does its share of each kind at the stated bandwidth, the kinds one after
+the other, and the slowest rank counts. Parameters that lie alike on both sides of a rank in one dtype can be
+one storage (aliased): they cost nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _MOST_RANKS = 65_536
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(own options, the rest: files and flags of the job). Prints the help text and exits for --help or -h."""
+    """(own options, the rest: files and flags of the job). Prints the help text and exits for --help or
+    -h."""
     parser = argparse.ArgumentParser(
         "megarl reshard-plan",
         description=__doc__,
@@ -53,7 +55,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         (
             "link",
             360,
-            "of one rank's link to the others of its node: NVLink 4 has 450 GB/s each way, four fifths assumed",
+            "of one rank's link to the others of its node: NVLink 4 has 450 GB/s each way, four "
+            "fifths assumed",
         ),
         ("network", 45, "of one rank to other nodes: 400 Gbit/s, nine tenths assumed"),
     )
@@ -101,13 +104,16 @@ def report(
     total, copies = sum(moved.values()), sum(map(len, plan.copies.values()))
     held = {dst: sum(n for pair, n in moved.items() if pair[1] == dst) for dst in destinations}
     lines = [
-        f"{shape.model_type}, {shape.num_layers} layers{f', {shape.num_moe_experts} experts' if shape.is_moe else ''}: "
-        f"Megatron {_sizes(train, shape.is_moe)} ({train_dtype}) -> {rollout.dp} vLLM engines of tp {rollout.tp} ({rollout_dtype})",
-        f"planned in {seconds:.2f} s: {copies} copies between {len(moved)} pairs of ranks, each destination element written once",
+        f"{shape.model_type}, {shape.num_layers} "
+        f"layers{f', {shape.num_moe_experts} experts' if shape.is_moe else ''}: "
+        f"Megatron {_sizes(train, shape.is_moe)} ({train_dtype}) -> {rollout.dp} vLLM engines of tp "
+        f"{rollout.tp} ({rollout_dtype})",
+        f"planned in {seconds:.2f} s: {copies} copies between {len(moved)} pairs of ranks, each "
+        "destination element written once",
         f"written: {_gb(total)}, at most {_gb(max(held.values()))} on one rank; padding that is not written: "
         f"{_gb(_padding(destinations) * itemsize)}",
-        f"aliased: {_gb(sum(aliased.values()))}, {100 * sum(aliased.values()) / total:.1f} % of what is written"
-        + ("" if train_dtype == rollout_dtype else ": the dtypes differ"),
+        f"aliased: {_gb(sum(aliased.values()))}, {100 * sum(aliased.values()) / total:.1f} % of "
+        "what is written" + ("" if train_dtype == rollout_dtype else ": the dtypes differ"),
         *_by_kind(plan, moved, aliased, options),
         *_pairs(moved),
     ]
@@ -166,7 +172,8 @@ def _by_kind(
     }
     received = {kind: sum(both[1] for both in load[kind].values()) for kind in KINDS}
     lines = [
-        f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at {bandwidth[kind]:g} GB/s"
+        f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at "
+        f"{bandwidth[kind]:g} GB/s"
         for kind in KINDS
     ]
     slowest = max(plan.ranks, key=lambda rank: sum(seconds[kind][rank] for kind in KINDS))

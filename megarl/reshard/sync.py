@@ -1,12 +1,13 @@
-"""A weight sync: one version of the weights travels from every source to every destination, all of it or nothing.
+"""A weight sync: one version of the weights travels from every source to every destination, all of it or
+nothing.
 
     source        exports its weights (once), then per version: "complete", and digests of what each destination must hold
     destination   waits for its sources, copies, compares digests
     everybody     votes; the lowest rank counts and writes the verdict
     destination   commits: the version generates, the prefix cache is empty.   Or gives up, and everybody raises the same SyncError
 
-No destination commits before all have the version, and no source changes its weights before. A rank that is late or dead is
-named when the deadline is over; nobody waits longer."""
+No destination commits before all have the version, and no source changes its weights before. A rank that is
+late or dead is named when the deadline is over; nobody waits longer."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ class SyncError(RuntimeError):
 
 
 class Receiver(Protocol):
-    """The engine of this rank, as the sync sees it. It may hold several destinations (one per rank of the engine)."""
+    """The engine of this rank, as the sync sees it. It may hold several destinations (one per rank of the
+    engine)."""
 
     process: str | None
     """None if its weights are in this process, else a name of the process that is like no other."""
     device: str
     tensors: dict[int, dict[str, Tensor]]
-    """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype: the live ones if they are in this process, else
-    tensors of the meta device."""
+    """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype: the live ones if they are
+    in this process, else tensors of the meta device."""
 
     def begin(
         self,
@@ -56,8 +58,8 @@ class Receiver(Protocol):
         pulls: dict[int, dict[int, Pull]],
         messages: Callable[[], object],
     ) -> None:
-        """Start to copy. `arrivals[destination][source]`; `pulls`: likewise, where they are new or have moved; `messages` receives
-        what travels as messages, if the engine is in this process."""
+        """Start to copy. `arrivals[destination][source]`; `pulls`: likewise, where they are new or have
+        moved; `messages` receives what travels as messages, if the engine is in this process."""
 
     def verify(self, timeout_s: float) -> str | None:
         """Wait for the copies, compare the digests. What is wrong, or None."""
@@ -68,11 +70,13 @@ class Receiver(Protocol):
 
 
 Pull = tuple[Exported | dict[str, Tensor], tuple[RectCopy, ...] | None]
-"""Where a source's weights are: exported, or tensors of this process; and their arrangement, if it is not that of the plan."""
+"""Where a source's weights are: exported, or tensors of this process; and their arrangement, if it is not
+that of the plan."""
 
 
 class WeightSync:
-    """This rank's part. Every rank that holds a source or speaks for a destination has one, made from the same plan.
+    """This rank's part. Every rank that holds a source or speaks for a destination has one, made from the
+    same plan.
 
     Args:
         plan: from `make_plan`; its destinations are rollout ranks.
@@ -81,10 +85,12 @@ class WeightSync:
         sources: this rank's source tensors by the names of its atlas; {} if it is none.
         receiver: this rank's engine, if it speaks for one.
         generation: counts the plans that this set of ranks has had.
-        actor: suffix of the actor whose weights these are: those of several may be under way on the same ranks.
+        actor: suffix of the actor whose weights these are: those of several may be under way on the same
+            ranks.
 
-    `begin` and `finish` are collective over `participants`; between them the engine goes on generating with the old weights if it
-    has two buffers. Between two versions source tensors may move in memory, with their storages."""
+    `begin` and `finish` are collective over `participants`; between them the engine goes on generating with
+    the old weights if it has two buffers. Between two versions source tensors may move in memory, with their
+    storages."""
 
     def __init__(
         self,
@@ -131,7 +137,8 @@ class WeightSync:
         }
 
     def _connect(self) -> None:
-        """Choose transports, export, and lay out the messages. Raises: SyncError on all ranks if a pair has no way that was allowed."""
+        """Choose transports, export, and lay out the messages. Raises: SyncError on all ranks if a pair has
+        no way that was allowed."""
         self._version, self._deadline = None, time.monotonic() + self.options.reshard_timeout_s
         transports, problem = {}, None
         try:
@@ -191,8 +198,8 @@ class WeightSync:
         return transports
 
     def _plan_messages(self) -> Transfer | None:
-        """What this rank sends and receives as messages. An engine in another process cannot be written to by torch.distributed: what
-        is for it is received beside it, exported, and pulled."""
+        """What this rank sends and receives as messages. An engine in another process cannot be written to by
+        torch.distributed: what is for it is received beside it, exported, and pulled."""
         pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
         if not pairs:
             return None
@@ -243,7 +250,8 @@ class WeightSync:
             self._problem = _told(self.rank, version, error)
 
     def finish(self) -> None:
-        """Wait until every destination has the version, and commit it. Raises: SyncError, the same on all ranks, if one has not."""
+        """Wait until every destination has the version, and commit it. Raises: SyncError, the same on all
+        ranks, if one has not."""
         problem = self._problem
         if problem is None and self._receiver is not None:
             try:
@@ -319,7 +327,8 @@ class WeightSync:
             return self._board.read(name, self._deadline)
         except Late:
             raise SyncError(
-                f"rank {peer} did not {task} within --reshard-timeout-s ({self.options.reshard_timeout_s:g}): "
+                f"rank {peer} did not {task} within --reshard-timeout-s "
+                f"({self.options.reshard_timeout_s:g}): "
                 "it hangs or has died"
             ) from None
 
@@ -332,8 +341,8 @@ def sync_plan(
     timeout_s: float,
     actor: str = "",
 ) -> tuple[ReshardPlan, dict[int, int]]:
-    """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them, rollout rank -> first rank of
-    its engine, which speaks for it). The same on every rank that calls it.
+    """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them,
+    rollout rank -> first rank of its engine, which speaks for it). The same on every rank that calls it.
 
     If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
     Raises: SyncError naming a rank that did not within timeout_s."""
@@ -351,7 +360,8 @@ _ATLASES = "atlases"  # a board of its own
 
 
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
-    """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started it."""
+    """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started
+    it."""
     board = Board(_ATLASES + actor)
     for rank, atlas in atlases.items():
         board.write(str(rank), atlas)
@@ -365,7 +375,8 @@ def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float, actor: st
             atlases[rank] = board.read(str(rank), deadline)
         except Late:
             raise SyncError(
-                f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s ({timeout_s:g}): it hangs "
+                f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s "
+                f"({timeout_s:g}): it hangs "
                 "or has died"
             ) from None
     return atlases

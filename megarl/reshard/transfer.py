@@ -1,41 +1,44 @@
 """Executes a reshard plan, and moves weights between Hugging Face folders and live shards.
 
-Between two ranks, what one needs of the other travels over torch.distributed in chunks, in the dtype of its destination. A large
-rectangle without gaps is sent from where it is and received where it belongs; the rest, columns of a matrix and small rectangles,
-goes through a staging buffer of bounded size. Within a rank everything is copied in place."""
+Between two ranks, what one needs of the other travels over torch.distributed in chunks, in the dtype of its
+destination. A large rectangle without gaps is sent from where it is and received where it belongs; the rest,
+columns of a matrix and small rectangles, goes through a staging buffer of bounded size. Within a rank
+everything is copied in place."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import (
-    KEPT_IN_FP32,
-    OUTPUT,
-    VALUE_HEAD,
-    Atlas,
-    Piece,
-    Sizes,
-    hf_atlas,
-    hf_sizes,
-    layer_prefix,
-)
+from megarl.config.writing import writing
+from megarl.reshard.atlas import KEPT_IN_FP32, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes
 from megarl.reshard.copier import CopyPlan
+from megarl.reshard.hf_folder import (
+    INDEX,
+    is_sequence_classifier,
+    misfit,
+    prediction_layers,
+    read_folder,
+    tensor_problems,
+)
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 
 logger = logging.getLogger(__name__)
@@ -49,14 +52,15 @@ class Transfer:
     Args:
         plan: from `make_plan` over atlases of *global* ranks; the same on every rank.
         rank: this process.
-        src_tensors, dst_tensors: local parameters by the names of the atlases, each a [rows, cols] view of the live weight
-            (vectors [n, 1]). What this rank does not send or receive may be absent.
+        src_tensors, dst_tensors: local parameters by the names of the atlases, each a [rows, cols] view of
+            the live weight (vectors [n, 1]). What this rank does not send or receive may be absent.
         group: process group of the messages. Default: the world.
-        dtype: of everything that is written, if every rank knows it. Default: receivers tell their senders when this is built.
+        dtype: of everything that is written, if every rank knows it. Default: receivers tell their senders
+            when this is built.
     Raises: ValueError naming a tensor that is missing or has another shape than the plan needs.
 
-    Building (without `dtype`) and running are collective over `plan.ranks`. Views and buffers are kept; where a storage has moved in
-    memory, with all its views, call `follow`."""
+    Building (without `dtype`) and running are collective over `plan.ranks`. Views and buffers are kept; where
+    a storage has moved in memory, with all its views, call `follow`."""
 
     def __init__(
         self,
@@ -101,7 +105,8 @@ class Transfer:
         destinations: dict[int, list[Tensor]],
         dtype: torch.dtype | None,
     ) -> dict[int, list[torch.dtype]]:
-        """Peer -> dtype of each rectangle that goes to it. Receivers send their peers one code per rectangle."""
+        """Peer -> dtype of each rectangle that goes to it. Receivers send their peers one code per
+        rectangle."""
         if dtype is not None:
             return {peer: [dtype] * len(views) for peer, views in sources.items()}
         told = {
@@ -153,11 +158,13 @@ def _finish(requests: list[dist.Work], unpack: CopyPlan | None = None) -> None:
 # ------------------------------------------------------------------ messages
 
 STAGING_BYTES = 32 << 20
-"""Of one rank, at most; half of it is filled or emptied while the other half travels. A longer row still travels whole."""
+"""Of one rank, at most; half of it is filled or emptied while the other half travels. A longer row still
+travels whole."""
 
 
 def _chunk_bytes(plan: ReshardPlan) -> int:
-    """Size of a chunk, the same on every rank: the rank with the most messages must have room for one of each, twice."""
+    """Size of a chunk, the same on every rank: the rank with the most messages must have room for one of
+    each, twice."""
     messages = Counter(rank for pair in plan.copies if pair[0] != pair[1] for rank in pair)
     return STAGING_BYTES // (2 * max(messages.values(), default=1))
 
@@ -199,7 +206,8 @@ class _Chunk:
 
 
 def _chunks(views: Sequence[Tensor], dtypes: Sequence[torch.dtype], limit: int) -> list[_Chunk]:
-    """Rectangles in order, cut by rows into chunks of at most `limit` bytes. Shapes and dtypes alone decide, so both ends agree.
+    """Rectangles in order, cut by rows into chunks of at most `limit` bytes. Shapes and dtypes alone decide,
+    so both ends agree.
 
     What has a quarter of the limit or more is alone in its chunk, so that it need not be staged."""
     chunks: list[_Chunk] = []
@@ -230,7 +238,8 @@ class _Round:
 
 
 def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -> list[_Round]:
-    """Chunk i of every pair of ranks travels in round i of both, so no two ranks wait for each other. At least one round."""
+    """Chunk i of every pair of ranks travels in round i of both, so no two ranks wait for each other. At
+    least one round."""
     count = max((len(chunks) for chunks in (*sends.values(), *receives.values())), default=1)
     halves: list[Tensor | None] = [None, None]
     needed = [
@@ -298,7 +307,8 @@ def _rectangle(
 ) -> Tensor:
     if name not in tensors:
         raise ValueError(
-            f"{side} tensor {name} is in the plan but not among the {len(tensors)} given: {sorted(tensors)[:8]} ..."
+            f"{side} tensor {name} is in the plan but not among the {len(tensors)} given: "
+            f"{sorted(tensors)[:8]} ..."
         )
     tensor = tensors[name]
     if tensor.dim() != 2 or tensor.shape[0] < row + rows or tensor.shape[1] < col + cols:
@@ -311,8 +321,6 @@ def _rectangle(
 
 # ------------------------------------------------------------------ Hugging Face folders
 
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Buffers that old checkpoints carry; transformers ignores them too."""
 _COPIED_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -330,31 +338,30 @@ MAX_SHARD_BYTES = 5 * 10**9
 def load_hf(
     folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor], shape: ModelShape | None = None
 ) -> None:
-    """Fill this rank's shards from the *.safetensors files of `folder`, reading no byte that is not needed. Not collective.
+    """Fill this rank's shards from the *.safetensors files of `folder`, reading no byte that is not needed.
+    Not collective.
 
-    A value head is read from the folder of a sequence classifier. From that of a causal language model, which has none, it starts at
-    zero: every value is then 0, and a critic's advantages begin as discounted returns.
+    A value head is read from the folder of a sequence classifier. From that of a causal language model, which
+    has none, it starts at zero: every value is then 0, and a critic's advantages begin as discounted returns.
 
     Args:
-        atlas: what this rank holds; tensors: its parameters by the same names, each a [rows, cols] view. Padding becomes 0;
-            values are converted to each parameter's dtype.
-        shape: if given, tensors of the folder that this model does not have are an error too.
-    Raises: ValueError listing tensors that are missing, unexpected or of another size; FileNotFoundError without weights."""
-    file_of = weight_files(folder)
-    if not _is_sequence_classifier(folder):
+        atlas: what this rank holds; tensors: its parameters by the same names, each a [rows, cols] view.
+            Padding becomes 0; values are converted to each parameter's dtype.
+        shape: if given, tensors of the folder that this model does not have, or that are of another size, are
+            an error too.
+    Raises: ValueError listing tensors that are missing, unexpected or of another size, or naming a file that
+        is damaged; FileNotFoundError without weights."""
+    stored = read_folder(folder)
+    if not is_sequence_classifier(folder):
         atlas = _without_value_head(atlas, tensors)
     needed = {piece.hf_name for param in atlas.values() for piece in param.pieces}
-    problems = [f"{name} is missing" for name in sorted(needed - file_of.keys())]
+    problems = [f"{name} is missing" for name in sorted(needed - stored.keys())]
     if shape is not None:
-        known = {*hf_sizes(shape), OUTPUT}  # a tied checkpoint may repeat its embedding as lm_head.weight
-        further = prediction_tensors(folder, file_of, shape)
-        problems += [
-            f"{name} is not a tensor of a {shape.model_type} model"
-            for name in sorted(file_of.keys() - known - further)
-            if not name.endswith(IGNORED_SUFFIXES)
-        ]
+        problems = tensor_problems(folder, stored, shape)
+        note_prediction_tensors(folder, stored, shape)
     if problems:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")
+        raise ValueError(misfit(folder, problems))
+    file_of = {name: tensor.path for name, tensor in stored.items()}
     files = {path: safe_open(path, framework="pt") for path in {file_of[name] for name in needed}}
     for name, param in atlas.items():
         if param.padding_rows:
@@ -365,26 +372,18 @@ def load_hf(
             tensors[name][row : row + part.shape[0], col : col + part.shape[1]].copy_(part)
 
 
-def prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Those of layers after the last one, which predict further tokens. They are left out, and rank 0 says so."""
-    layers = tuple(
-        layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers)
-    )
-    found = {name for name in names if name.startswith(layers)}
+def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> None:
+    """Rank 0 says which tensors of the folder are left out because their layers predict further tokens."""
+    layers = prediction_layers(shape)
+    found = [name for name in names if name.startswith(layers)]
     if found and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(
-            "%s: the %d tensors of %s predict further tokens. They are left out: neither trained nor exported.",
+            "%s: the %d tensors of %s predict further tokens. They are left out: neither trained "
+            "nor exported.",
             folder,
             len(found),
             " and ".join(f"{layer}*" for layer in layers),
         )
-    return found
-
-
-def _is_sequence_classifier(folder: str | os.PathLike) -> bool:
-    config = Path(folder) / "config.json"
-    architectures = json.loads(config.read_text()).get("architectures") if config.exists() else None
-    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
@@ -401,13 +400,10 @@ def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
     """The piece's rectangle of a safetensors slice, [rows, cols]."""
     size = stored.get_shape()
     rows, cols = (*size, 1)[:2]
-    if piece.hf_name == VALUE_HEAD and rows != 1:
-        raise ValueError(
-            f"{VALUE_HEAD} in {folder} has shape {size}: num_labels ({rows}) must be 1, the value."
-        )
     if piece.row_end > rows or piece.col_end > cols:
         raise ValueError(
-            f"{piece.hf_name} in {folder} has shape {size}, but by config.json it has at least {piece.row_end} rows and "
+            f"{piece.hf_name} in {folder} has shape {size}, but by config.json it has at least "
+            f"{piece.row_end} rows and "
             f"{piece.col_end} columns."
         )
     if len(size) == 1:
@@ -417,34 +413,19 @@ def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
     return stored[piece.row_start : piece.row_end, piece.col_start : piece.col_end]
 
 
-def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(
-            f"no *.safetensors in {folder}. --random-init starts without weights; convert *.bin files first."
-        )
-    return {name: path for path in paths for name in safe_open(path, framework="pt").keys()}  # noqa: SIM118 (not a dict)
-
-
 def checkpoint_sizes(folder: str | os.PathLike) -> Sizes:
-    """Tensor name -> (rows, cols) of every tensor in the *.safetensors files of `folder`; a vector of n is (n, 1).
+    """Tensor name -> (rows, cols) of every tensor in the *.safetensors files of `folder`; a vector of n is
+    (n, 1).
 
     Raises: ValueError naming a tensor of more dimensions; FileNotFoundError without weights."""
-    sizes: Sizes = {}
-    for name, path in weight_files(folder).items():
-        with safe_open(path, framework="pt") as file:
-            size = file.get_slice(name).get_shape()
-        if not 1 <= len(size) <= 2:
+    stored = read_folder(folder)
+    for name, tensor in stored.items():
+        if not 1 <= len(tensor.entry.shape) <= 2:
             raise ValueError(
-                f"{name} in {folder} has shape {size}: only vectors and matrices can be transferred."
+                f"{name} in {folder} has shape {list(tensor.entry.shape)}: only vectors and "
+                "matrices can be transferred."
             )
-        sizes[name] = (size[0], size[1] if len(size) == 2 else 1)
-    return sizes
+    return {name: tensor.size for name, tensor in stored.items()}
 
 
 @torch.no_grad()
@@ -461,14 +442,16 @@ def save_hf(
 ) -> None:
     """Write the model that the ranks of `atlases` hold as a Hugging Face folder. Collective over those ranks.
 
-    The lowest rank collects one tensor after the other and writes; it holds at most one shard file of full tensors. The folder
-    appears at once and complete: a new one replaces an old export.
+    The lowest rank collects one tensor after the other and writes; it holds at most one shard file of full
+    tensors. The folder appears at once and complete: a new one replaces an old export.
 
     Args:
-        source_folder: where config.json (a value head makes it that of a sequence classifier with one label), generation_config.json and the tokenizer files are copied from.
+        source_folder: where config.json (a value head makes it that of a sequence classifier with one label),
+            generation_config.json and the tokenizer files are copied from.
         tensors: this rank's [rows, cols] parameters by the names of its atlas.
         dtype: of the files, but of `KEPT_IN_FP32`. Default: that of the parameters.
-    Raises: FileExistsError if `folder` holds something that is not an export."""
+    Raises: FileExistsError if `folder` holds something that is not an export; WriteError naming a file that
+        cannot be written."""
     root, rank = min(atlases), dist.get_rank() if dist.is_initialized() else 0
     example = next(iter(tensors.values()))
     dtype, folder = dtype or example.dtype, Path(folder)
@@ -480,26 +463,72 @@ def save_hf(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
+    partial = start_folder(folder, Path(source_folder), shape, dtype) if rank == root else None
+    with removed_if_failed(partial):
+        _save_shards(shards, partial, plans, sizes, tensors, dtype, group)
     if rank == root:
-        partial = start_folder(folder, Path(source_folder), shape, dtype)
+        publish(partial, folder)
+
+
+def _save_shards(
+    shards: StateDictSplit,
+    partial: Path | None,
+    plans: dict[str, ReshardPlan],
+    sizes: Sizes,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Collect and write one file after the other, and their index if there are several. `partial` is the
+    folder; None: this rank only sends."""
+    rank, device = dist.get_rank() if dist.is_initialized() else 0, next(iter(tensors.values())).device
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
             kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
-            target = (
-                {name: torch.empty(sizes[name], dtype=kept, device=example.device)} if rank == root else {}
-            )
+            target = {} if partial is None else {name: torch.empty(sizes[name], dtype=kept, device=device)}
             if rank in plans[name].ranks:
                 Transfer(plans[name], rank, tensors, target, group, dtype=kept).run()
-            if rank == root:
+            if partial is not None:
                 full[name] = (target[name].flatten() if sizes[name][1] == 1 else target[name]).cpu()
-        if rank == root:
-            save_file(full, partial / file, metadata={"format": "pt"})
-    if rank == root:
-        if shards.is_sharded:
-            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        publish(partial, folder)
+        if partial is not None:
+            save_tensors(full, partial / file)
+    if partial is not None and shards.is_sharded:
+        write_text(
+            partial / INDEX,
+            json.dumps({"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}, indent=2)
+            + "\n",
+        )
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises: WriteError naming it; the library's own error is no OSError and names
+    no file."""
+    with writing(path):
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            code = re.search(r"os error (\d+)", str(error))
+            raise (
+                OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error))
+            ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file. Raises: WriteError naming it."""
+    with writing(path):
+        path.write_text(text)
+
+
+@contextlib.contextmanager
+def removed_if_failed(partial: Path | None) -> Iterator[None]:
+    """Remove what was begun, so that a full disk gets its space back."""
+    try:
+        yield
+    except BaseException:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
@@ -518,34 +547,40 @@ def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dty
     """A temporary folder beside `folder` with everything but the weights."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(
-            f"{folder} exists and is not an exported model: it has no config.json. Choose another folder or remove it."
+            f"{folder} exists and is not an exported model: it has no config.json. Choose another "
+            "folder or remove it."
         )
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    for path in {path for pattern in _COPIED_FILES for path in source.glob(pattern)}:
-        shutil.copy2(path, partial)
-    config = json.loads((source / "config.json").read_text())
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    if shape.value_head:  # transformers reads num_labels off the labels
-        config |= {
-            "architectures": [shape.architecture],
-            "id2label": {"0": "LABEL_0"},
-            "label2id": {"LABEL_0": 0},
-        }
-        config.pop("num_labels", None)
-    if shape.num_nextn_predict_layers:
-        logger.warning(
-            "%s has none of the layers for multi-token prediction of %s: num_nextn_predict_layers is 0 in its config.json",
-            folder,
-            source,
-        )
-        config["num_nextn_predict_layers"] = 0
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with writing(partial):
+        partial.mkdir(parents=True)
+    with removed_if_failed(partial):
+        for path in {path for pattern in _COPIED_FILES for path in source.glob(pattern)}:
+            with writing(partial / path.name):
+                shutil.copy2(path, partial)
+        config = json.loads((source / "config.json").read_text())
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        if shape.value_head:  # transformers reads num_labels off the labels
+            config |= {
+                "architectures": [shape.architecture],
+                "id2label": {"0": "LABEL_0"},
+                "label2id": {"LABEL_0": 0},
+            }
+            config.pop("num_labels", None)
+        if shape.num_nextn_predict_layers:
+            logger.warning(
+                "%s has none of the layers for multi-token prediction of %s: "
+                "num_nextn_predict_layers is 0 in its config.json",
+                folder,
+                source,
+            )
+            config["num_nextn_predict_layers"] = 0
+        write_text(partial / "config.json", json.dumps(config, indent=2) + "\n")
     return partial
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Rename into place. A reader sees the old export or the new one, except for an instant in which there is none."""
+    """Rename into place. A reader sees the old export or the new one, except for an instant in which there is
+    none."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(old)

@@ -28,7 +28,8 @@ from megarl.reshard.atlas import (
 
 
 def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """[this rank's query heads; its key heads; its value heads]. With more ranks than key heads, t/G ranks share each."""
+    """[this rank's query heads; its key heads; its value heads]. With more ranks than key heads, t/G ranks
+    share each."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     start, end = cut.share(sizes[query][0])
@@ -114,8 +115,8 @@ LAYER = (
         needs="names_blocks_sparse",
     ),
 )
-"""The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may store them otherwise
-(`expose_weights` in megarl/rollout)."""
+"""The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may
+store them otherwise (`expose_weights` in megarl/rollout)."""
 
 TABLES = {
     "qwen2": LAYER,
@@ -126,14 +127,17 @@ TABLES = {
     "mixtral": LAYER,
     "gemma3_text": LAYER,
 }
-"""model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine (megarl/rollout/trace.py)."""
+"""model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine
+(megarl/rollout/trace.py)."""
 
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
-    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type has no table."""
+    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type has no
+    table."""
     if shape.model_type not in TABLES:
         raise ValueError(
-            f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of {', '.join(TABLES)}. An engine reads "
+            f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of "
+            f"{', '.join(TABLES)}. An engine reads "
             "it off vLLM's loader when it starts."
         )
     expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}

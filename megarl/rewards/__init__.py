@@ -1,5 +1,6 @@
-"""Rewards: rules for GSM8K and mathematics, and the user's own function, called in processes that can be killed (pool.py); and what reward
-models need besides the models (judge_prompt.py, combine.py; classifier.py is one)."""
+"""Rewards: rules for GSM8K and mathematics, and the user's own function, called in processes that can be
+killed (pool.py); and what reward models need besides the models (judge_prompt.py, combine.py; classifier.py
+is one)."""
 
 from megarl.config.schema import DataConfig
 from megarl.rewards.base import RewardFunction, RewardSample
@@ -13,13 +14,15 @@ __all__ = ["RewardFunction", "RewardSample", "load_reward"]
 def load_reward(data: DataConfig) -> RewardFunction:
     """The function that --reward (None: auto) and --reward-function ask for.
 
-    Raises: ValueError if both choose one, the user's function cannot be loaded, or programs cannot be confined here.
+    Raises: ValueError if both choose one, the user's function cannot be loaded, or programs cannot be
+    confined here.
     """
     reward = data.reward or "auto"
     if data.reward_function is None:
         return CodeReward(data) if reward == "code" else BUILT_IN.get(reward, auto_reward)
     if reward != "auto":
         raise ValueError(
-            f"--reward ({reward}) and --reward-function ({data.reward_function}) contradict each other. Give one of them."
+            f"--reward ({reward}) and --reward-function ({data.reward_function}) contradict each "
+            "other. Give one of them."
         )
     return load_custom_reward(data.reward_function)

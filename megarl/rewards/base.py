@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import traceback
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from megarl.invariants import LARGEST_FLOAT32
 
 _SHOWN_CHARACTERS = 300
 
@@ -28,12 +31,21 @@ class RewardSample:
     ground_truth: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     sample_id: int | None = None
-    """For errors only."""
+    """The verdict has it, and errors name it."""
+
+    @property
+    def digest(self) -> int:
+        """32 bits of the response's text."""
+        return digest_of_text(self.solution_str)
+
+
+def digest_of_text(text: str) -> int:
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
 def judge(fn: RewardFunction, row: RewardSample) -> float:
-    """The reward of one response. Raises: ValueError if the function raises (with its traceback) or returns NaN, an infinity or
-    something that is not a number."""
+    """The reward of one response. Raises: ValueError if the function raises (with its traceback) or returns
+    NaN, an infinity, a number that float32 cannot hold, or something that is not a number."""
     try:
         value = fn(
             data_source=row.data_source,
@@ -52,7 +64,14 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
         raise ValueError(
-            f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a finite number, e.g. 0.0 or 1.0."
+            f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a "
+            "finite number, e.g. 0.0 or 1.0."
+        )
+    if abs(number) > LARGEST_FLOAT32:
+        raise ValueError(
+            f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in "
+            "float32, which ends at "
+            f"{LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
         )
     return number
 
@@ -76,4 +95,7 @@ def describe(name: str, row: RewardSample) -> str:
     sample = "" if row.sample_id is None else f"sample {row.sample_id}, "
     shown = repr(row.solution_str)
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
-    return f"the reward function {name} ({sample}data_source {row.data_source!r}, ground_truth {row.ground_truth!r}, solution_str {shown})"
+    return (
+        f"the reward function {name} ({sample}data_source {row.data_source!r}, ground_truth "
+        f"{row.ground_truth!r}, solution_str {shown})"
+    )

@@ -1,5 +1,5 @@
-"""A Hugging Face sequence classifier with one label as a reward model. The only module of this room that needs torch: nothing imports it
-but the rank that runs the model."""
+"""A Hugging Face sequence classifier with one label as a reward model. The only module of this room that
+needs torch: nothing imports it but the rank that runs the model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class Classifier:
     """The whole model on this process's device, frozen."""
 
     def __init__(self, path: str) -> None:
-        """Load config, *.safetensors and tokenizer of a folder; no code from it is run. The weights keep the dtype they were saved in.
+        """Load config, *.safetensors and tokenizer of a folder; no code from it is run. The weights keep the
+        dtype they were saved in.
 
-        Raises: ValueError naming the folder if transformers cannot load it, it has not one label, or weights are missing."""
+        Raises: ValueError naming the folder if transformers cannot load it, it has not one label, or weights
+        are missing."""
         from transformers import AutoModelForSequenceClassification
         from transformers.utils.logging import disable_progress_bar
 
@@ -41,7 +43,8 @@ class Classifier:
             ) from error
         if missing := sorted(loaded["missing_keys"]):
             raise ValueError(
-                f"--reward-model ({path}): the folder has no weights for {', '.join(missing[:3])}, which would be random. Give "
+                f"--reward-model ({path}): the folder has no weights for {', '.join(missing[:3])}, "
+                "which would be random. Give "
                 "a trained classifier, or --reward-model-backend judge for a language model."
             )
         if model.config.num_labels != 1:
@@ -63,7 +66,8 @@ class Classifier:
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[float | None]:
-        """The model's score of each sequence of token ids, in order; None for one that is too long for it, or if it is not finite.
+        """The model's score of each sequence of token ids, in order; None for one that is too long for it, or
+        if it is not finite.
 
         max_tokens: of one forward pass, padding included (a longer sequence gets a pass of its own)."""
         out: list[float | None] = [None] * len(sequences)
@@ -75,8 +79,9 @@ class Classifier:
 
     def _forward(self, sequences: list[Sequence[int]]) -> list[float]:
         width, text = max(map(len, sequences)), self.model.config.get_text_config()
-        # Decoders are scored at the last token that is not padding, and know padding by its id alone. Where that id ends sequences as
-        # well, or there is none, one that no sequence holds takes its place; padding is on the right and masked, so which does not matter.
+        # Decoders are scored at the last token that is not padding, and know padding by its id alone. Where
+        # that id ends sequences as well, or there is none, one that no sequence holds takes its place;
+        # padding is on the right and masked, so which does not matter.
         held, pad = {token for ids in sequences for token in ids}, text.pad_token_id
         if pad is None or pad in held:
             pad = next(token for token in range(text.vocab_size) if token not in held)
@@ -101,15 +106,17 @@ def load_tokenizer(path: str):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a foreign library on a foreign folder
         raise ValueError(
-            f"--reward-model ({path}): transformers cannot load its tokenizer: {type(error).__name__}: {error}"
+            f"--reward-model ({path}): transformers cannot load its tokenizer: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
 def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]:
     """Token ids of a prompt and its response in a reward model's own tokenizer.
 
-    Through its chat template if it has one and the prompt has messages (a string counts as the user's), the response as the assistant's
-    turn; else as a pair of texts with the special tokens that the tokenizer puts around those."""
+    Through its chat template if it has one and the prompt has messages (a string counts as the user's), the
+    response as the assistant's turn; else as a pair of texts with the special tokens that the tokenizer puts
+    around those."""
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
@@ -118,7 +125,8 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
             )
         except Exception as error:  # a foreign template
             raise ValueError(
-                f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt {messages!r:.500}: "
+                f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt "
+                f"{messages!r:.500}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -126,7 +134,8 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
 
 
 def batches_of_like_length(lengths: Mapping[int, int], max_tokens: int) -> Iterator[list[int]]:
-    """Keys in groups, longest first, so that group size * longest length is at most max_tokens: little of a batch is padding."""
+    """Keys in groups, longest first, so that group size * longest length is at most max_tokens: little of a
+    batch is padding."""
     group: list[int] = []
     for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
         if group and (len(group) + 1) * lengths[group[0]] > max_tokens:

@@ -1,13 +1,14 @@
 """--reward code: does the response's program pass the tests of its row?
 
-The program is the response's last fenced block, or all of it if there is none. `ground_truth` is JSON (as text) of one of these forms:
+The program is the response's last fenced block, or all of it if there is none. `ground_truth` is JSON (as
+text) of one of these forms:
 
     {"inputs": ["3 4\\n"], "outputs": ["7\\n"]}                        a whole program: stdin, and what must be on stdout
     {"fn_name": "add", "inputs": [[3, 4]], "outputs": [7]}           a function: arguments, and what it must return (APPS, TACO, PRIME)
     {"asserts": ["assert add(3, 4) == 7"]}                           statements that must not raise (MBPP)
 
-The first two are judged outside of the sandbox, so that a program cannot pass without the right answer. Statements run beside the
-program: one that looks for them can cheat."""
+The first two are judged outside of the sandbox, so that a program cannot pass without the right answer.
+Statements run beside the program: one that looks for them can cheat."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ for _assert in _asserts:
     exec(_assert, _scope)
 _sys.stdout.write("\\n" + _mark)
 """
-_FORMS = '{"inputs": [...], "outputs": [...]}, {"fn_name": ..., "inputs": [...], "outputs": [...]} or {"asserts": [...]}'
+_FORMS = (
+    '{"inputs": [...], "outputs": [...]}, {"fn_name": ..., "inputs": [...], "outputs": [...]} '
+    'or {"asserts": [...]}'
+)
 
 
 class CodeReward:
-    """1.0 if the program passes every test, else 0.0. Raises ValueError, when made, where programs cannot be confined."""
+    """1.0 if the program passes every test, else 0.0. Raises ValueError, when made, where programs cannot be
+    confined."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
@@ -97,7 +102,8 @@ def read_tests(ground_truth: str | None) -> list[tuple]:
     if not found:
         shown = repr(ground_truth)[:200]
         raise ValueError(
-            f"ground_truth is {shown}; the code reward wants JSON of one of the forms {_FORMS}, with at least one test."
+            f"ground_truth is {shown}; the code reward wants JSON of one of the forms {_FORMS}, "
+            "with at least one test."
         )
     return found
 

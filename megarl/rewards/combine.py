@@ -23,6 +23,7 @@ def _by_sample(
 ) -> list[tuple[float | None, ...]]:
     if not parts or len(parts) != len(weights):
         raise ValueError(
-            f"{len(parts)} lists of scores and {len(weights)} weights: there must be one weight per list, and at least one."
+            f"{len(parts)} lists of scores and {len(weights)} weights: there must be one weight per "
+            "list, and at least one."
         )
     return list(zip(*parts, strict=True))

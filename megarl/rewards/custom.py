@@ -19,7 +19,8 @@ _WANTED = f"Wanted path/to/file.py:function, with def function({', '.join(_KEYWO
 def load_custom_reward(reward_function: str) -> RewardFunction:
     """Runs the file and returns the function it defines.
 
-    Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called as we call it.
+    Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called
+    as we call it.
     """
     flag = f"--reward-function ({reward_function})"
     path, colon, name = reward_function.rpartition(":")

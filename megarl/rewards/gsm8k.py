@@ -13,14 +13,16 @@ _ANSWER = re.compile(f"#### ({_NUMBER})")
 def gsm8k_reward(
     data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if the last "#### n" equals `ground_truth`, as text or as a number (17 = 17.0 = 17. and 1,234 = 1234), else 0.0.
+    """1.0 if the last "#### n" equals `ground_truth`, as text or as a number (17 = 17.0 = 17. and 1,234 =
+    1234), else 0.0.
 
     Raises: ValueError if `ground_truth` is not a number: no answer could ever be right.
     """
     truth = (ground_truth or "").strip()
     if not re.fullmatch(_NUMBER, truth) or not re.search("[0-9]", truth):
         raise ValueError(
-            f'ground_truth is {ground_truth!r}; the gsm8k reward wants the number alone, e.g. "17" (what follows "####").'
+            f'ground_truth is {ground_truth!r}; the gsm8k reward wants the number alone, e.g. "17" '
+            '(what follows "####").'
         )
     answers = _ANSWER.findall(solution_str)
     return 1.0 if answers and _equal(_plain(answers[-1]), _plain(truth)) else 0.0

@@ -51,7 +51,8 @@ class JudgePrompt:
         return JudgePrompt(text, re.compile(pattern), *score_range)
 
     def fill(self, prompt: Sequence[Mapping[str, Any]] | str, response: str, ground_truth: str | None) -> str:
-        """In one pass: a placeholder that the response itself holds stays text, and so do other braces of the template."""
+        """In one pass: a placeholder that the response itself holds stays text, and so do other braces of the
+        template."""
         truth = _NO_GROUND_TRUTH if ground_truth is None else ground_truth
         values = {"prompt": conversation_text(prompt), "response": response, "ground_truth": truth}
         return _PLACEHOLDER.sub(lambda match: values[match[1]], self.template)
@@ -59,8 +60,8 @@ class JudgePrompt:
     def parse(self, answer: str, is_complete: bool) -> float | None:
         """The score, scaled to 0..1. None if there is none, or one outside the range.
 
-        The last match counts, as judges weigh scores before they give one. An answer that was cut off (is_complete false) where the
-        number stands may have lost digits of it: None."""
+        The last match counts, as judges weigh scores before they give one. An answer that was cut off
+        (is_complete false) where the number stands may have lost digits of it: None."""
         last = None
         for last in self.pattern.finditer(answer):  # noqa: B007
             pass
@@ -78,7 +79,8 @@ class JudgePrompt:
 
 
 def conversation_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
-    """A string as it is, a single message's content; of several messages each with its role's name before it."""
+    """A string as it is, a single message's content; of several messages each with its role's name before
+    it."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

@@ -1,4 +1,5 @@
-r"""Mathematical answers, \boxed{...} or plain, judged by the math-verify library: 1/2 = 0.5 = \frac{1}{2}, (x-1)(x+1) = x^2-1."""
+r"""Mathematical answers, \boxed{...} or plain, judged by the math-verify library: 1/2 = 0.5 = \frac{1}{2},
+(x-1)(x+1) = x^2-1."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ def math_reward(
 ) -> float:
     r"""1.0 if the last mathematical answer of `solution_str` equals `ground_truth`, else 0.0.
 
-    Parsing and each comparison get TIMEOUT_S seconds (9^{9^{9^9}} would take for ever); out of time counts as wrong.
-    The timeouts are SIGALRM's, so there are none outside the main thread.
+    Parsing and each comparison get TIMEOUT_S seconds (9^{9^{9^9}} would take for ever); out of time counts as
+    wrong. The timeouts are SIGALRM's, so there are none outside the main thread.
 
     Args:
         ground_truth: LaTeX or a number, with or without $...$ or \boxed{...}.
@@ -37,7 +38,8 @@ def _parse_ground_truth(ground_truth: str | None) -> list[Any]:
     gold = parse(text, extraction_config=[LatexExtractionConfig()], parsing_timeout=_timeout())
     if not gold:
         raise ValueError(
-            f'ground_truth is {ground_truth!r}; the math reward wants a mathematical expression, e.g. "\\frac{{1}}{{2}}".'
+            f"ground_truth is {ground_truth!r}; the math reward wants a mathematical expression, "
+            f'e.g. "\\frac{{1}}{{2}}".'
         )
     return gold
 

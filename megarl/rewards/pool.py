@@ -1,11 +1,14 @@
-"""Reward functions in processes of their own, which can be killed: what one of them does to itself costs one reward, not the run.
+"""Reward functions in processes of their own, which can be killed: what one of them does to itself costs one
+reward, not the run.
 
     with RewardPool(config.data, num_workers=2) as pool:
         probe_reward(pool, dataset)         before training: is there one for every kind of row?
         verdicts = pool.score(samples)      a reward each, or why there is none
 
-A function that raises, returns no finite number, hangs, dies, or asks for too much memory has failed for that sample; the next one gets
-a whole process again. The user's file is run in these processes only."""
+A function that raises, returns no finite number, hangs, dies, forks and returns in the child, or asks for too
+much memory has failed for that sample; the next one gets a whole process again. A reply counts only if it has
+the number of the request and the text that were sent, and comes from the process that they were sent to. The
+user's file is run in these processes only."""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +30,20 @@ from megarl.config.schema import DataConfig
 from megarl.leaving import LEAVING
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
+from megarl.rewards.printed import Printed
 
 _LOOK_S = 0.2  # between two looks at whether the job is to end
+_FORKED = (
+    "forked and returned in the child, which is no process of the pool's. Let the child end "
+    "in the function (os._exit), or try subprocess"
+)
+_FORKED_WHILE_LOADED = (
+    "the file of the reward function forks while it is loaded, and goes on in "
+    "the child. Let the child end (os._exit)."
+)
+Reply = dict[str, Any]
+"""One line that a process wrote: pid, request, digest, and reward or failure; or ready or error, once it has
+loaded."""
 _START_S = 120.0  # the user's file may import what is slow to import
 
 
@@ -38,11 +53,15 @@ class Verdict:
 
     reward: float | None
     failure: str | None = None
+    sample_id: int | None = None
+    """Of the sample that was judged."""
+    digest: int | None = None
+    """Of the text that was judged, see `RewardSample.digest`."""
 
 
 class RewardPool:
-    """Processes that judge samples, started at once and again when one had to be killed. Use it on the main thread: the kernel ends
-    them with the thread that started them.
+    """Processes that judge samples, started at once and again when one had to be killed. Use it on the main
+    thread: the kernel ends them with the thread that started them.
 
     Args:
         num_workers: 0: no processes; the function is called here, for pdb, and nothing limits it.
@@ -51,6 +70,7 @@ class RewardPool:
 
     def __init__(self, data: DataConfig, num_workers: int) -> None:
         self.data = data
+        self._num_requests = 0
         self._function = None if num_workers else load_reward(data)
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
@@ -71,18 +91,34 @@ class RewardPool:
             worker.kill()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
-        """In order. Raises ValueError if the function cannot be loaded again after a process had to be killed."""
+        """In order. Raises ValueError if the function cannot be loaded again after a process had to be
+        killed."""
         if self._function is not None:
             return [_judge_here(self._function, sample) for sample in samples]
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
+        first_request = self._num_requests
+        requests: list[int] = []  # of this call, from first_request on -> sample
         waiting, idle = deque(range(len(samples))), list(self._workers)
         too_slow = f"took longer than --reward-timeout-s ({self.data.reward_timeout_s:g}) and was killed"
+
+        def fail(index: int, why: str) -> None:
+            who = describe(self.data.reward_function or self.data.reward or "auto", samples[index])
+            verdicts[index] = _verdict(samples[index], None, f"{who} {why}")
+
+        def fail_forked(strangers: Iterable[Reply]) -> None:
+            for stranger in strangers:
+                request = stranger.get("request")
+                if isinstance(request, int) and 0 <= request - first_request < len(requests):
+                    fail(requests[request - first_request], _FORKED)
+
         running: dict[_Worker, tuple[int, float]] = {}  # -> sample, and when it is over
         with selectors.DefaultSelector() as selector:
             while waiting or running:
                 while waiting and idle:
                     worker, index = idle.pop(), waiting.popleft()
-                    worker.send(samples[index])
+                    worker.ask(self._num_requests, samples[index])
+                    self._num_requests += 1
+                    requests.append(index)
                     running[worker] = index, time.monotonic() + self.data.reward_timeout_s
                     selector.register(worker.replies, selectors.EVENT_READ, worker)
                 first = min(deadline for _, deadline in running.values())
@@ -96,17 +132,23 @@ class RewardPool:
                         continue
                     selector.unregister(worker.replies)
                     del running[worker]
-                    verdict = worker.receive() if worker in ready else None
-                    if verdict is None:
-                        who = describe(
-                            self.data.reward_function or self.data.reward or "auto", samples[index]
+                    reply, strangers = worker.receive() if worker in ready else (None, [])
+                    if reply is not None:
+                        verdicts[index] = _verdict(samples[index], reply.get("reward"), reply.get("failure"))
+                    elif all(stranger.get("request") == worker.request for stranger in strangers):
+                        fail(
+                            index, worker.cause_of_death() if worker in ready and not strangers else too_slow
                         )
-                        verdict = Verdict(
-                            None, f"{who} {worker.cause_of_death() if worker in ready else too_slow}"
-                        )
-                        worker = self._restart(worker)
-                    verdicts[index] = verdict
-                    idle.append(worker)
+                    else:  # a child of an earlier request took its place: this sample has done nothing
+                        waiting.appendleft(index)
+                    fail_forked(strangers)
+                    idle.append(worker if reply is not None and not strangers else self._restart(worker))
+        for worker in self._workers:
+            if strangers := worker.strangers_now():
+                fail_forked(strangers)
+                self._restart(worker)
+        for worker in self._workers:
+            worker.printed.end_call()
         return verdicts
 
     def _restart(self, worker: _Worker) -> _Worker:
@@ -119,15 +161,20 @@ class RewardPool:
 
 def _judge_here(function: RewardFunction, sample: RewardSample) -> Verdict:
     try:
-        return Verdict(judge(function, sample))
+        return _verdict(sample, judge(function, sample), None)
     except ValueError as error:
-        return Verdict(None, str(error))
+        return _verdict(sample, None, str(error))
+
+
+def _verdict(sample: RewardSample, reward: float | None, failure: str | None) -> Verdict:
+    return Verdict(reward, failure, sample.sample_id, sample.digest)
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
     """Judge before training starts, so that a broken function is found while nothing is lost yet.
 
-    The first row of every data source is judged twice: for an empty response, and for its ground truth as the response.
+    The first row of every data source is judged twice: for an empty response, and for its ground truth as the
+    response.
 
     Args:
         dataset: rows with `data_source`, `ground_truth` and `extra_info` (a PromptDataset).
@@ -147,62 +194,100 @@ def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-
 
 
 class _Worker:
-    """One process: pool_worker.py. Requests go to it as pickles, answers come as JSON: what it says is not trusted."""
+    """One process: pool_worker.py. Requests go to it as pickles, replies come as JSON: what it says is not
+    trusted."""
+
+    request = digest = -1
+    """Number of the last request, and digest of its text."""
 
     def __init__(self, data: DataConfig) -> None:
+        self.printed = Printed()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.printed.writer,
             start_new_session=True,
         )
-        self.replies = self.process.stdout
+        self.printed.follow()
+        self.replies, self._unread = self.process.stdout, b""
         self.send(data)
 
     def send(self, request: object) -> None:
+        self.printed.end_call()
         with contextlib.suppress(BrokenPipeError):  # it has died, and `receive` will say so
             pickle.dump(request, self.process.stdin)
             self.process.stdin.flush()
 
+    def ask(self, request: int, sample: RewardSample) -> None:
+        """Have it judge a sample. `request`: a number that no other request has."""
+        self.request, self.digest = request, sample.digest
+        self.send((request, sample))
+
     def wait_until_ready(self, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.replies, selectors.EVENT_READ)
-            answer = (
-                self._answer()
-                if selector.select(max(0.0, deadline - time.monotonic()))
-                else {"error": f"does not load within {_START_S:g} s"}
-            )
-        if answer.get("ready") is not True:
+        while (rest := deadline - time.monotonic()) > 0:
+            if self._has_written(rest):
+                break
+        else:
+            raise ValueError(f"does not load within {_START_S:g} s")
+        (reply, *strangers) = self._read() or [{}]
+        if strangers or reply.get("pid") not in (None, self.process.pid):
+            raise ValueError(_FORKED_WHILE_LOADED)
+        if reply.get("ready") is not True:
             raise ValueError(
                 str(
-                    answer.get("error")
+                    reply.get("error")
                     or f"the process that loads the reward function {self.cause_of_death()}"
                 )
             )
 
-    def receive(self) -> Verdict | None:
-        """What it says of the sample that it was sent last; None if it has died or talks nonsense."""
-        answer = self._answer()
-        reward, failure = answer.get("reward"), answer.get("failure")
-        if isinstance(reward, float):
-            return Verdict(reward)
-        if isinstance(failure, str):
-            return Verdict(None, failure)
-        return None
+    def receive(self) -> tuple[Reply | None, list[Reply]]:
+        """Its reply to the last request, and those that others have written into its pipe. None: it has died,
+        or its reply is none.
 
-    def _answer(self) -> dict[str, object]:
-        """{} if it has died, or what it wrote is no answer."""
+        Raises: ValueError if the reward function's file forks while it is loaded."""
+        own, strangers = None, []
+        for reply in self._read():
+            if reply.get("pid") != self.process.pid:
+                if "ready" in reply:
+                    raise ValueError(_FORKED_WHILE_LOADED)
+                strangers.append(reply)
+            elif (reply.get("request"), reply.get("digest")) == (self.request, self.digest):
+                own = (
+                    reply
+                    if isinstance(reply.get("reward"), float) or isinstance(reply.get("failure"), str)
+                    else None
+                )
+        return own, strangers
+
+    def strangers_now(self) -> list[Reply]:
+        """What others have written into its pipe since its last reply."""
+        return self._read() if self._has_written(0.0) else []
+
+    def _has_written(self, timeout_s: float) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.replies, selectors.EVENT_READ)
+            return bool(selector.select(timeout_s))
+
+    def _read(self) -> list[Reply]:
+        """All replies that are there, at least one line. [] if all who could write have ended, or a line is
+        no reply."""
+        while not self._unread.endswith(b"\n"):
+            if not (more := os.read(self.replies.fileno(), 1 << 16)):
+                return []
+            self._unread += more
+        lines, self._unread = self._unread.splitlines(), b""
         try:
-            answer = json.loads(self.replies.readline() or "{}")
+            replies = [json.loads(line) for line in lines]
         except ValueError:
-            return {}
-        return answer if isinstance(answer, dict) else {}
+            return []
+        return replies if all(isinstance(reply, dict) for reply in replies) else []
 
     def cause_of_death(self) -> str:
         try:
             self.process.wait(1.0)
         except subprocess.TimeoutExpired:  # it lives, and has closed its end or written nonsense
-            return "wrote into the pipe that its answers go through"
+            return "wrote into the pipe that its replies go through, or replied to another request"
         code = self.process.returncode
         return (
             f"died of {signal.Signals(-code).name}"
@@ -217,6 +302,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.printed.close()
         self.replies.close()
         with contextlib.suppress(BrokenPipeError):  # of a request that was never read
             self.process.stdin.close()

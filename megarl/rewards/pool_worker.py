@@ -1,6 +1,11 @@
-"""One process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`. Pickled requests on stdin, JSON answers on stdout.
+"""One process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`. Pickled requests on stdin, JSON
+replies on stdout.
 
-What the reward function prints goes to stderr, and it has no stdin."""
+Every reply has the number of its request, the digest of the text that was judged, and the number of the
+process that writes it: a reward function may fork, and its child returns here with the same pipes. The child
+says so once and ends.
+
+What the reward function prints goes to stderr, which the pool reads (printed.py), and it has no stdin."""
 
 from __future__ import annotations
 
@@ -29,9 +34,13 @@ def main(parent: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
+    own_pid = os.getpid()
+
     def reply(**answer: object) -> None:
-        replies.write(json.dumps(answer) + "\n")
+        replies.write(json.dumps({"pid": os.getpid(), **answer}) + "\n")
         replies.flush()
+        if os.getpid() != own_pid:
+            os._exit(1)
 
     data: DataConfig = pickle.load(requests)
     # What it allocates, not what it maps: the libraries of a GPU map more than any machine has.
@@ -43,13 +52,14 @@ def main(parent: int) -> None:
     reply(ready=True)
     while True:
         try:
-            sample = pickle.load(requests)
+            request, sample = pickle.load(requests)
         except EOFError:
             return
         try:
-            reply(reward=judge(function, sample))
+            verdict = {"reward": judge(function, sample)}
         except ValueError as error:
-            reply(failure=str(error)[-_LONGEST_MESSAGE:])
+            verdict = {"failure": str(error)[-_LONGEST_MESSAGE:]}
+        reply(request=request, digest=sample.digest, **verdict)
 
 
 if __name__ == "__main__":

@@ -39,5 +39,6 @@ def route(data_source: str) -> str:
     known = ", ".join(f"{pattern} -> {name}" for pattern, name in ROUTES)
     raise ValueError(
         f"--reward auto: no reward is known for data_source ({data_source!r}). Known: {known}. "
-        f"Choose one with --reward {' or '.join(BUILT_IN)}, or bring your own with --reward-function path/to/file.py:function."
+        f"Choose one with --reward {' or '.join(BUILT_IN)}, or bring your own with "
+        "--reward-function path/to/file.py:function."
     )

@@ -51,7 +51,9 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
         0xC000003E,
         (
             41,
-            425,  # socket, io_uring_setup: Landlock lets connect to a socket in the file system, and a network namespace too
+            # socket, io_uring_setup: Landlock lets connect to a socket in the file system, and a network
+            # namespace too
+            425,
             90,
             91,
             268,
@@ -112,7 +114,8 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
 }
 _NOBODY = 65534
 _RIGHTS_OF_ABI = {3: 15, 4: 15, 5: 16}
-"""Version of Landlock -> how many kinds of access to files it can forbid. Before 3 (Linux 6.2) it cannot forbid to empty them."""
+"""Version of Landlock -> how many kinds of access to files it can forbid. Before 3 (Linux 6.2) it cannot
+forbid to empty them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +183,17 @@ def _text(file) -> str:
 
 def refusal(lacking: tuple[str, ...]) -> str:
     return (
-        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where they are allowed (a container "
-        "may need other seccomp settings), or, if nothing within reach of this user matters, add --allow-unsandboxed-code."
+        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run "
+        "where they are allowed (a container "
+        "may need other seccomp settings), or, if nothing within reach of this user matters, add "
+        "--allow-unsandboxed-code."
     )
 
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files), "seccomp" (calls). Tried in a child that ends at once."""
+    """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files), "seccomp"
+    (calls). Tried in a child that ends at once."""
     found = []
     for name, attempt in (
         ("namespaces", _unshare),
@@ -210,7 +216,8 @@ def missing() -> tuple[str, ...]:
 
 
 def _main(limits: dict) -> None:
-    """Give up all that is not needed, then become the program. Its parent is the first process of the namespace and ends with it."""
+    """Give up all that is not needed, then become the program. Its parent is the first process of the
+    namespace and ends with it."""
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
@@ -319,7 +326,8 @@ class _Program(ctypes.Structure):
 
 
 def _confine_calls() -> None:
-    """seccomp: from here on these calls fail with EPERM in this process and its children. Other ABIs' calls have other numbers: the end."""
+    """seccomp: from here on these calls fail with EPERM in this process and its children. Other ABIs' calls
+    have other numbers: the end."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
     checks = [(_BPF_IF_AT_LEAST, _X32), *((_BPF_IF_EQUAL, number) for number in denied)]
     filters = [

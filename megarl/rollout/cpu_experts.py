@@ -1,5 +1,6 @@
-"""The experts of a mixture on CPU. vLLM keeps them packed for its grouped matrix product, with the intermediate size padded to
-what that takes at once; there is no unpacked fallback. A transfer writes plain matrices, which are packed once they are whole."""
+"""The experts of a mixture on CPU. vLLM keeps them packed for its grouped matrix product, with the
+intermediate size padded to what that takes at once; there is no unpacked fallback. A transfer writes plain
+matrices, which are packed once they are whole."""
 
 from __future__ import annotations
 

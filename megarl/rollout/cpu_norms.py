@@ -1,8 +1,8 @@
 """RMSNorm on CPU by vLLM's own C++ kernels.
 
-vLLM 0.32 has them but chooses eight PyTorch operations for each norm of an eager CPU engine: one tenth of a decode step of a
-small model. Providers of an operation are registered, and chosen by the engine argument `ir_op_priority`; others are used
-where `supports_args` says no."""
+vLLM 0.32 has them but chooses eight PyTorch operations for each norm of an eager CPU engine: one tenth of a
+decode step of a small model. Providers of an operation are registered, and chosen by the engine argument
+`ir_op_priority`; others are used where `supports_args` says no."""
 
 from __future__ import annotations
 

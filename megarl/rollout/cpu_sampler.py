@@ -1,23 +1,35 @@
-"""vLLM's CPU sampler, drawing the noise seeds of a request ahead.
-
-A seeded request takes one random number per token from a generator of its own; vLLM draws them one by one, 5 us each, which
-is a tenth of a decode step of a small model. Drawing 32 at once gives the same numbers, so the same tokens."""
+"""vLLM's CPU sampler with the draws of draws.py: a token's noise follows from the request's key and its
+position."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.ops.topk_topp_sampler import (
+    TopKTopPSampler,
+    apply_top_k_top_p,
+    empty_exponential_noise_like,
+    sample_with_exponential_noise,
+)
 
-_AHEAD = 32
+from megarl.rollout.draws import KEY, draw_seeds
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
-class SeededSampler(TopKTopPSampler):
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self._seeds: weakref.WeakKeyDictionary[torch.Generator, Iterator[int]] = weakref.WeakKeyDictionary()
+class PositionSampler(TopKTopPSampler):
+    """Args: runner: whose batch the rows of the logits belong to, in the same order."""
+
+    def __init__(self, runner: CPUModelRunner, logprobs_mode: str, use_fp64_gumbel: bool) -> None:
+        super().__init__(logprobs_mode, use_fp64_gumbel)
+        self.forward = self.forward_cpu  # on every kind of CPU: the other ways draw from generators
+        self._runner = runner
+        self._request_ids: list[str] = []
+        self._keys = np.zeros(0, np.uint64)
+        self._generator = torch.Generator()
 
     def forward_cpu(
         self,
@@ -27,31 +39,33 @@ class SeededSampler(TopKTopPSampler):
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As vLLM's: logits [B, V] -> sampled tokens [B] int64, and what `logprobs_mode` asks for [B, V]."""
-        if self.use_fp64_gumbel:
-            return super().forward_cpu(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
         returned = None
         if self.logprobs_mode == "processed_logits":
             returned = logits
         elif self.logprobs_mode == "processed_logprobs":
             returned = logits.log_softmax(dim=-1, dtype=torch.float32)
-        num_requests = len(logits)
-        if len(generators) == num_requests:
-            seeds = torch.tensor([next(self._seeds_of(generators[i])) for i in range(num_requests)])
-        else:
-            seeds = torch.randint(0, 2**31, (num_requests,))
-            for i, generator in generators.items():
-                seeds[i] = next(self._seeds_of(generator))
-        return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds), returned
+        seeds = self._seeds(len(logits))
+        if not self.use_fp64_gumbel:
+            tokens = torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), torch.from_numpy(seeds))
+            return tokens, returned
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
+        noise = empty_exponential_noise_like(probs, self.use_fp64_gumbel)
+        for row, seed in zip(noise, seeds.tolist(), strict=True):
+            row.exponential_(generator=self._generator.manual_seed(seed))
+        return sample_with_exponential_noise(probs, noise), returned
 
-    def _seeds_of(self, generator: torch.Generator) -> Iterator[int]:
-        seeds = self._seeds.get(generator)
-        if seeds is None:
-            # The iterator must not keep the generator alive: the entry goes when the request does.
-            seeds = self._seeds[generator] = _draw(weakref.ref(generator))
-        return seeds
+    def _seeds(self, num_rows: int) -> np.ndarray:
+        """Return a noise seed per row, [B] int64.
 
-
-def _draw(generator: weakref.ref[torch.Generator]) -> Iterator[int]:
-    while True:
-        yield from torch.randint(0, 2**31, (_AHEAD,), generator=generator()).tolist()
+        A row whose prompt is not complete yet gets one too: vLLM discards the token that it samples there."""
+        batch = self._runner.input_batch
+        if batch.req_ids != self._request_ids:
+            self._request_ids = list(batch.req_ids)
+            requests = self._runner.requests
+            keys = [requests[request_id].sampling_params.extra_args[KEY] for request_id in self._request_ids]
+            self._keys = np.array(keys, np.uint64)
+        if not self._request_ids:  # vLLM tries its sampler before there are requests
+            return np.zeros(num_rows, np.int64)
+        assert len(self._request_ids) == num_rows, (self._request_ids, num_rows)
+        return draw_seeds(self._keys, batch.num_tokens_no_spec[:num_rows])

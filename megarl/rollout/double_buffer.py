@@ -1,7 +1,7 @@
 """Two copies of an engine's weights: one generates while the other is written, and a switch takes no time.
 
-vLLM's eager layers read `parameter.data` at every call, so pointing it elsewhere is the switch. CUDA graphs and compiled code keep
-the addresses that they were captured with: there it would have no effect."""
+vLLM's eager layers read `parameter.data` at every call, so pointing it elsewhere is the switch. CUDA graphs
+and compiled code keep the addresses that they were captured with: there it would have no effect."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
     engine = RolloutEngine(config, shape, ranks, atlases, parameters)      every rank, after Megatron has built its groups
     engine.connect(atlases, parameters)                                    only if the sources become others later on
     engine.sync(version)                                                   a transaction: only a committed version generates
-    engine.generate(prompts, seeds, temperature=1.0)
+    engine.generate(prompts, keys, temperature=1.0)
     engine.shutdown()                                                      last: no collective works afterwards
 
-Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine pass the same
-prompts and seeds. `out_of_process.py` is the same engine in processes of its own."""
+Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine
+pass the same prompts and keys. `out_of_process.py` is the same engine in processes of its own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
 from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
+from megarl.config.timeouts import group_timeout
 from megarl.leaving import LeavableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
@@ -33,6 +34,7 @@ from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.sync import Pull, WeightSync, tensors_of
 from megarl.reshard.transports.choose import ranks_per_node
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
+from megarl.rollout.draws import draw_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
 
@@ -51,21 +53,25 @@ class Response(NamedTuple):
     finish_reason: str
     """"stop" or "length"."""
     experts: torch.Tensor | None = None
-    """[prompt and response tokens, layers, topk] uint8 or int16 with --moe-routing-replay engine: where each token went. Anything in layers
-    without experts."""
+    """[prompt and response tokens, layers, topk] uint8 or int16 with --moe-routing-replay engine: where each
+    token went. Anything in layers without experts."""
 
 
 class Engine:
-    """What engines in this process and outside of it have in common: they generate, with a committed version only."""
+    """What engines in this process and outside of it have in common: they generate, with a committed version
+    only."""
 
     llm: LLM
+    device: str
+    """"cpu" or "cuda"."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, actor: str) -> None:
         self.shape, self.actor, self._tp = shape, actor, config.rollout.tensor_parallel_size
         self._sampling, self.options = config.sampling, config.reshard
         self._tells_experts = tells_experts(config, shape)
         self.version: int | None = None
-        """Version of the weights that generate; None before the first sync, and after one that failed halfway."""
+        """Version of the weights that generate; None before the first sync, and after one that failed
+        halfway."""
         self.bytes_per_sync = 0
         """Bytes that the last sync wrote in this engine."""
         self._weight_sync: WeightSync | None = None
@@ -78,9 +84,11 @@ class Engine:
         self._generation += 1
 
     def sync(self, version: int) -> int:
-        """Bring the sources' current weights into the engine and commit them as `version`. Collective over sources and engines.
+        """Bring the sources' current weights into the engine and commit them as `version`. Collective over
+        sources and engines.
 
-        Returns: bytes written; aliased weights count none. Raises: SyncError if some engine did not get them whole; then no engine commits them."""
+        Returns: bytes written; aliased weights count none. Raises: SyncError if some engine did not get them
+        whole; then no engine commits them."""
         self.begin_sync(version)
         return self.finish_sync()
 
@@ -106,47 +114,67 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[list[int]],
-        seeds: Sequence[int],
+        keys: Sequence[int],
         *,
         temperature: float,
         max_tokens: int | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
+        prefixes: Sequence[list[int]] | None = None,
     ) -> list[Response]:
         """Sample one response to each prompt.
 
-        A response depends on the weights, its prompt, its seed and the sampling arguments, on nothing else: not on the other
-        prompts, and not on how many ranks the engine has.
+        A response depends on the weights, its prompt, its key and the sampling arguments, on nothing else:
+        not on the other prompts, and not on how many ranks the engine has. What a key draws is in `draws.py`.
 
         Args:
-            prompts: token ids, each at least 1. seeds: one per prompt.
-            temperature: 0 is greedy. max_tokens: default --max-response-length.
-        Raises: RuntimeError before the first sync; ValueError for prompts that are too long or seeds that do not pair up; Left if the job is
-            to end, and then nothing can be generated any more."""
+            prompts: token ids, each at least 1. keys: one per prompt, see `draw_key`.
+            temperature: 0 is greedy. max_tokens: of a whole response, default --max-response-length.
+            prefixes: first tokens of each response, sampled before. What is returned goes on after them, with
+                the tokens that it would have had. A stop string that begins in a prefix is not found.
+        Raises: RuntimeError before the first sync; ValueError for prompts that are too long, keys or prefixes
+            that do not pair up, prefixes that leave nothing to sample, and an engine that cannot go on after
+            a prefix; Left if the job is to end, and then nothing can be generated any more."""
         if self.version is None:
             raise RuntimeError(
-                "generate was called before a sync was committed: the engine's weights are noise. Call sync(version) first."
+                "generate was called before a sync was committed: the engine's weights are noise. "
+                "Call sync(version) first."
             )
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds must pair up.")
+        prefixes = [[]] * len(prompts) if prefixes is None else prefixes
+        if not len(prompts) == len(keys) == len(prefixes):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(keys)} keys and {len(prefixes)} prefixes must pair up."
+            )
         longest = self._sampling.max_prompt_length
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= longest:
                 raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) are possible."
+                    f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) "
+                    "are possible."
+                )
+        limit = max_tokens or self._sampling.max_response_length
+        for index, prefix in enumerate(prefixes):
+            if len(prefix) >= limit:
+                raise ValueError(
+                    f"prefix {index} has {len(prefix)} tokens; the whole response has at most {limit}."
                 )
         if not prompts:
             return []
+        if any(prefixes) and not self._draws_by_position:
+            raise ValueError(
+                "prefixes: vLLM runs this model by its Model Runner V1, which on a GPU draws from a "
+                "generator per request. Only Model Runner V2 draws by position."
+            )
         from vllm import SamplingParams
 
         stop = list(self._sampling.stop)
         params = [
             SamplingParams(
-                seed=seed,
+                **draw_arguments(key, self.device == "cpu"),
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
-                max_tokens=max_tokens or self._sampling.max_response_length,
+                max_tokens=limit - len(prefix),
                 stop=stop or None,
                 include_stop_str_in_output=bool(stop),
                 detokenize=bool(stop),
@@ -155,8 +183,9 @@ class Engine:
                 flat_logprobs=True,
                 skip_clone=True,
             )
-            for seed in seeds
+            for key, prefix in zip(keys, prefixes, strict=True)
         ]
+        prompts = [[*prompt, *prefix] for prompt, prefix in zip(prompts, prefixes, strict=True)]
         outputs = self._complete([{"prompt_token_ids": prompt} for prompt in prompts], params)
         responses = [_response(output.outputs[0]) for output in outputs]
         if not self._tells_experts:
@@ -169,6 +198,10 @@ class Engine:
             )
             for response, output, prompt in zip(responses, outputs, prompts, strict=True)
         ]
+
+    @property
+    def _draws_by_position(self) -> bool:
+        return self.device == "cpu" or self.llm.llm_engine.vllm_config.use_v2_model_runner
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
         return self.llm.generate(prompts, params, use_tqdm=False)
@@ -187,22 +220,27 @@ class RolloutEngine(Engine):
         parameters: dict[str, torch.Tensor],
         actor: str = "",
     ) -> None:
-        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over the world.
+        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over
+        the world.
 
-        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer holds in the
-        same layout and dtype are its memory from then on: an update changes them at once, and `sync` makes that a version.
+        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer
+        holds in the same layout and dtype are its memory from then on: an update changes them at once, and
+        `sync` makes that a version.
 
         Args:
-            ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world that it finds,
-                so these must be all ranks.
+            ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world
+                that it finds, so these must be all ranks.
             sources: atlas of every source rank, the same on all ranks.
-            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is no source.
+            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is
+                no source.
             actor: suffix of the actor that it samples for.
-        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not hold every weight."""
+        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not
+            hold every weight."""
         super().__init__(config, shape, actor)
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(
-                f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all {dist.get_world_size()} "
+                f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all "
+                f"{dist.get_world_size()} "
                 "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process."
             )
         self.ranks, self._ranks_per_node = (
@@ -245,7 +283,8 @@ class RolloutEngine(Engine):
         self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as above."""
+        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as
+        above."""
         rank, told = dist.get_rank(), [None] * dist.get_world_size()
         has_table = self.shape.model_type in TABLES
         dist.all_gather_object(told, (self._aliases, None if has_table else self._atlas))
@@ -262,7 +301,8 @@ class RolloutEngine(Engine):
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
         self._join(plan, {rank: rank for rank in self.ranks}, parameters)
 
-    # As the receiver of a weight sync. The weights are overwritten in place: what fails halfway leaves none that could generate.
+    # As the receiver of a weight sync. The weights are overwritten in place: what fails halfway leaves none
+    # that could generate.
 
     def begin(
         self,
@@ -298,7 +338,8 @@ class RolloutEngine(Engine):
             self.llm.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Stop vLLM. It destroys torch's default process group with its own, so this is the last collective of the process."""
+        """Stop vLLM. It destroys torch's default process group with its own, so this is the last collective
+        of the process."""
         dist.barrier()
         self.version = None
         self.llm.llm_engine.engine_core.shutdown()
@@ -312,14 +353,15 @@ def _response(completion) -> Response:
 
 
 def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:
-    """vLLM's account of one sample -> `Response.experts`. The last token was sampled and not seen, so there is no row of it; that of the one
-    before stands in, as nothing is predicted from it.
+    """vLLM's account of one sample -> `Response.experts`. The last token was sampled and not seen, so there
+    is no row of it; that of the one before stands in, as nothing is predicted from it.
 
     Raises: RuntimeError if rows are missing, as of an engine that does not tell."""
     wanted = (num_tokens - 1, shape.num_layers, shape.moe_router_topk)
     if rows is None or rows.shape != wanted:
         raise RuntimeError(
-            f"--moe-routing-replay engine: vLLM returned experts of {'no token' if rows is None else rows.shape}, not of {wanted} "
+            "--moe-routing-replay engine: vLLM returned experts of "
+            f"{'no token' if rows is None else rows.shape}, not of {wanted} "
             "(tokens, layers, experts per token)"
         )
     experts = torch.from_numpy(rows.astype("int32")).to(expert_dtype(shape.num_moe_experts))
@@ -327,7 +369,8 @@ def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) 
 
 
 def _be_launched_externally() -> None:
-    """vLLM's external launcher reads torchrun's variables; a single process that was started by hand has none."""
+    """vLLM's external launcher reads torchrun's variables; a single process that was started by hand has
+    none."""
     os.environ.setdefault("RANK", str(dist.get_rank()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 
@@ -353,7 +396,8 @@ def engine_arguments(
     num_engines: int = 1,
     executor: str = "external_launcher",
 ) -> dict[str, object]:
-    """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that training depends on.
+    """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that
+    training depends on.
 
     Raises: ValueError naming an engine argument that cannot be chosen."""
     rollout, sampling = config.rollout, config.sampling
@@ -365,6 +409,7 @@ def engine_arguments(
         raise ValueError(f"{flags} cannot be chosen: megarl sets it. Remove the flag.")
     dtype = rollout.dtype if rollout.dtype != "auto" else "bfloat16" if config.model.bf16 else "float32"
     max_model_len = sampling.max_prompt_length + sampling.max_response_length
+    group_timeout_s = int(group_timeout(config.placement.call_timeout_s).total_seconds())
     arguments: dict[str, object] = dict(
         model=config.model.model,
         tokenizer=_tokenizer(config),
@@ -385,6 +430,8 @@ def engine_arguments(
         weight_transfer_config={"backend": BACKEND},
         disable_log_stats=True,
         trust_remote_code=False,
+        distributed_timeout_seconds=group_timeout_s,
+        cpu_distributed_timeout_seconds=group_timeout_s,
     )
     if on_cpu:
         check_version()
@@ -406,13 +453,18 @@ def engine_arguments(
             )
         if tells_experts(config, shape):
             raise ValueError(
-                "--moe-routing-replay (engine): vLLM 0.32 tells which experts it chose from its Model Runner V2 only, which needs "
+                "--moe-routing-replay (engine): vLLM 0.32 tells which experts it chose from its "
+                "Model Runner V2 only, which needs "
                 "Triton on a GPU, and there is none. Try --moe-routing-replay policy."
             )
     else:
         if tells_experts(config, shape):
             arguments["enable_return_routed_experts"] = True
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if dtype != "float32":
+            # The trainer's logits are fp32. vLLM would round its own to the model's dtype: an error of the
+            # size of the gate's limit in bf16.
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
         if shape.is_moe:
             arguments["moe_backend"] = (
                 "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
@@ -421,11 +473,12 @@ def engine_arguments(
 
 
 def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
-    """vLLM's CPU kernel for rotary embeddings takes heads to lie one after the other, which the rotary parts of latent attention's queries
-    do not; scaled embeddings do not use it. Its AMX kernels free kv_b_proj."""
+    """vLLM's CPU kernel for rotary embeddings takes heads to lie one after the other, which the rotary parts
+    of latent attention's queries do not; scaled embeddings do not use it. Its AMX kernels free kv_b_proj."""
     if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
         raise ValueError(
-            f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): vLLM's latent attention on a CPU "
+            f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): "
+            "vLLM's latent attention on a CPU "
             "has kernels for 512 and 64 only. Sample on a GPU."
         )
     native = (
@@ -439,7 +492,8 @@ def _tokenizer(config: TrainConfig) -> str | None:
     tokenizer = config.model.tokenizer_model
     if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
         raise ValueError(
-            f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, --tokenizer-model ({tokenizer}) is a "
+            f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, "
+            f"--tokenizer-model ({tokenizer}) is a "
             "SentencePiece file. Use --stop-token-ids."
         )
     return tokenizer if config.sampling.stop else None

@@ -1,5 +1,5 @@
-"""What goes wrong in the processes of an out-of-process engine, as the rank that started it tells it: vLLM's client knows no more than that
-something did, and its processes log the cause as they go."""
+"""What goes wrong in the processes of an out-of-process engine, as the rank that started it tells it: vLLM's
+client knows no more than that something did, and its processes log the cause as they go."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class EngineErrors:
         self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def explained(self, error: Exception, rank: int) -> Exception:
-        """What to raise for `error` of vLLM's client: what the engine has logged since this was last asked, if it has; else itself."""
+        """What to raise for `error` of vLLM's client: what the engine has logged since this was last asked,
+        if it has; else itself."""
         logged = [json.loads(line) for line in self._file.readlines()]
         if not logged:
             return error
@@ -43,7 +44,8 @@ class EngineErrors:
 
 
 def tell_owner() -> None:
-    """In a process of the engine: write what vLLM logs of exceptions to the rank's file instead of on stderr."""
+    """In a process of the engine: write what vLLM logs of exceptions to the rank's file instead of on
+    stderr."""
     path, logger = os.environ.get(ERRORS), logging.getLogger("vllm")
     if path is None or any(isinstance(handler, _ToOwner) for handler in logger.handlers):
         return

@@ -1,4 +1,5 @@
-"""The process around vLLM: what it reads when it is imported, what it changes behind our back, and what a crash leaves behind."""
+"""The process around vLLM: what it reads when it is imported, what it changes behind our back, and what a
+crash leaves behind."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ SHM_PREFIX = "megarl-"
 _SHM_FOLDER = Path("/dev/shm")
 
 _EVERYWHERE = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: the external launcher demands it
+    # the engine runs in this process: the external launcher demands it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _ON_CPU = {
     "OMP_NUM_THREADS": "1",  # threads of several ranks on one machine wait for each other in busy loops
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" refuses two ranks on one NUMA node
-    "TORCHDYNAMO_DISABLE": "1",  # the sampler compiles a C++ kernel for log-probs, 9 s at the first request, for no gain
+    # the sampler compiles a C++ kernel for log-probs, 9 s at the first request, for no gain
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
@@ -54,10 +57,11 @@ ENGINE_OF = "MEGARL_ENGINE_OF"
 
 @contextlib.contextmanager
 def engine_environment(visible_devices: str | None, errors: str | None = None) -> Iterator[None]:
-    """What processes inherit that vLLM starts meanwhile: not the variables that would make them ranks of the job.
+    """What processes inherit that vLLM starts meanwhile: not the variables that would make them ranks of the
+    job.
 
-    visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves it. errors: path of its EngineErrors; None: it
-    prints them."""
+    visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves it. errors: path of its EngineErrors;
+    None: it prints them."""
     before = dict(os.environ)
     pid = os.getpid()
     try:
@@ -79,7 +83,8 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
 
 
 def end_with_owner() -> None:
-    """In a process of an out-of-process engine: leave as soon as the process that started the engine is gone, however it went."""
+    """In a process of an out-of-process engine: leave as soon as the process that started the engine is gone,
+    however it went."""
     pid, started = map(int, os.environ.get(ENGINE_OF, "0/0").split("/"))
     if pid not in (0, os.getpid()):
         threading.Thread(target=_watch_owner, args=(pid, started), name="watch_owner", daemon=True).start()
@@ -97,7 +102,8 @@ def _check_no_triton_kernels() -> None:
     same = _folders(found) & _folders(ours)
     if same:
         raise RuntimeError(
-            f"Python finds megarl's kernels as the package triton_kernels ({min(same)}), which vLLM would take for "
+            f"Python finds megarl's kernels as the package triton_kernels ({min(same)}), which vLLM "
+            "would take for "
             "OpenAI's. Start with PYTHONSAFEPATH=1, or from another folder than the checkout."
         )
 
@@ -108,8 +114,9 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Around the construction of an engine: vLLM seeds torch, numpy and random process-wide, and touches every attribute of
-    every module, which makes deprecated ones warn. The trainer's random state and the user notice neither."""
+    """Around the construction of an engine: vLLM seeds torch, numpy and random process-wide, and touches
+    every attribute of every module, which makes deprecated ones warn. The trainer's random state and the user
+    notice neither."""
     with warnings.catch_warnings(), _preserved_random_state():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -130,13 +137,15 @@ def _preserved_random_state() -> Iterator[None]:
 
 
 def remove_own_shared_memory() -> None:
-    """After the processes of this process's engine have ended: vLLM's workers leave what they share behind."""
+    """After the processes of this process's engine have ended: vLLM's workers leave what they share
+    behind."""
     for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}{os.getpid()}-*"):
         path.unlink(missing_ok=True)
 
 
 def sweep_shared_memory() -> list[str]:
-    """Remove the shared memory of jobs that died: ours are named megarl-<pid of a process on this machine>-... .
+    """Remove the shared memory of jobs that died: ours are named megarl-<pid of a process on this
+    machine>-... .
 
     Returns: the names removed."""
     removed = []

@@ -1,5 +1,5 @@
-"""What a rank asks of the vLLM workers that are not in its process: methods that vLLM mixes into its worker class (its
-`worker_extension_cls` argument) and that `collective_rpc` calls by name. Plain values only."""
+"""What a rank asks of the vLLM workers that are not in its process: methods that vLLM mixes into its worker
+class (its `worker_extension_cls` argument) and that `collective_rpc` calls by name. Plain values only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A generative judge: a vLLM engine of its own, in processes of its own, that answers questions. No weights are synced into it.
+"""A generative judge: a vLLM engine of its own, in processes of its own, that answers questions. No weights
+are synced into it.
 
 judge = Judge("reward_model rank 1", config, path, tp)      on the first of the engine's ranks, not collective
-judge.answers(["Grade this: ..."], seeds=[0])
+judge.answers(["Grade this: ..."], keys=[0])
 judge.shutdown()"""
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from megarl.config.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.config.schema import TrainConfig
 from megarl.leaving import LeavableEngine
+from megarl.rollout.draws import draw_arguments
 from megarl.rollout.environment import (
     engine_environment,
     prepare_environment,
@@ -43,7 +45,8 @@ class Judge:
         Args:
             name: of the role and rank, for errors.
             tp: ranks of the engine; this process is the first, and their devices are the ones after its own.
-            num_template_characters: of the question around what it quotes; no tokenizer makes more tokens than that of it.
+            num_template_characters: of the question around what it quotes; no tokenizer makes more tokens
+                than that of it.
         Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node."""
         self.name, self.path, self.options = name, path, config.reward_models
         prepare_environment()
@@ -80,18 +83,17 @@ class Judge:
         """Of the engine's processes that this one started."""
         return self._processes.pids
 
-    def answers(self, questions: Sequence[str], seeds: Sequence[int]) -> list[Answer | None]:
-        """The judge's answer to each question, in order, drawn from a seed each; None for a question that is too long for it.
+    def answers(self, questions: Sequence[str], keys: Sequence[int]) -> list[Answer | None]:
+        """Return the judge's answer to each question, in order; None for a question that is too long for it.
 
+        Args:
+            keys: one per question, see draws.py.
         Raises: EngineDied as soon as the judge's process is gone."""
         encoded = [self._encode(question) for question in questions]
         asked = [index for index, ids in enumerate(encoded) if len(ids) <= self.max_question_length]
         out: list[Answer | None] = [None] * len(questions)
-        for index, output in zip(
-            asked,
-            self._generate([encoded[index] for index in asked], [seeds[index] for index in asked]),
-            strict=True,
-        ):
+        outputs = self._generate([encoded[index] for index in asked], [keys[index] for index in asked])
+        for index, output in zip(asked, outputs, strict=True):
             completion = output.outputs[0]
             out[index] = Answer(completion.text, completion.finish_reason == "stop")
         return out
@@ -110,17 +112,12 @@ class Judge:
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._tokenizer(question)["input_ids"]
 
-    def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list:
+    def _generate(self, prompts: list[list[int]], keys: list[int]) -> list:
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                temperature=self.options.judge_temperature,
-                max_tokens=self.options.judge_max_tokens,
-                seed=seed,
-            )
-            for seed in seeds
-        ]
+        on_cpu = not torch.cuda.is_available()
+        options = {"temperature": self.options.judge_temperature, "max_tokens": self.options.judge_max_tokens}
+        params = [SamplingParams(**options, **draw_arguments(key, on_cpu)) for key in keys]
         try:
             if not self._processes.have_died():
                 return (
@@ -173,8 +170,8 @@ def _dtype(model: dict[str, object]) -> str:
 
 
 def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequences: int = 16) -> int:
-    """For that many questions of full length in fp32, at most MAX_CPU_KV_CACHE_BYTES but always enough for one. A config.json that does
-    not say its sizes where language models do gets the most."""
+    """For that many questions of full length in fp32, at most MAX_CPU_KV_CACHE_BYTES but always enough for
+    one. A config.json that does not say its sizes where language models do gets the most."""
     layers, hidden, heads = (
         model.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )

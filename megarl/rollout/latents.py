@@ -1,5 +1,6 @@
-"""What vLLM's multi-head latent attention makes of kv_b_proj when a model is loaded: its halves, transposed, which decoding multiplies with.
-They are parameters in vLLM and in no checkpoint. A transfer writes kv_b_proj, and afterwards they must be made anew."""
+"""What vLLM's multi-head latent attention makes of kv_b_proj when a model is loaded: its halves, transposed,
+which decoding multiplies with. They are parameters in vLLM and in no checkpoint. A transfer writes kv_b_proj,
+and afterwards they must be made anew."""
 
 from __future__ import annotations
 

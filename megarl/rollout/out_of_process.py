@@ -3,11 +3,12 @@
     engine = OutOfProcessEngine(config, shape, ranks, rollout_ranks)      on the first of the engine's ranks, not collective
     engine.connect(atlases, parameters)
     engine.sync(version)                                                  collective over sources and first ranks of engines
-    engine.generate(prompts, seeds, temperature=1.0)
+    engine.generate(prompts, keys, temperature=1.0)
     engine.shutdown()
 
-vLLM starts an engine process, and with tensor parallelism one process per rank of the engine; they use the devices of the
-engine's ranks, whose own processes wait. They pull the weights out of the memory that the trainers export (`reshard/sync.py`)."""
+vLLM starts an engine process, and with tensor parallelism one process per rank of the engine; they use the
+devices of the engine's ranks, whose own processes wait. They pull the weights out of the memory that the
+trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
@@ -127,8 +128,8 @@ class OutOfProcessEngine(Engine):
         raise self._errors.explained(failure, self.rank)
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
-        """The engine process starts on the first request that it gets, so which requests share a batch, and with it the last bits of
-        their log-probs, would depend on timing: it is held until it has them all."""
+        """The engine process starts on the first request that it gets, so which requests share a batch, and
+        with it the last bits of their log-probs, would depend on timing: it is held until it has them all."""
         self.llm.sleep(level=0, mode="keep")
         self.llm.enqueue(prompts, params, use_tqdm=False)
         self.llm.wake_up(tags=["scheduling"])
@@ -218,7 +219,8 @@ def _double_buffer(config: TrainConfig, device: str) -> bool:
     eager = config.rollout.enforce_eager is True or (config.rollout.enforce_eager is None and device == "cpu")
     if config.reshard.reshard_double_buffer and not eager:
         raise ValueError(
-            "--reshard-double-buffer: CUDA graphs and compiled code keep the addresses of the weights that they were made "
+            "--reshard-double-buffer: CUDA graphs and compiled code keep the addresses of the "
+            "weights that they were made "
             "with, so the buffers cannot be switched. Leave it out, or add --rollout-enforce-eager."
         )
     return (

@@ -15,8 +15,8 @@ CPU_NORMS = "megarl_c"
 
 
 def register() -> None:
-    """Make the weight-transfer backend known, and on CPU the norms. Repeatable. A process of an engine of its own ends with the rank
-    that started it."""
+    """Make the weight-transfer backend known, and on CPU the norms. Repeatable. A process of an engine of its
+    own ends with the rank that started it."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

@@ -1,4 +1,5 @@
-"""The processes that vLLM starts for an engine outside the worker: which devices they see, and what their death means."""
+"""The processes that vLLM starts for an engine outside the worker: which devices they see, and what their
+death means."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its binding of threads to
-cores, which several ranks on one machine cannot use."""
+"""The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its
+binding of threads to cores, which several ranks on one machine cannot use."""
 
 
 class EngineDied(RuntimeError):
@@ -25,7 +26,8 @@ class EngineDied(RuntimeError):
 
 
 class EngineProcesses:
-    """Watches them: when one ends by itself, whoever waits for the engine fails, which vLLM's client does not see to."""
+    """Watches them: when one ends by itself, whoever waits for the engine fails, which vLLM's client does not
+    see to."""
 
     def __init__(self, llm: LLM, describe: Callable[[int, str], str]) -> None:
         """describe(pid, how): the message of the death."""
@@ -83,7 +85,8 @@ def _how(exit_code: int | None) -> str:
 
 
 def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> str | None:
-    """The GPUs of this engine's ranks, then the others of the node: their memory is read too. None without GPUs.
+    """The GPUs of this engine's ranks, then the others of the node: their memory is read too. None without
+    GPUs.
 
     Raises: ValueError if the engine's ranks are not on one node."""
     if not torch.cuda.is_available():

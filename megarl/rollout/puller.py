@@ -1,4 +1,5 @@
-"""The end of a weight sync in a process of vLLM's own: follows the orders of the rank that drives the engine."""
+"""The end of a weight sync in a process of vLLM's own: follows the orders of the rank that drives the
+engine."""
 
 from __future__ import annotations
 
@@ -47,8 +48,10 @@ class Puller:
     """Args:
     rank: of this destination in the plan.
     tensors: live weights of the model.
-    double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and returns when done.
-    staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no second copy."""
+    double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and
+        returns when done.
+    staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no
+        second copy."""
 
     def __init__(
         self,
@@ -82,18 +85,20 @@ class Puller:
                 buffer.destination, buffer.pulls = Destination(self.rank, order.plan, buffer.tensors), {}
             buffer.pulls |= order.pulls
         self.outcome = Outcome(problem=f"[rank {self.rank}] nothing was copied")
-        self._thread = threading.Thread(
-            target=self._copy,
-            args=(self._back or self._front, order.arrivals),
-            name="pull_weights",
-            daemon=True,
-        )
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        arguments = (self._back or self._front, order.arrivals, gpu)
+        self._thread = threading.Thread(target=self._copy, args=arguments, name="pull_weights", daemon=True)
         self._thread.start()
         if self._double is None:
             self._thread.join()
 
-    def _copy(self, buffer: _Buffer, arrivals: dict[int, Arrival]) -> None:
+    def _copy(self, buffer: _Buffer, arrivals: dict[int, Arrival], gpu: int | None) -> None:
+        """Runs on a thread of its own, whose current device is 0 until it is told otherwise.
+
+        gpu: the current device of the thread that called `begin`; None without GPUs."""
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             for source, pull in buffer.pulls.items():
                 buffer.destination.pull_from(source, tensors_of(pull), pull[1])
             buffer.pulls = {}

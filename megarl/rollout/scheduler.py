@@ -1,15 +1,17 @@
 """vLLM's scheduler with a short way through the plain decode step.
 
-On a small model vLLM spends more time on scheduling than on arithmetic: each step looks at every request for encoder inputs,
-drafts, adapters, connectors, preemption, and reports every token to the front end. Between two admissions none of that can
-happen to a batch of plain requests: each has exactly one new token, has a slot for it in its last block, and its user wants
-the response only when it is complete. So here
+On a small model vLLM spends more time on scheduling than on arithmetic: each step looks at every request for
+encoder inputs, drafts, adapters, connectors, preemption, and reports every token to the front end. Between
+two admissions none of that can
+happen to a batch of plain requests: each has exactly one new token, has a slot for it in its last block, and
+its user wants the response only when it is complete. So here
 
     schedule             one token for every running request, unless a request waits or one needs a new block
     update_from_output   append it, and report a request once, with all its tokens, when it stops
 
-and everything else is vLLM's own. vLLM is given this class by its `scheduler_cls` argument. It touches the base class's
-state, therefore it is used only with the version that it was written for (plugin.SUPPORTED_VLLM)."""
+and everything else is vLLM's own. vLLM is given this class by its `scheduler_cls` argument. It touches the
+base class's state, therefore it is used only with the version that it was written for
+(plugin.SUPPORTED_VLLM)."""
 
 from __future__ import annotations
 
@@ -119,7 +121,8 @@ class DecodeScheduler(Scheduler):
         )
 
     def _start_decoding(self) -> None:
-        """Count the coming steps that can go the short way; 0 unless all running requests are plain and past their prompts."""
+        """Count the coming steps that can go the short way; 0 unless all running requests are plain and past
+        their prompts."""
         # Preempted requests are not running, but what they hold back must not be lost.
         self._known = {
             request_id: decoding
@@ -235,7 +238,8 @@ class DecodeScheduler(Scheduler):
 
 
 def _is_plain(request: Request) -> bool:
-    """Reported when complete, stopped by token ids or length alone, with no more log-probs than that of the sampled token."""
+    """Reported when complete, stopped by token ids or length alone, with no more log-probs than that of the
+    sampled token."""
     params = request.sampling_params
     return (
         params is not None

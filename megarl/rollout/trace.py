@@ -1,8 +1,9 @@
 """vLLM's atlas of any architecture, read off the model's own `load_weights`.
 
-Empty tensors of the checkpoint's names and sizes go through the loader; they have no data, but each view of one knows where in
-its tensor it lies, and so does each view of a parameter. Every `copy_` between the two is a piece of the atlas, every `fill_` is
-padding. The tables of megarl/reshard/vllm_atlas.py are faster and need no model; an architecture that they do not know has this."""
+Empty tensors of the checkpoint's names and sizes go through the loader; they have no data, but each view of
+one knows where in its tensor it lies, and so does each view of a parameter. Every `copy_` between the two is
+a piece of the atlas, every `fill_` is padding. The tables of megarl/reshard/vllm_atlas.py are faster and need
+no model; an architecture that they do not know has this."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes
 
 
 def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
-    """This rank's model once more, with parameters that take no memory, as it is before any weight is loaded or packed.
+    """This rank's model once more, with parameters that take no memory, as it is before any weight is loaded
+    or packed.
 
     In a process that has vLLM's parallel groups."""
     config = copy.copy(vllm_config)
@@ -42,11 +44,13 @@ def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
 
 @torch.no_grad()
 def trace_vllm_atlas(model: torch.nn.Module, sizes: Sizes) -> Atlas:
-    """The atlas of a model that no weight has been loaded into yet (`empty_model`, or a real one; nothing is written).
+    """The atlas of a model that no weight has been loaded into yet (`empty_model`, or a real one; nothing is
+    written).
 
     Args:
         sizes: checkpoint tensor -> (rows, cols); (n, 1) is a vector.
-    Raises: ValueError naming a parameter that the loader fills with anything but a rectangle of a checkpoint tensor."""
+    Raises: ValueError naming a parameter that the loader fills with anything but a rectangle of a checkpoint
+        tensor."""
     parameters = dict(model.named_parameters())
     loaded = {
         name: torch.empty(
@@ -89,7 +93,8 @@ class _View:
         )
 
     def outline(self) -> list[tuple[int, int, bool]]:
-        """(dimension, size, along a row?), by stride. Views of equal outline hold their elements in the same order."""
+        """(dimension, size, along a row?), by stride. Views of equal outline hold their elements in the same
+        order."""
         dims = [(size, stride) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1]
         order = sorted(range(len(dims)), key=lambda dim: dims[dim][1])
         return [(dim, dims[dim][0], dims[dim][1] == 1 < self.cols) for dim in order]
@@ -107,7 +112,8 @@ class _View:
                 rows *= size
             else:
                 raise ValueError(
-                    f"{self.name}: sizes {self.sizes} with strides {self.strides} are no rectangle of its rows."
+                    f"{self.name}: sizes {self.sizes} with strides {self.strides} are no rectangle "
+                    "of its rows."
                 )
         if col + cols > self.cols:
             raise ValueError(
@@ -160,7 +166,8 @@ def _local_param(name: str, parameter: Tensor, recorder: _Recorder) -> LocalPara
     if name in recorder.unknown:
         operation = recorder.unknown[name]
         raise ValueError(
-            f"{name}: its loader computes with the checkpoint's tensors ({operation}), so no copy can replace it."
+            f"{name}: its loader computes with the checkpoint's tensors ({operation}), so no copy "
+            "can replace it."
         )
     cols = parameter.shape[-1] if parameter.dim() > 1 else 1
     rows, pieces = parameter.numel() // cols, recorder.pieces.get(name, [])

@@ -1,4 +1,5 @@
-"""vLLM's weights as destinations of a reshard plan: the weight-transfer engine that vLLM builds in its worker.
+"""vLLM's weights as destinations of a reshard plan: the weight-transfer engine that vLLM builds in its
+worker.
 
 built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
 init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
@@ -56,7 +57,8 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     copy: Callable[[], object] | None = None
-    """In the trainer's process: fills the weights. Collective over the ranks whose weights travel as messages."""
+    """In the trainer's process: fills the weights. Collective over the ranks whose weights travel as
+    messages."""
     order: bytes = b""
     """Else: a pickled Order."""
 
@@ -76,8 +78,8 @@ _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 
 @contextlib.contextmanager
 def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
-    """Around the construction of an engine: vLLM builds the weight-transfer engine inside, at the one moment when memory that
-    CUDA graphs and compiled code will read can still be chosen."""
+    """Around the construction of an engine: vLLM builds the weight-transfer engine inside, at the one moment
+    when memory that CUDA graphs and compiled code will read can still be chosen."""
     offer = Offer(atlas, parameters)
     token = _offer.set(offer)
     try:
@@ -123,7 +125,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """In a process of vLLM's own with two buffers this returns at once; `Puller.wait` says when it is over."""
+        """In a process of vLLM's own with two buffers this returns at once; `Puller.wait` says when it is
+        over."""
         if update_info.copy is not None:
             update_info.copy()
             self._derive()
@@ -145,10 +148,11 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def engine_atlas(vllm_config: VllmConfig) -> Atlas:
-    """Of this rank of an engine: from the tables, or for a model type that they do not know from vLLM's own loader.
+    """Of this rank of an engine: from the tables, or for a model type that they do not know from vLLM's own
+    loader.
 
-    Raises: ValueError or FileNotFoundError if the trainer does not know the type either and its folder holds no weights, whose sizes the trace
-    needs."""
+    Raises: ValueError or FileNotFoundError if the trainer does not know the type either and its folder holds
+    no weights, whose sizes the trace needs."""
     folder, model_type = vllm_config.model_config.model, vllm_config.model_config.hf_config.model_type
     if model_type in TABLES:
         return vllm_atlas(
@@ -162,7 +166,8 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
 
 
 def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:
-    """Let the model's parameters be the offered ones wherever both hold the same elements in the same dtype and place.
+    """Let the model's parameters be the offered ones wherever both hold the same elements in the same dtype
+    and place.
 
     Returns: name in the model -> name of what it became."""
     parameters, taken = dict(model.named_parameters()), {}
@@ -181,7 +186,8 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
 
 
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
-    """Parameter name -> the plain twin of every weight that vLLM packs for its CPU experts; {} on a GPU and for dense models."""
+    """Parameter name -> the plain twin of every weight that vLLM packs for its CPU experts; {} on a GPU and
+    for dense models."""
     if not current_platform.is_cpu():
         return {}
     from megarl.rollout.cpu_experts import PackedExperts
@@ -199,14 +205,16 @@ def expose_weights(
     packed: dict[str, PackedExperts] | None = None,
     derived: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU prepack of linear layers.
+    """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU
+    prepack of linear layers.
 
     Args:
         derived: parameters that vLLM makes of others.
 
-    On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind; they get storage
-    again (0 until the first transfer), and each layer multiplies with it by vLLM's own fallback. lm_head keeps its parameter
-    but multiplies with a packed copy, as does a tied one, which owns no parameter: so *every* module is switched.
+    On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind;
+    they get storage again (0 until the first transfer), and each layer multiplies with it by vLLM's own
+    fallback. lm_head keeps its parameter but multiplies with a packed copy, as does a tied one, which owns no
+    parameter: so *every* module is switched.
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
@@ -214,7 +222,8 @@ def expose_weights(
     if parameters.keys() != atlas.keys():
         raise RuntimeError(
             f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
-            f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: {sorted(atlas.keys() - parameters.keys())}"
+            f"{sorted(parameters.keys() - atlas.keys())}; only in the atlas: "
+            f"{sorted(atlas.keys() - parameters.keys())}"
         )
     for module in model.modules():
         if hasattr(module, "cpu_linear"):

@@ -26,7 +26,8 @@ class CheckpointWriter:
     """This rank's part of a role's checkpoints, of which one at a time is being written.
 
     Args:
-        group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while training goes on."""
+        group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while
+            training goes on."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -36,9 +37,9 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
-        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of it is. Collective, after
-        `written` has said that the one before is. When this returns the model may change. state: what else to remember, for JSON; the first
-        rank's counts."""
+        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of
+        it is. Collective, after `written` has said that the one before is. When this returns the model may
+        change. state: what else to remember, for JSON; the first rank's counts."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)
@@ -55,7 +56,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
-        """SHA-256 of the manifest, on every rank; None: not yet. Raises: CheckpointError if any rank could not write."""
+        """SHA-256 of the manifest, on every rank; None: not yet. Raises: CheckpointError if any rank could
+        not write."""
         if wait:
             self._thread.join()
         if self._error is not None:

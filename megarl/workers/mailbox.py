@@ -1,15 +1,17 @@
 """What driver and workers write to each other, over torch's own c10d store.
 
     log    cmd/0, cmd/1, ...   one ordered list of commands. The driver writes, every rank reads all of it in order and skips
-                               commands of roles it does not host: so ranks that share roles run them in the same order.
+                               commands of roles it does not host: so ranks that share roles run them in the
+                               same order.
     inbox  inbox               one queue of results and errors of all ranks; the driver takes them as they come.
     stacks stacks/wanted       set when a call hangs: every rank writes where its Python is to stacks/<rank>.
     abort  abort               set once the driver has reported a failure: nobody needs to wait for anything any more.
     stop   stop/...            what driver and ranks say to each other when the job is to end in order, see stopping.py.
 
-All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the attempt before.
-What is pickled is signed (`signed_pickle`): whoever reaches the store's port can write there.
-The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are cut into parts.
+All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the
+attempt before. What is pickled is signed (`signed_pickle`): whoever reaches the store's port can write there.
+The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are cut into
+parts.
 """
 
 from __future__ import annotations
@@ -86,10 +88,12 @@ class Result:
 
 
 def connect(address: str | None = None, prefix: str | None = None, timeout_s: float = 300.0) -> dist.Store:
-    """A new client connection to the job's store, at `address` ("host:port"; default: MASTER_ADDR and MASTER_PORT).
+    """A new client connection to the job's store, at `address` ("host:port"; default: MASTER_ADDR and
+    MASTER_PORT).
 
-    Every thread that blocks on the store needs a connection of its own: a client lets one request through at a time. Where rank 0's
-    own process hosts the store (no torchrun), call this after `init_process_group`. Raises DistNetworkError after `timeout_s`.
+    Every thread that blocks on the store needs a connection of its own: a client lets one request through at
+    a time. Where rank 0's own process hosts the store (no torchrun), call this after `init_process_group`.
+    Raises DistNetworkError after `timeout_s`.
     """
     host, port = address.rsplit(":", 1) if address else (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -98,17 +102,19 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
 
 
 def has_own_store() -> bool:
-    """Whether the job has a store before its ranks have joined: torchrun's, or that of a driver which has started them."""
+    """Whether the job has a store before its ranks have joined: torchrun's, or that of a driver which has
+    started them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_store(timeout_s: float) -> dist.Store | None:
-    """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its own is right. Before that, where
-    all ranks are on one node, gloo and NCCL are told to stay on its loopback interface.
+    """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its
+    own is right. Before that, where all ranks are on one node, gloo and NCCL are told to stay on its loopback
+    interface.
 
-    In torch 2.13 torchrun keeps one store for all attempts and `init_process_group` no longer puts the attempt into its keys
-    (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it), so after an elastic restart gloo would find
-    the addresses of dead processes and time out.
+    In torch 2.13 torchrun keeps one store for all attempts and `init_process_group` no longer puts the
+    attempt into its keys (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it),
+    so after an elastic restart gloo would find the addresses of dead processes and time out.
     """
     if not has_own_store():
         signed_pickle.check_secret()
@@ -168,7 +174,8 @@ class Mailbox:
         self._store.set("stacks/wanted", "1")
 
     def abort(self, index: int, exit_code: int) -> None:
-        """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop waiting."""
+        """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop
+        waiting."""
         self._store.set("abort", "1")
         self._store.set(f"cmd/{index}", _WHOLE + signed_pickle.dumps(Abort(exit_code), f"cmd/{index}"))
 

@@ -1,4 +1,5 @@
-"""One process of the job (Linux): its attempt, its end (no orphans, no walls of text on a signal), its peak memory."""
+"""One process of the job (Linux): its attempt, its end (no orphans, no walls of text on a signal), its peak
+memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def store_prefix(env: Mapping[str, str] = os.environ) -> str:
 
 
 def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
-    """Get `death_signal` when process `parent`, ours now, ends; where that is not enough within `grace_s`, leave without asking.
+    """Get `death_signal` when process `parent`, ours now, ends; where that is not enough within `grace_s`,
+    leave without asking.
 
     The kernel sends it when the *thread* that started us ends, so start children from the main thread.
     """
@@ -42,7 +44,8 @@ def _watch_parent(parent: int, grace_s: float) -> None:
 
 
 def process_name(pid: int | None = None) -> str:
-    """Of a process, this one by default, among all of all machines and times: "who sees it/pid/start". A process that has ended has no start."""
+    """Of a process, this one by default, among all of all machines and times: "who sees it/pid/start". A
+    process that has ended has no start."""
     pid = os.getpid() if pid is None else pid
     with open("/proc/sys/kernel/random/boot_id") as boot:
         name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
@@ -62,24 +65,49 @@ def has_died(name: str) -> bool:
 
 
 def end_on_signals() -> None:
-    """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python handler would run.
+    """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python
+    handler would run.
 
-    torchrun sends them to every worker when the job is interrupted or a peer died; the driver says what happened.
+    torchrun sends them to every worker when the job is interrupted or a peer died; the driver says what
+    happened.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def exit_on_signals(*signums: int) -> None:
+    """These signals end this process at once with exit code 128 + n, which the parent sees as such: not for a
+    process with work to undo."""
+    for signum in signums:
+        signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
+
+
+def ignore_signals_for_good() -> None:
+    """From now on SIGINT and SIGTERM change nothing, also while the interpreter shuts down: it puts the
+    default back where a Python function handles a signal, but not where the signal is ignored."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # In this order: Python complains on stderr of a signal that came before and then finds no handler.
+        # `signal.signal` runs the handlers of those that came, and after the first two lines there are no new
+        # ones.
+        signal.signal(signum, lambda signum, frame: None)
+        libc.signal(signum, int(signal.SIG_IGN))
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def listen_on_loopback() -> None:
-    """gloo and NCCL take connections from whoever reaches them, so nobody outside of this machine shall. What the user has set stays."""
+    """gloo and NCCL take connections from whoever reaches them, so nobody outside of this machine shall. What
+    the user has set stays."""
     if os.path.exists("/sys/class/net/lo"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MiB of freed memory instead of giving it back to the kernel, which hands it out again page by page:
-    activations of a small model are allocated and freed in every forward pass. A tenth of a step's time on a CPU."""
+    """Let glibc keep up to 256 MiB of freed memory instead of giving it back to the kernel, which hands it
+    out again page by page: activations of a small model are allocated and freed in every forward pass. A
+    tenth of a step's time on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None:
         for option, value in (
@@ -90,9 +118,26 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+def compute_fp32_exactly() -> None:
+    """Keep fp32 from becoming TF32 on a GPU, in this process and in the engines that it starts.
+
+    Call it before CUDA and Triton are loaded. TF32 rounds the factors of a product to 10 bits, about 1e-3 in
+    a log-prob; the log-prob gate of an fp32 job compares rounding errors of 1e-6.
+
+    - Transformer Engine asks cuBLAS for TF32 (common/gemm/cublaslt_gemm.cu). NVIDIA_TF32_OVERRIDE=0 overrules
+      it.
+    - `tl.dot` takes TF32 unless the kernel or TRITON_F32_DEFAULT says otherwise (triton/language/core.py),
+      and vLLM's attention kernel for fp32 says nothing.
+
+    bf16 is not touched by either. What the user has set stays."""
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
 def quiet_libraries() -> None:
-    """Before torch, Megatron and vLLM are imported: about thirty lines in every process about what is not installed, not on a GPU
-    or renamed in a later torch. PYTHONWARNINGS and the libraries' own logging variables bring them back."""
+    """Before torch, Megatron and vLLM are imported: about thirty lines in every process about what is not
+    installed, not on a GPU or renamed in a later torch. PYTHONWARNINGS and the libraries' own logging
+    variables bring them back."""
     if os.environ.get("PYTHONWARNINGS"):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -100,14 +145,14 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module)
     for name in ("megatron", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # multiprocessing starts its tracker process with these. It removes what vLLM shared between ranks when a failure ends a rank at
-    # once, which is right, but is not to be told after the failure.
+    # multiprocessing starts its tracker process with these. It removes what vLLM shared between ranks when a
+    # failure ends a rank at once, which is right, but is not to be told after the failure.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 
 
 def keep_checkout_off_path() -> None:
-    """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder triton_kernels/ for
-    OpenAI's package of that name."""
+    """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder
+    triton_kernels/ for OpenAI's package of that name."""
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.path[:] = [
         p

@@ -1,14 +1,16 @@
 """Which parts of this rank's models are on its device during which call.
 
     during a call    of what may be offloaded (--offload) the device has what the call needs, of its role, and of what the next call
-                     needs as much as --offload-ahead-bytes allows, on its way while this one computes; nothing else
+                     needs as much as --offload-ahead-bytes allows, on its way while this one computes;
+                     nothing else
     between calls    everything stays where it is
 
-So a part leaves when a call begins that does without it, and calls in a row that need the same move nothing: each part makes one way out
-and one back per phase of its role. Calls that declare nothing (exchanges, rewards, advantages) leave all as it is.
+So a part leaves when a call begins that does without it, and calls in a row that need the same move nothing:
+each part makes one way out and one back per phase of its role. Calls that declare nothing (exchanges,
+rewards, advantages) leave all as it is.
 
-The next call is the one that followed the last two, or else the last one, before: the same flow is run in the same way in every step. A
-guess that is wrong, as at an evaluation, costs copies only."""
+The next call is the one that followed the last two, or else the last one, before: the same flow is run in the
+same way in every step. A guess that is wrong, as at an evaluation, costs copies only."""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Residence:
         self._recent: tuple[_Call, ...] = ()
         self._followed: dict[tuple[_Call, ...], _Call] = {}
         self.peak_bytes = 0
-        """Most that the parts of all models had on the device together; activations and engines are not counted."""
+        """Most that the parts of all models had on the device together; activations and engines are not
+        counted."""
 
     def add(self, role: str, memory: ModelMemory, may_leave: Collection[str]) -> None:
         """A model that was just built, all of it on the device."""
@@ -53,7 +56,8 @@ class Residence:
         self.note_peak()
 
     def enter(self, role: str | None, parts: Collection[str]) -> None:
-        """Make the device ready for a call that needs these parts of a role's model, and begin with what the next one needs."""
+        """Make the device ready for a call that needs these parts of a role's model, and begin with what the
+        next one needs."""
         call = role, frozenset(parts)
         self._followed |= {self._recent: call, self._recent[-1:]: call}
         self._recent = *self._recent[-1:], call
@@ -72,7 +76,8 @@ class Residence:
         self.note_peak()
 
     def _ahead(self, call: _Call) -> tuple[str | None, list[str]]:
-        """The role of the next call, and what of its parts may be on the device already. Gradients come back as zeros, in no time."""
+        """The role of the next call, and what of its parts may be on the device already. Gradients come back
+        as zeros, in no time."""
         role, parts = self._followed.get(self._recent) or self._followed.get(self._recent[-1:], (None, ()))
         if role not in self._residents:
             return None, []
@@ -99,8 +104,8 @@ class Residence:
     def take_metrics(self, role: str, with_time: bool) -> dict[str, float]:
         """What this rank contributes since it was asked last; {} in a job without offload.
 
-        memory/<kind>_resident_bytes: the least of this role that was on the device, which is what it left there while others worked.
-        time/offload_s, of all roles of the rank, if `with_time`."""
+        memory/<kind>_resident_bytes: the least of this role that was on the device, which is what it left
+        there while others worked. time/offload_s, of all roles of the rank, if `with_time`."""
         if not any(resident.may_leave for resident in self._residents.values()):
             return {}
         resident = self._residents[role]
@@ -114,12 +119,14 @@ class Residence:
 
 
 def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
-    """Declare what a role's method needs on the device: parts of its model, or of the role that its attribute `of` holds (None: of none).
+    """Declare what a role's method needs on the device: parts of its model, or of the role that its attribute
+    `of` holds (None: of none).
 
         @needs("parameters")
         def log_probs(self): ...
 
-    A method that needs nothing but room says `@needs()`. The role has a `plane`, and a name where it has a model."""
+    A method that needs nothing but room says `@needs()`. The role has a `plane`, and a name where it has a
+    model."""
 
     def declare(method: Callable) -> Callable:
         @functools.wraps(method)

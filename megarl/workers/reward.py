@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
-from megarl.invariants import digest
-from megarl.rewards.base import RewardSample
+from megarl.invariants import InvariantError, digest
+from megarl.rewards.base import RewardSample, digest_of_text
 from megarl.rewards.pool import RewardPool, Verdict
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.rollout import RolloutRole
@@ -32,10 +32,13 @@ class RewardRole:
             self.pool.close()
 
     def score(self, purpose: str, num_logged: int | None = None) -> list[dict[str, object]]:
-        """Rule rewards of this engine's samples, from its first rank only: sample_id, reward (None: it failed, then `failure` says why, or
-        the job has no rule).
+        """Rule rewards of this engine's samples, from its first rank only: sample_id, reward (None: it
+        failed, then `failure` says why, or the job has no rule).
 
-        The first num_logged samples of the step (default: --num-rollouts-to-log) also carry their texts, for the rollouts/ files."""
+        The first num_logged samples of the step (default: --num-rollouts-to-log) also carry their texts, for
+        the rollouts/ files.
+
+        Raises: InvariantError if the pool gave a sample the verdict on another one."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
         made, tokenizer, dataset = (
@@ -63,6 +66,15 @@ class RewardRole:
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
         out = []
         for i, (sample_id, verdict) in enumerate(zip(made.sample_ids, verdicts, strict=True)):
+            if self.pool is not None and (verdict.sample_id, verdict.digest) != (
+                sample_id,
+                digest_of_text(texts[i]),
+            ):
+                raise InvariantError(
+                    f"the reward of sample {sample_id} ({verdict.reward}) is that of sample "
+                    f"{verdict.sample_id}, or of another "
+                    "response"
+                )
             record: dict[str, object] = {
                 "sample_id": sample_id,
                 "reward": verdict.reward,
@@ -70,7 +82,7 @@ class RewardRole:
             }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
-            if limit < 0 or sample_id < limit:
+            if limit < 0 or made.num_before + i < limit:
                 prompt = dataset[made.rows[i]]
                 record |= {
                     "row": made.rows[i],
@@ -79,13 +91,16 @@ class RewardRole:
                     "ground_truth": prompt.ground_truth,
                     "response_length": len(made.responses[i]),
                     "rollout_log_prob": sum(made.log_probs[i]),
+                    "prompt_ids": made.prompts[i],
+                    "response_ids": made.responses[i],
                 }
             out.append(record)
         return out
 
 
 def num_workers(asked: int | None) -> int:
-    """Processes of one rank's pool: what --reward-num-workers says, else the rank's share of the node's cores, at most 8."""
+    """Processes of one rank's pool: what --reward-num-workers says, else the rank's share of the node's
+    cores, at most 8."""
     return (
         asked
         if asked is not None

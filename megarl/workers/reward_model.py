@@ -4,12 +4,14 @@
     megatron       a value model split as the mesh says
     judge          a vLLM engine of tp ranks in processes of its own, which the first of those ranks asks
 
-Models read the actor's token ids where they can. Every judge, and a classifier whose tokenizer lacks words of the actor's, has them at
-other ids or has another chat template, or that has fewer embeddings, gets text instead: the dataset's messages, and the response decoded
-with the actor's tokenizer, without special tokens."""
+Models read the actor's token ids where they can. Every judge, and a classifier whose tokenizer lacks words of
+the actor's, has them at other ids or has another chat template, or that has fewer embeddings, gets text
+instead: the dataset's messages, and the response decoded with the actor's tokenizer, without special
+tokens."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -25,9 +27,9 @@ from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
+from megarl.rollout.draws import draw_key
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.residence import needs
-from megarl.workers.rollout import sample_seed
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -40,12 +42,11 @@ class RewardModelRole:
     def __init__(
         self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str, suffix: str = ""
     ) -> None:
-        """config: of its actor, whose suffix is `suffix`. name: of the role, see `reward_models`. share: key of its mesh's share of the step
-        in the data plane."""
+        """config: of its actor, whose suffix is `suffix`. name: of the role, see `reward_models`. share: key
+        of its mesh's share of the step in the data plane."""
         self.config, self.name, self.mesh, self.plane, self.share = config, name, mesh, plane, share
         self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.num_calls = 0
         self.judge: Judge | None = None
         """None also on a rank whose device the judge of another rank uses."""
 
@@ -72,11 +73,12 @@ class RewardModelRole:
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:
-        """This model's unweighted scores of the samples that this rank reports on: sample_id, and score (None: failed, with the
-        failure in words). Judges say of the first --num-rollouts-to-log samples also what they answered.
+        """This model's unweighted scores of the samples that this rank reports on: sample_id, and score
+        (None: failed, with the failure in words). Judges say of the first --num-rollouts-to-log samples also
+        what they answered.
 
         Args:
-            rows: dataset row of each sample.
+            rows: dataset row of each sample of the step, by sample id.
         Raises: EngineDied as soon as a judge's process is gone."""
         batch = self.plane.shares[self.share].batch
         by_backend = {
@@ -95,8 +97,10 @@ class RewardModelRole:
     def _set_up_classifier(self) -> None:
         if self.mesh.tp * self.mesh.pp != 1:
             raise ValueError(
-                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the whole model on each rank, and "
-                f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or try megatron."
+                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the "
+                "whole model on each rank, and "
+                f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or "
+                "try megatron."
             )
         from megarl.megatron.offload import ModelMemory
 
@@ -146,7 +150,7 @@ class RewardModelRole:
 
     def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
         micro_batches = (
-            self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches(batch)
+            self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches()
         )
         scores = self.value_model.scores(micro_batches)
         if scores is None or not self.value_model.reports:
@@ -165,17 +169,19 @@ class RewardModelRole:
             for sample_id in batch.sample_ids.tolist()
         ]
 
-    def _planned_micro_batches(self, batch: Batch) -> list[MicroBatch]:
+    def _planned_micro_batches(self) -> list[MicroBatch]:
         """As the driver planned them, equally many on all data-parallel ranks."""
         dp_rank = self.mesh.coordinates(self.rank)["dp"]
+        share = self.plane.shares[self.share]
         return [
-            MicroBatch.of(batch.select_samples(ids))
-            for mini_batch in self.plane.shares[self.share].mini_batches
+            share.micro_batch(ids)
+            for mini_batch in share.mini_batches
             for ids in mini_batch.micro_batches[dp_rank]
         ]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
-        """Other token ids have other lengths, so they are packed anew; then empty ones until all data-parallel ranks have as many."""
+        """Other token ids have other lengths, so they are packed anew; then empty ones until all
+        data-parallel ranks have as many."""
         packed: list[Batch] = []
         room = 0
         for sample_id, ids in zip(batch.sample_ids.tolist(), self._token_ids(batch, rows), strict=True):
@@ -201,7 +207,8 @@ class RewardModelRole:
         )
         if self.mesh.pp != 1:
             raise ValueError(
-                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh has {self.mesh.pp}. Use "
+                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh "
+                f"has {self.mesh.pp}. Use "
                 "tensor parallelism."
             )
         if self.mesh.coordinates(self.rank)["tp"] == 0:
@@ -219,13 +226,10 @@ class RewardModelRole:
             self.prompt.fill(prompt.messages, response, prompt.ground_truth)
             for prompt, response in zip(prompts, self._responses(batch), strict=True)
         ]
-        self.num_calls += 1
-        seeds = [
-            sample_seed(self.config.batch.seed, self.num_calls, self.name, sample_id)
-            for sample_id in sample_ids
-        ]
+        keys = [draw_key(self.config.batch.seed, self.name, sample_id) for sample_id in sample_ids]
+        logged = set(rows if limit < 0 else itertools.islice(rows, limit))
         records = []
-        for sample_id, answer in zip(sample_ids, self.judge.answers(questions, seeds), strict=True):
+        for sample_id, answer in zip(sample_ids, self.judge.answers(questions, keys), strict=True):
             if answer is None:
                 records.append(
                     _record(
@@ -241,7 +245,7 @@ class RewardModelRole:
                     f"no score in the answer{cut}",
                 )
             )
-            if limit < 0 or sample_id < limit:
+            if sample_id in logged:
                 records[-1]["answer"] = answer.text
         return records
 
@@ -284,7 +288,8 @@ class RewardModelRole:
 
 
 def same_tokenizer(actor, own) -> bool:
-    """Whether a reward model can read the actor's ids: it has all its words, at the same ids, and the same chat template.
+    """Whether a reward model can read the actor's ids: it has all its words, at the same ids, and the same
+    chat template.
 
     Args:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
+from megarl.rollout.draws import draw_key
 from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.megatron_role import megatron_atlases
@@ -41,7 +41,8 @@ class RolloutRole:
         mode: str,
         suffix: str = "",
     ) -> None:
-        """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`. suffix: of role and actor."""
+        """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`. suffix:
+        of role and actor."""
         self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = (
             config,
             shape,
@@ -56,7 +57,8 @@ class RolloutRole:
 
     @needs("parameters", of="actor")
     def setup(self) -> None:
-        """Start the engine and plan how the actor's shards become its shards. After the actor's set-up; collective."""
+        """Start the engine and plan how the actor's shards become its shards. After the actor's set-up;
+        collective."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         column = "ground_truth" if needs_ground_truth(config) else None
@@ -96,14 +98,15 @@ class RolloutRole:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks that hold the samples of this rank's engine: all of an in-process one, the first of an out-of-process one."""
+        """Ranks that hold the samples of this rank's engine: all of an in-process one, the first of an
+        out-of-process one."""
         ranks = self.mesh.peers(self.rank, "tp")
         return ranks if self.mode == "in-process" else ranks[:1]
 
     @needs("parameters", of="actor")
     def sync(self, version: int) -> dict[str, float]:
-        """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and over those actor ranks
-        that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
+        """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and
+        over those actor ranks that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
         if self.engine is not None:
             if self.actor is not None:
                 self.actor.model.merge_adapters()
@@ -113,11 +116,15 @@ class RolloutRole:
         return {}
 
     @needs()
-    def generate(self, purpose: str, rows: Sequence[int], step: int, greedy: bool = False) -> list[Sample]:
-        """Sample responses to these dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
+    def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
+        """Sample responses to dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
 
-        Prompts are spread over the engines in contiguous blocks. Sample ids count over all rows, and every sample draws from
-        a seed of its own (run seed, step, purpose, sample id): neither layout nor batch composition changes what it draws.
+        Prompts are spread over the engines in contiguous blocks. Every sample draws by a key of its own (run
+        seed, purpose, visit, index): neither layout nor batch composition nor step changes what it draws.
+
+        Args:
+            visits: visit of each prompt -> its row. A held-out row is its own visit, so it draws alike at
+                every evaluation.
 
         Returns: the samples of this engine, from its first rank only."""
         self.plane.rollouts.pop(purpose + self.suffix, None)  # a call that is left leaves none
@@ -128,12 +135,14 @@ class RolloutRole:
             self.config.sampling,
             1 if purpose == "eval" else self.config.batch.num_samples_per_prompt,
         )
-        mine = range(self.replica * len(rows) // self.mesh.dp, (self.replica + 1) * len(rows) // self.mesh.dp)
-        sample_ids = [p * n + j for p in mine for j in range(n)]
-        sample_rows = [rows[p] for p in mine for _ in range(n)]
+        first = self.replica * len(visits) // self.mesh.dp
+        mine = list(visits.items())[first : (self.replica + 1) * len(visits) // self.mesh.dp]
+        sample_ids = [visit * n + index for visit, _ in mine for index in range(n)]
+        sample_rows = [row for _, row in mine for _ in range(n)]
         prompts = self.encoders[purpose].prompts(sample_rows)
-        seeds = [sample_seed(self.config.batch.seed, step, purpose, s) for s in sample_ids]
-        outputs = self.engine.generate(prompts, seeds, temperature=0.0 if greedy else sampling.temperature)
+        seed = self.config.batch.seed
+        keys = [draw_key(seed, purpose, visit, index) for visit, _ in mine for index in range(n)]
+        outputs = self.engine.generate(prompts, keys, temperature=0.0 if greedy else sampling.temperature)
         self.plane.rollouts[purpose + self.suffix] = Rollouts(
             sample_rows,
             sample_ids,
@@ -141,6 +150,7 @@ class RolloutRole:
             [o.token_ids for o in outputs],
             [o.log_probs for o in outputs],
             [o.experts for o in outputs] if tells_experts(self.config, self.shape) else None,
+            first * n,
         )
         if self.rank != self.holders[0]:
             return []
@@ -159,9 +169,3 @@ class RolloutRole:
     def shut_down(self) -> None:
         if self.engine is not None:
             self.engine.shutdown()
-
-
-def sample_seed(run_seed: int, step: int, purpose: str, sample_id: int) -> int:
-    """63 bits; distinct for distinct arguments."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{purpose}/{sample_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -2,12 +2,14 @@
 
     command          -> run, report the value
     command, left    -> report no value (the job is being stopped, see stopping.py)
-    command, raises  -> report the failure; wait until the driver has shown it (5 s at most, 60 s at start-up); exit 1
+    command, raises  -> report the failure; wait until the driver has shown it (5 s at most, 60 s at
+    start-up); exit 1
     shutdown         -> report, return
     abort            -> exit with the driver's code
 
-A failed worker waits because its exit makes the collectives of its peers fail, and torchrun kill everything: first the cause
-must be told, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would only print the consequences.
+A failed worker waits because its exit makes the collectives of its peers fail, and torchrun kill everything:
+first the cause must be told, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would only
+print the consequences.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def serve(
     """Serve the driver until it shuts the job down.
 
     Args:
-        roles: role name -> object whose methods the driver calls; only the roles on this rank. Or a function that builds them: an
-            error in it is then reported as any other.
+        roles: role name -> object whose methods the driver calls; only the roles on this rank. Or a function
+            that builds them: an error in it is then reported as any other.
         rank: of this process in the world.
         store: a connection of its own, see `mailbox.connect`.
         driver: on rank 0, the process from `start_driver`.
@@ -79,7 +81,8 @@ def answer_for_stacks(rank: int) -> threading.Thread:
 
 
 def fail_to_start(error: BaseException, rank: int) -> NoReturn:
-    """Tell the driver of an error before `serve`; where its store cannot be reached, say it here. Ends the process."""
+    """Tell the driver of an error before `serve`; where its store cannot be reached, say it here. Ends the
+    process."""
     failure = Failure.of(error, "worker", "start-up", None)
     try:
         mailbox = Mailbox(connect(timeout_s=_ABORT_WAIT_S))
@@ -95,8 +98,8 @@ def _tell_stack_when_asked(rank: int) -> None:
 
 
 def _stacks() -> str:
-    """Of the main thread, below the worker loop, and of the one that writes a checkpoint. Needs the GIL, which every wait in torch or gloo
-    gives up."""
+    """Of the main thread, below the worker loop, and of the one that writes a checkpoint. Needs the GIL,
+    which every wait in torch or gloo gives up."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     inside = next(
         (i for i, frame in enumerate(frames) if frame.name == "_run" and frame.filename == __file__), -1

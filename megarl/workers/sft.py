@@ -1,6 +1,9 @@
-"""The actor of supervised fine-tuning: the same updates, on responses that come from the dataset instead of an engine."""
+"""The actor of supervised fine-tuning: the same updates, on responses that come from the dataset instead of
+an engine."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from megarl.batch import Batch
 from megarl.data.encoder import PromptEncoder
@@ -14,7 +17,8 @@ from megarl.workers.random_state import RandomStateOfRank
 
 class SFTActorRole(ActorRole, RandomStateOfRank):
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first rank only."""
+        """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first
+        rank only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         dataset = PromptDataset.load(
@@ -27,10 +31,11 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
             return None
         return [(len(p) + len(r), len(r)) for p, r in zip(self.prompts, self.responses, strict=True)]
 
-    def receive_rows(self, mini_batches: list[MiniBatch]) -> None:
-        """Pack this rank's rows; sample ids are dataset rows."""
-        rows = [
-            row for mini_batch in mini_batches for row in mini_batch.samples_of(self.model.groups.dp.rank())
-        ]
-        batch = Batch.from_samples(rows, [self.prompts[r] for r in rows], [self.responses[r] for r in rows])
+    def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
+        """Pack this rank's rows of a step. visits: visit, which is the sample id -> dataset row."""
+        dp_rank = self.model.groups.dp.rank()
+        samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
+        rows = [visits[sample] for sample in samples]
+        prompts, responses = [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
+        batch = Batch.from_samples(samples, prompts, responses)
         self.plane.shares[self.share_key] = Share(batch, mini_batches)

@@ -3,6 +3,7 @@
     SIGTERM          told to the driver. It may be the end of the whole job (then the driver ends it in order), or torchrun's answer to the
                      death of another rank: then that one does not answer, and the driver gives up
     stop/process     of each rank, to see on one machine at once whether it lives
+    stop/driver      likewise of the driver
     stop/ping        answered by every rank that lives
     stop/leave       index of the first command that is not of the step that is dropped. Of it generation and rewards are to be left, see
                      `megarl.leaving`
@@ -24,12 +25,16 @@ import torch.distributed as dist
 
 from megarl.leaving import LEAVING, Left
 from megarl.workers.mailbox import TERMINATED, Mailbox, Result, connect
-from megarl.workers.process import process_name
+from megarl.workers.process import has_died, process_name
 
 PROCESS, PING, LEAVE, ALL_ASKED = "stop/process", "stop/ping", "stop/leave", "stop/all_asked"
 ASKED, END = b"asked", b"end"
-_HEARD_S = 4.0  # that the driver may take to ask who lives
-_SAME_SIGNAL_S = 0.3  # within which a signal reaches all processes that it is sent to
+DRIVER = "stop/driver"
+# that a driver which lives, as far as one sees, may take to ask who lives: less than torchrun leaves until
+# SIGKILL
+_HEARD_S = 20.0
+_CONNECT_S, _ASKED_S = 4.0, 10.0
+_SAME_SIGNAL_S = 1.0  # within which a signal reaches all processes that it is sent to
 
 
 class StopListener:
@@ -51,12 +56,13 @@ class StopListener:
         self._thread.join(timeout_s)
 
     def is_left(self, index: int, error: BaseException) -> bool:
-        """Whether nobody will read the value of this command, which has raised: the job is being stopped, and its step is dropped.
+        """Whether nobody will read the value of this command, which has raised: the job is being stopped, and
+        its step is dropped.
 
-        After a call that was left those behind it may miss what it has not made. And what this rank has started (an engine, processes of
-        rewards) may have got the same SIGTERM, and have got it first."""
+        After a call that was left those behind it may miss what it has not made. And what this rank has
+        started (an engine, processes of rewards) may have got the same SIGTERM, and have got it first."""
         if not isinstance(error, Left) and self._terminated.wait(_SAME_SIGNAL_S):
-            self._asked.wait(_HEARD_S)
+            self._asked.wait(_ASKED_S)
         left = index < self._first_to_stay and (
             isinstance(error, Left) or self._has_left or self._terminated.is_set()
         )
@@ -83,23 +89,35 @@ class StopListener:
         """On a thread. Ends this process when the driver has, or does not know of it."""
         self._terminated.set()
         try:
-            mailbox = Mailbox(connect(timeout_s=_HEARD_S))
+            store = connect(timeout_s=_CONNECT_S)
+            mailbox = Mailbox(store)
             mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
             deadline = time.monotonic() + _HEARD_S
-            while not mailbox.aborted() and (self._pinged.is_set() or time.monotonic() < deadline):
+            while (
+                not mailbox.aborted()
+                and not _has_driver_died(store)
+                and (self._pinged.is_set() or time.monotonic() < deadline)
+            ):
                 time.sleep(0.1)
         except dist.DistError:
             pass  # the store is gone, and with it the job
-        os._exit(1)
+        os._exit(128 + signal.SIGTERM)
+
+
+def _has_driver_died(store: dist.Store) -> bool:
+    """Whether it is known that nobody will ask: not of a driver that is on its way, or on another machine."""
+    return store.check([DRIVER]) and has_died(store.get(DRIVER).decode())
 
 
 def _on_sigterm(call: Callable[[], None]) -> None:
-    """Call this once, on a thread, after SIGTERM; at once also while the main thread is inside a collective, where no Python handler
-    runs. On the main thread."""
+    """Call this once, on a thread, after SIGTERM; at once also while the main thread is inside a collective,
+    where no Python handler runs. On the main thread."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(reading, True)
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(
+        signal.SIGTERM, lambda signum, frame: None
+    )  # last: a signal that comes earlier ends this process, and none is lost
     os.register_at_fork(after_in_child=_forget_sigterm)
 
     def wait() -> None:

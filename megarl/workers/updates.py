@@ -32,13 +32,19 @@ class Updates:
         num_epochs: int,
         update: Callable[[MiniBatch], dict[str, float]],
     ) -> dict[str, float]:
-        """Make them by `update`, which raises NonFiniteUpdate as `model` does.
+        """Make them by `update`, which raises NonFiniteUpdate as `model` does. A mini-batch without a scored
+        sample makes no update.
 
-        Returns: the mean over the updates that were made of this rank's share of every metric; of skips, their number.
-        Raises: NonFiniteUpdate, on all ranks: to stop, at once; to skip, for one more than MAX_SKIPPED_IN_A_ROW."""
-        made = []
+        Returns: the mean over the updates that were made of this rank's share of every metric; of skips,
+            their number, and the number of updates without a scored sample, if there are some.
+        Raises: NonFiniteUpdate, on all ranks: to stop, at once; to skip, for one more than
+        MAX_SKIPPED_IN_A_ROW."""
+        made, num_unscored = [], 0
         for epoch in range(num_epochs):
             for number, mini_batch in enumerate(mini_batches):
+                if mini_batch.num_sequences == 0:
+                    num_unscored += 1
+                    continue
                 try:
                     made.append(update(mini_batch))
                     self.skipped_in_a_row = 0
@@ -46,20 +52,25 @@ class Updates:
                     of_epoch = f" in epoch {epoch + 1} of {num_epochs}" if num_epochs > 1 else ""
                     where = f"{self.role}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}"
                     self._skip_or_stop(f"{where}: {error}", tells=model.reports_steps)
-        skipped = len(mini_batches) * num_epochs - len(made)
-        return mean_over_updates(made) | (
-            {f"{model.prefix}/updates_skipped": skipped} if self.skips and model.reports_steps else {}
-        )
+        counts: dict[str, float] = {}
+        if self.skips and model.reports_steps:
+            num_skipped = len(mini_batches) * num_epochs - len(made) - num_unscored
+            counts[f"{model.prefix}/updates_skipped"] = num_skipped
+        if num_unscored and model.reports_steps:
+            counts[f"{model.prefix}/updates_unscored"] = num_unscored
+        return mean_over_updates(made) | counts
 
     def _skip_or_stop(self, what: str, tells: bool) -> None:
         if not self.skips:
             raise NonFiniteUpdate(
-                f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on without such updates."
+                f"{what}. No weight was changed. Try a lower --lr, or --on-nonfinite skip to go on "
+                "without such updates."
             )
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteUpdate(
-                f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip left out. "
+                f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which "
+                "--on-nonfinite skip left out. "
                 "No weight was changed by them. Try a lower --lr."
             )
         if tells:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -13,9 +14,11 @@ from megarl.batch import expert_dtype
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors, tells_experts
+from megarl.config.roles import configs_of_actors, tells_experts, trains_in_fp32
 from megarl.config.schema import TrainConfig
+from megarl.config.timeouts import group_timeout
 from megarl.megatron.mesh import create_groups
+from megarl.megatron.transformer_engine import transformer_engine_problem, transformer_engine_version
 from megarl.role_names import TRAINED_KINDS, actor_suffix, kind_and_suffix
 from megarl.workers.actor import ActorRole, AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
@@ -30,41 +33,81 @@ _WRITE_TIMEOUT = timedelta(days=1)
 """A rank may write for long while others wait in their threads; one that ends is noticed at once."""
 
 
-_DRIVER_FIRST_S = 60.0
-"""So much longer than a call may take does a rank wait for its peers: the driver, which may have started later, knows who hangs, and where."""
-
-
 def join_world(timeout_s: float) -> None:
-    """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there is a GPU.
+    """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there
+    is a GPU.
 
-    Does nothing in a process that has joined: one after the other, several jobs may run in a process of their only rank."""
+    Does nothing in a process that has joined: one after the other, several jobs may run in a process of their
+    only rank.
+
+    Args:
+        timeout_s: how long a call may take. Ranks wait for each other a little longer (`group_timeout`).
+    Raises: RuntimeError if there are more ranks on this machine than GPUs, or if some ranks have no usable
+        Transformer Engine and others have."""
     if dist.is_initialized():
         return
     torch.set_num_threads(
         int(os.environ.get("OMP_NUM_THREADS", "1"))
     )  # before vLLM replaces this function by a no-op
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    timeout_s += _DRIVER_FIRST_S
+    device, timeout = _take_device(), group_timeout(timeout_s)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        store=world_store(timeout_s),
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        timeout=timeout,
+        store=world_store(timeout.total_seconds()),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
+    _check_that_ranks_agree()
+    # NCCL makes the world's communicator in its first operation, which all ranks must take part in. The first
+    # batch of sends and receives is between a few of them (the weights of one mesh), and would wait for the
+    # others for ever: torch/distributed/distributed_c10d.py, `batch_isend_irecv`.
+    dist.all_reduce(torch.zeros(1, device=device))
+
+
+def _take_device() -> torch.device:
+    """Make the GPU of this rank the current one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= count:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
+        raise RuntimeError(
+            f"every rank needs a GPU of its own, and {socket.gethostname()} has {count} for {ranks} ranks. "
+            f"Try --nproc-per-node {count}."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _check_that_ranks_agree() -> None:
+    """Raise RuntimeError if some ranks would build Transformer Engine's layers and others Megatron's own.
+
+    Names of parameters differ between them, and rounding does."""
+    told: list = [None] * dist.get_world_size()
+    version = transformer_engine_version()
+    where = f"on {socket.gethostname()}: {version or transformer_engine_problem()}"
+    dist.all_gather_object(told, (version is not None, where))
+    if len({uses for uses, _ in told}) > 1:
+        first = {uses: f"rank {rank} {where}" for rank, (uses, where) in reversed(list(enumerate(told)))}
+        raise RuntimeError(
+            f"Transformer Engine must be usable on all ranks or on none: {first[True]}; "
+            f"{first[False]}. Install "
+            "it where it is missing (pip install 'megarl[te]'), or uninstall it everywhere."
+        )
 
 
 def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     """This rank's roles, not yet set up: models and engines are built when the driver calls their setup().
 
     Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
+    if trains_in_fp32(config):
+        torch.set_float32_matmul_precision("highest")  # PyTorch's default, which NVIDIA's containers change
     meshes, plane = (
         role_meshes(config, world_size),
         DataPlane(Residence(config.placement.offload_ahead_bytes)),
     )
     for role in training_data_roles(meshes):
-        create_groups(meshes[role])
+        create_groups(meshes[role], group_timeout(config.placement.call_timeout_s))
     writers = _checkpoint_writers(meshes)
     if not config.algorithm.needs_rollout:
         from megarl.workers.sft import SFTActorRole
@@ -128,7 +171,8 @@ def _with_writers(roles: dict[str, object], writers: Mapping[str, CheckpointWrit
 def _roles_of_actor(
     suffix: str, config: TrainConfig, meshes: Mapping[str, MeshSpec], plane: DataPlane, mode: str
 ) -> dict[str, object]:
-    """Those of the actor with this suffix that are on this rank; `config` is that actor's, `mode` of its engine."""
+    """Those of the actor with this suffix that are on this rank; `config` is that actor's, `mode` of its
+    engine."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 

@@ -1,7 +1,8 @@
-"""GRPO written the long way, to compare with: Python loops over sequences and tokens, fp64 scalars, autograd, no code of megarl's.
+"""GRPO written the long way, to compare with: Python loops over sequences and tokens, fp64 scalars, autograd,
+no code of megarl's.
 
-A sample is a dict: group, reward, and lists of fp64 scalars per response token under log_probs (requiring gradients), entropy
-(likewise), old, rollout and ref.
+A sample is a dict: group, reward, and lists of fp64 scalars per response token under log_probs (requiring
+gradients), entropy (likewise), old, rollout and ref.
 """
 
 import math
@@ -83,13 +84,15 @@ def token_loss(algorithm, advantage, log_prob, old, rollout, ref, entropy):
 
 
 def naive_grpo(samples, algorithm, max_response_length):
-    """(loss, metrics) of the whole mini-batch."""
+    """(loss, metrics) of the whole mini-batch, whose failed samples are as if they had never been."""
+    advantages = naive_advantages(samples, algorithm)
+    samples, advantages = zip(*((s, a) for s, a in zip(samples, advantages) if not math.isnan(s["reward"])))
     num_tokens = sum(len(sample["old"]) for sample in samples)
     total, deviation = torch.zeros((), dtype=torch.float64), 0.0
     sums = dict.fromkeys(
         ["clip_fraction", "dual_clip_fraction", "kl", "entropy", "ref_kl", "tis_weight"], 0.0
     )
-    for sample, advantage in zip(samples, naive_advantages(samples, algorithm)):
+    for sample, advantage in zip(samples, advantages):
         length = len(sample["old"])
         for t in range(length):
             token = [sample[name][t] for name in ("log_probs", "old", "rollout", "ref", "entropy")]

@@ -1,4 +1,5 @@
-"""PPO's advantages and value loss written the long way: Python loops over sequences and tokens, Python's fp64 floats, no code of megarl's.
+"""PPO's advantages and value loss written the long way: Python loops over sequences and tokens, Python's fp64
+floats, no code of megarl's.
 
 A sample is a dict: reward (NaN: failed), and lists per response token under old, ref and old_values.
 """
@@ -68,15 +69,17 @@ def naive_advantages(samples, algorithm, kl_coef):
     if algorithm.kl_mode != "none":
         kls = [
             estimate_kl(old - ref, algorithm.kl_estimator)
-            for s in samples
+            for s, ok in zip(samples, scored)
+            if ok
             for old, ref in zip(s["old"], s["ref"])
         ]
-        metrics |= {"kl/per_response": sum(kls) / len(samples), "kl/coef": kl_coef}
+        metrics |= {"kl/per_response": sum(kls) / sum(scored), "kl/coef": kl_coef}
     return advantages, returns, metrics
 
 
 def naive_value_loss(samples, returns, algorithm, max_response_length):
-    """(loss, gradient per token, metrics) of the whole mini-batch; a sample has `values` now."""
+    """(loss, gradient per token, metrics) of the whole mini-batch, of samples with a reward; a sample has
+    `values` now."""
     num_tokens, eps = sum(len(s["values"]) for s in samples), algorithm.value_clip_eps
     total, gradient, num_clipped = 0.0, [], 0
     for sample, targets in zip(samples, returns):
@@ -87,9 +90,6 @@ def naive_value_loss(samples, returns, algorithm, max_response_length):
             "dr-grpo": 1 / len(samples) / max_response_length,
         }[algorithm.loss_aggregation]
         for value, old, target in zip(sample["values"], sample["old_values"], targets):
-            if math.isnan(target):
-                gradient.append(0.0)
-                continue
             loss, slope = (value - target) ** 2 / 2, value - target
             if eps is not None and abs(value - old) > eps:
                 held = old + eps if value > old else old - eps

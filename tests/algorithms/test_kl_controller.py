@@ -1,4 +1,5 @@
-"""KL controllers against the formula of arXiv:1909.08593, section 2.2, and on a policy whose KL falls as the factor rises.
+"""KL controllers against the formula of arXiv:1909.08593, section 2.2, and on a policy whose KL falls as the
+factor rises.
 
 pytest tests/algorithms/test_kl_controller.py
 """

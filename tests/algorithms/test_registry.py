@@ -1,4 +1,5 @@
-"""What the configuration needs of the algorithms: light to import, fields that agree with the kernels, errors that name flags."""
+"""What the configuration needs of the algorithms: light to import, fields that agree with the kernels, errors
+that name flags."""
 
 import dataclasses
 import math
@@ -16,8 +17,10 @@ from megarl.kernels.policy_loss import PolicyLossKind
 
 def test_importing_and_building_them_needs_no_torch():
     code = (
-        "import sys; from megarl.algorithms import REGISTRY; algorithms = [cls() for cls in REGISTRY.values()];"
-        "[(a.needs_rollout, a.needs_critic, a.needs_reference, a.needs_entropy, a.advantage_reads, a.build_kl_controller()) for a in algorithms];"
+        "import sys; from megarl.algorithms import REGISTRY; algorithms = [cls() for cls in "
+        "REGISTRY.values()];"
+        "[(a.needs_rollout, a.needs_critic, a.needs_reference, a.needs_entropy, a.advantage_reads, "
+        "a.build_kl_controller()) for a in algorithms];"
         "assert 'torch' not in sys.modules and 'megarl.kernels' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)

@@ -1,7 +1,9 @@
-"""Which layouts write which checkpoints, and which read them: for run_checkpoints.py and the tests that judge it."""
+"""Which layouts write which checkpoints, and which read them: for run_checkpoints.py and the tests that judge
+it."""
 
 CASES = (
-    # family, writer, readers; +sharded: distributed optimizer; +fsdp: Megatron-FSDP; +bf16: bf16 weights with fp32 masters
+    # family, writer, readers; +sharded: distributed optimizer; +fsdp: Megatron-FSDP; +bf16: bf16 weights with
+    # fp32 masters
     ("qwen3", "tp2_sp", ("dp2", "tp2_stacked")),
     ("qwen3", "dp2+sharded", ("tp2_sp", "pp2_vpp2+sharded", "cp2+sharded")),
     ("qwen3", "pp2_vpp2", ("tp2",)),
@@ -22,4 +24,5 @@ MEGATRON_CASES = (
     ("qwen3_moe", "tp2_sp_ep2"),
     ("deepseek_v3", "ep2"),
 )
-"""What megatron.core.dist_checkpointing saves. Not tied over two stages: it would ask the global parallel_state."""
+"""What megatron.core.dist_checkpointing saves. Not tied over two stages: it would ask the global
+parallel_state."""

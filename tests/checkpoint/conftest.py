@@ -1,4 +1,5 @@
-"""What the ranks of run_checkpoints.py wrote, for all tests here: one torchrun job with two ranks, about 20 s."""
+"""What the ranks of run_checkpoints.py wrote, for all tests here: one torchrun job with two ranks, about 20
+s."""
 
 from __future__ import annotations
 

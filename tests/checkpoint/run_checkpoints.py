@@ -1,4 +1,5 @@
-"""Run under torchrun with 2 ranks: save in one layout, load in others. Writes a JSON report for test_layouts.py.
+"""Run under torchrun with 2 ranks: save in one layout, load in others. Writes a JSON report for
+test_layouts.py.
 
 torchrun --nproc-per-node 2 tests/checkpoint/run_checkpoints.py OUT_FOLDER
 """
@@ -83,7 +84,8 @@ class Job:
         self.critic = folder.name.endswith("_critic")
         shape = ModelShape.load(folder, value_head=self.critic)
         model = ModelConfig(model=str(folder), bf16="bf16" in flags)
-        # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
+        # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the
+        # learning rate
         optimizer = OptimizerConfig(
             lr=1e-3,
             lr_warmup_iters=3,
@@ -230,7 +232,8 @@ def refusals(out: Path) -> dict[str, list[str]]:
 
 
 def load_weights_only(out: Path) -> list[str]:
-    """Into a bf16 model with masters: what of the weights is no longer what was saved. [] on all ranks but the first."""
+    """Into a bf16 model with masters: what of the weights is no longer what was saved. [] on all ranks but
+    the first."""
     saved, again, job = (
         out / "qwen2-dp2+sharded+bf16",
         out / "weights_only",
@@ -250,7 +253,8 @@ def full_disk(path: Path, entries: object) -> None:
 
 
 def run_roles(out: Path, *flags: str) -> dict[str, bool]:
-    """Actor and critic of a job, in layouts of their own, with everything in host memory between calls: is what was saved there again?"""
+    """Actor and critic of a job, in layouts of their own, with everything in host memory between calls: is
+    what was saved there again?"""
     lora = "-".join(flags)
     config = load_config(
         [

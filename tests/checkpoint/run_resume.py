@@ -1,4 +1,5 @@
-"""Jobs of supervised fine-tuning in one process, interrupted, damaged and held up in every way. test_resume.py judges what they leave.
+"""Jobs of supervised fine-tuning in one process, interrupted, damaged and held up in every way.
+test_resume.py judges what they leave.
 
 python tests/checkpoint/run_resume.py OUT_FOLDER
 """
@@ -29,13 +30,13 @@ from megarl.driver.inline import inline_ranks
 from megarl.driver.job import Job, open_job
 from megarl.driver.loop import train_sft
 from megarl.driver.preflight import read_inputs
-from megarl.driver.progress import Progress
+from megarl.loggers.console import Progress
 
 NUM_ROWS = 40  # five steps are a pass, so a cursor that began anew would show
 
 
 @contextlib.contextmanager
-def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO]]:
+def opened(out: Path, save: str, *flags: str, rows: Path | None = None) -> Iterator[tuple[Job, io.StringIO]]:
     """A job that was not trained yet, and what it tells."""
     config = load_config(
         [
@@ -45,8 +46,6 @@ def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO
             "inline",
             "--model",
             str(out / "data" / "model"),
-            "--train-data",
-            str(out / "rows.jsonl"),
             "--global-batch-size",
             "8",
             "--lr",
@@ -63,6 +62,8 @@ def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO
             "64",
             "--save",
             str(out / save),
+            "--train-data",
+            str(rows or out / "rows.jsonl"),
             *flags,
         ],
         REGISTRY,
@@ -73,8 +74,8 @@ def opened(out: Path, save: str, *flags: str) -> Iterator[tuple[Job, io.StringIO
         yield job, told
 
 
-def train(out: Path, save: str, steps: int, *flags: str) -> str:
-    with opened(out, save, "--train-iters", str(steps), *flags) as (job, told):
+def train(out: Path, save: str, steps: int, *flags: str, rows: Path | None = None) -> str:
+    with opened(out, save, "--train-iters", str(steps), *flags, rows=rows) as (job, told):
         train_sft(job)
     return told.getvalue()
 
@@ -99,6 +100,15 @@ def interrupted(out: Path) -> dict[str, str]:
         "nothing there": train(out, "requeued", 2, "--save-interval", "2", "--load", str(out / "requeued")),
         "there now": train(out, "requeued", 4, "--save-interval", "2", "--load", str(out / "requeued")),
     }
+
+
+def few_rows(out: Path) -> None:
+    """Five rows in batches of eight, without and with an interruption: every step holds rows twice."""
+    with open(out / "rows.jsonl") as rows:
+        (out / "five.jsonl").write_text("".join(itertools.islice(rows, 5)))
+    five, half = out / "five.jsonl", out / "few" / "checkpoints" / "step_000002"
+    train(out, "few", 4, "--save-interval", "2", rows=five)
+    train(out, "few_half", 4, "--load", str(half), rows=five)
 
 
 def flip_last_byte(path: Path) -> None:
@@ -171,9 +181,9 @@ def held_up(out: Path) -> list[str]:
         job.set_up()
         lengths = actor.load_dataset().first()
         for step in job.steps():
-            rows = job.first.cursor.next_rows(8)
-            actor.receive_rows(job.plan_rows(rows, lengths))
-            job.finish_sft_step(step, rows, lengths, actor.update())
+            visits = job.first.cursor.next_visits(8)
+            actor.receive_rows(visits, job.plan_visits(visits, lengths))
+            job.finish_sft_step(step, visits.values(), lengths, actor.update())
             events.append(f"step {step}")
             events += [
                 f"visible {path.name}" for path in sorted((out / "held" / "checkpoints").glob("step_*"))
@@ -200,14 +210,15 @@ def failed_after_writing(out: Path) -> list[str]:
 
 
 def disk_full(out: Path) -> dict[str, object]:
-    real = save_module.write_tensors
+    real = os.fsync
 
-    def write(path: Path, entries: object) -> object:
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if "step_000004" in str(path) and path.name.startswith("exp_avg-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, entries)
+        real(descriptor)
 
-    with unittest.mock.patch.object(save_module, "write_tensors", write):
+    with unittest.mock.patch.object(os, "fsync", fsync):
         try:
             train(out, "full", 6, "--save-interval", "2")
         except RemoteError as error:
@@ -222,6 +233,7 @@ def main(out: Path) -> None:
     make_sums(out / "data", seed=0)
     with open(out / "data" / "sft_worked.jsonl") as rows:
         (out / "rows.jsonl").write_text("".join(itertools.islice(rows, NUM_ROWS)))
+    few_rows(out)
     report = {
         "told": interrupted(out),
         "damaged": damaged(out),

@@ -1,10 +1,12 @@
-"""`megarl convert` in every direction: bit-equal tensors, what lies beside them, bounded memory, and errors that say what is wrong."""
+"""`megarl convert` in every direction: bit-equal tensors, what lies beside them, bounded memory, and errors
+that say what is wrong."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +119,8 @@ def test_shards_with_an_index_in_another_dtype_are_what_transformers_loads(model
     ],
 )
 def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family):
-    """Of any layout; in the dtype of the model, not of its masters; a critic becomes a sequence classifier."""
+    """Of any layout; in the dtype of the model, not of its masters; a critic becomes a sequence
+    classifier."""
     assert convert("--model", saved / family, "--load", saved / checkpoint, "--save", tmp_path / "out") == 0
     reader = Checkpoint(saved / checkpoint)
     dtype = getattr(torch, reader.state["dtype"])
@@ -170,7 +173,17 @@ def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dt
         [str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout.endswith(f" tensors, equal to {saved / source} in {dtype}: out\n")
+    tensors, forward = done.stdout.splitlines()
+    assert tensors.endswith(f" tensors, equal to {saved / source} in {dtype}: out")
+    assert (
+        float(
+            re.fullmatch(
+                r"log-probs of 92 tokens by Megatron and by transformers differ by up to (\S+)", forward
+            )[1]
+        )
+        < 1e-4
+    )
+    assert not list(tmp_path.glob(".*"))
     assert (
         convert(
             "--model",
@@ -185,6 +198,42 @@ def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dt
         == 0
     )
     assert same(tmp_path / "streamed", tmp_path / "out", dtype)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "",
+        "swapped key and value",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("swapped gate and up", "swapped heads")),
+    ],
+)
+def test_a_fault_of_the_mapping_is_found_by_what_the_model_computes(saved, tmp_path, fault):
+    """Loading and writing share the mapping, so every tensor comes back as it was."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        Path(__file__).with_name("faulty_convert.py"),
+        fault,
+        "--model",
+        saved / "qwen3",
+        "--save",
+        "out",
+        "--tensor-model-parallel-size",
+        2,
+    ]
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert f" tensors, equal to {saved / 'qwen3'} in torch.float32: out\n" in done.stdout
+    assert (done.returncode != 0) == bool(fault)
+    assert ("a tensor is not where the model reads it; this is a bug in megarl" in done.stderr) == bool(
+        fault
+    ), done.stderr
 
 
 # ------------------------------------------------------------------ Megatron's checkpoints
@@ -219,7 +268,8 @@ def rename(metadata, new_name) -> None:
 
 
 def test_names_of_other_versions_and_specs(saved, tmp_path):
-    """Transformer Engine's mixtures keep pre_mlp_layernorm; the folder above iter_... is found by its last iteration."""
+    """Transformer Engine's mixtures keep pre_mlp_layernorm; the folder above iter_... is found by its last
+    iteration."""
     source = saved / "megatron-qwen3_moe-tp2_sp_ep2"
     other = {"decoder.layers.mlp.linear_fc1.layer_norm_weight": "decoder.layers.pre_mlp_layernorm.weight"}
     rewrite_metadata(
@@ -354,8 +404,8 @@ def test_weights_that_are_not_this_models(model, tmp_path, capsys):
     assert convert("--model", model, "--load", other, "--save", tmp_path / "out") == 2
     told = capsys.readouterr().err
     assert (
-        f"megarl convert: the weights in {other} do not fit the model: model.layers.4.input_layernorm.weight is not a tensor of this model"
-        in told
+        f"megarl convert: the weights in {other} do not fit the model: "
+        "model.layers.4.input_layernorm.weight is not a tensor of this model" in told
     )
     assert convert("--model", other, "--load", model, "--save", tmp_path / "out") == 2
     assert "model.layers.4.input_layernorm.weight is missing" in capsys.readouterr().err
@@ -390,6 +440,22 @@ def test_folders_that_hold_nothing(model, tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_another_function_is_refused(model, tmp_path, capsys):
+    """Its tensors fit; config.json of --model says that they compute something else."""
+    assert convert("--model", model, "--save", tmp_path / "a", "--to", "checkpoint") == 0
+    shutil.copytree(model, tmp_path / "other")
+    config = json.loads((model / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    capsys.readouterr()
+    assert convert("--model", tmp_path / "other", "--load", tmp_path / "a", "--save", tmp_path / "out") == 2
+    assert (
+        f"{tmp_path / 'a'} is of another model: it has rope_theta 10000.0, not 12345.0."
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_damaged_checkpoint_is_named_before_anything_is_written(model, tmp_path, capsys):
     assert convert("--model", model, "--save", tmp_path / "a", "--to", "checkpoint") == 0
     (file,) = (tmp_path / "a").glob("weights*")
@@ -409,7 +475,8 @@ def test_a_full_disk(model, tmp_path, capsys, monkeypatch, target):
     monkeypatch.setattr(stream.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(100_000))
     assert convert("--model", model, "--save", tmp_path / "out", "--to", target) == 1
     assert capsys.readouterr().err == (
-        f"megarl convert: {tmp_path / 'out'}: No space left on device: 0.00 GB are to be written and 0.00 GB are "
+        f"megarl convert: {tmp_path / 'out'}: No space left on device: 0.00 GB are to be written "
+        "and 0.00 GB are "
         "free there.\n"
     )
     monkeypatch.undo()

@@ -1,7 +1,8 @@
-"""A checkpoint continues bit for bit in the layout that wrote it, and gives any other layout the same tensors, bit for bit.
+"""A checkpoint continues bit for bit in the layout that wrote it, and gives any other layout the same
+tensors, bit for bit.
 
-Tensors are compared as files, by a reader that knows no ranks (run_checkpoints.py). Mutations that made these fail: the optimizer's steps not
-restored, the masters of a bf16 model not loaded."""
+Tensors are compared as files, by a reader that knows no ranks (run_checkpoints.py). Mutations that made these
+fail: the optimizer's steps not restored, the masters of a bf16 model not loaded."""
 
 from __future__ import annotations
 
@@ -58,9 +59,10 @@ def test_another_layout_gets_the_same_tensors(saved: Path, reports, case, reader
 def test_training_goes_on_alike_in_another_layout(reports, case, reader):
     wanted = losses(reports, [report[case]["uninterrupted"] for report in reports])
     got = losses(reports, [report[case].get(reader, {}).get("next") for report in reports])
-    # fp32: the first loss sees the saved weights, the second what Adam made of the saved moments; observed <= 6e-7 (a loss of 0.01). In
-    # bf16 every product is rounded to 8 bits, 4e-3 of log-probs around 1, in an order that the layout and the machine decide: observed 2.1e-3;
-    # moments that were lost are found by the test above.
+    # fp32: the first loss sees the saved weights, the second what Adam made of the saved moments; observed <=
+    # 6e-7 (a loss of 0.01). In bf16 every product is rounded to 8 bits, 4e-3 of log-probs around 1, in an
+    # order that the layout and the machine decide: observed 2.1e-3; moments that were lost are found by the
+    # test above.
     assert (
         got == pytest.approx(wanted, rel=1e-2, abs=1e-2)
         if "bf16" in case
@@ -75,7 +77,8 @@ def test_learning_rate_continues_its_schedule(reports):
 
 
 def test_files_are_shared_out_and_hold_each_element_once(saved: Path):
-    """fp32: 4 bytes of a weight and of each of two moments. Both replicas hold everything; each writes a half of it."""
+    """fp32: 4 bytes of a weight and of each of two moments. Both replicas hold everything; each writes a half
+    of it."""
     checkpoint = Checkpoint(saved / "qwen3-tp2_sp-dp2")
     sizes = [size for size, _ in checkpoint.manifest.files.values()]
     elements = sum(

@@ -1,4 +1,5 @@
-"""Folders that are no checkpoint, or a damaged one: found when it is opened, with the file's name. One process, without ranks."""
+"""Folders that are no checkpoint, or a damaged one: found when it is opened, with the file's name. One
+process, without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stretches of parameters as rectangles, and whether rectangles tile a tensor: against element-by-element references."""
+"""Stretches of parameters as rectangles, and whether rectangles tile a tensor: against element-by-element
+references."""
 
 from __future__ import annotations
 

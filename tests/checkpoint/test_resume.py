@@ -1,7 +1,9 @@
-"""A job that is interrupted and goes on leaves what one that was not leaves, to the last bit; and what happens where it cannot.
+"""A job that is interrupted and goes on leaves what one that was not leaves, to the last bit; and what
+happens where it cannot.
 
-Supervised fine-tuning on one rank, all jobs in one process (run_resume.py); tests/e2e/test_resume.py does the same with engines and ranks.
-Mutations that made these fail: the cursor, or the moments, not restored; rows of later steps not cut."""
+Supervised fine-tuning on one rank, all jobs in one process (run_resume.py); tests/e2e/test_resume.py does the
+same with engines and ranks. Mutations that made these fail: the cursor, or the moments, not restored; rows of
+later steps not cut."""
 
 from __future__ import annotations
 
@@ -58,11 +60,23 @@ def weights(run: Path) -> bytes:
 
 
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(out: Path):
-    """From step 3, though the job before had done 5: warm-up, decay, the second pass over the data and the weights."""
+    """From step 3, though the job before had done 5: warm-up, decay, the second pass over the data and the
+    weights."""
     assert rows(out / "parts") == rows(out / "whole") and [row["step"] for row in rows(out / "parts")] == [
         *range(1, 9)
     ]
     assert weights(out / "parts") == weights(out / "whole")
+
+
+def test_fewer_rows_than_a_batch_are_trained_on_again_and_again(out: Path):
+    """32 samples of 5 rows are 6 passes and 2 rows of the seventh; and a resumed run makes the same
+    visits."""
+    few, half = out / "few", out / "few_half"
+    assert rows(half) == rows(few)[2:] and weights(half) == weights(few)
+    job = json.loads((few / "checkpoints" / "step_000004" / "job.json").read_text())
+    cursor = job["actors"][""]["cursor"]
+    assert cursor == {"num_rows": 5, "seed": 0, "shuffle": True, "pass": 6, "offset": 2, "visits": 32}
+    assert len(rows(few)) == 4
 
 
 def test_another_run_folder_has_the_later_steps_and_leaves_the_first_as_it_was(out: Path):
@@ -97,7 +111,8 @@ def test_a_job_that_was_over_stays_so(out: Path):
 
 
 def test_tensorboard_shows_each_step_once(out: Path):
-    """Step 4 and 5 are in both event files of the folder, and differ in time only; those of the first job are to be forgotten."""
+    """Step 4 and 5 are in both event files of the folder, and differ in time only; those of the first job are
+    to be forgotten."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(out / "parts" / "tensorboard"), size_guidance={"scalars": 0})
@@ -133,7 +148,8 @@ def test_a_best_metric_that_no_step_has_is_told_once(out: Path, report):
     told = report["unknown"]
     assert (
         told.count(
-            "--best-metric (eval/accuracy): step 1 has no such metric, so its checkpoint is not compared. It has step, policy/loss"
+            "--best-metric (eval/accuracy): step 1 has no such metric, so its checkpoint is not "
+            "compared. It has policy/loss"
         )
         == 1
     )
@@ -153,7 +169,8 @@ def test_job_json_is_all_there_is_beside_the_roles(out: Path):
         "shuffle": True,
         "pass": 1,
         "offset": 24,
-    }  # 64 rows of 40
+        "visits": 64,
+    }  # of 40 rows
     assert (
         len(job["random_states"]) == 1
         and job["metrics"]["policy/loss"] == rows(out / "parts")[-1]["policy/loss"]
@@ -207,7 +224,8 @@ def test_where_none_is_whole_nothing_is_changed(out: Path, report):
 
 
 def test_training_goes_on_while_the_disk_is_held_up(report):
-    """Two whole steps are made between the first write's begin and its end, and the checkpoint has its name only after the last."""
+    """Two whole steps are made between the first write's begin and its end, and the checkpoint has its name
+    only after the last."""
     events = report["held up"]
     assert events[:4] == ["step 1", "write begins", "step 2", "step 3"] and events[4] == "write ends"
     assert (

@@ -19,8 +19,9 @@ COMMON = dict(
 
 
 def make_folder(folder: Path, family: str, **changes: object) -> Path:
-    """A causal language model: qwen2 (biases, tied, a vocabulary that needs padding), qwen3 (q/k norms, 4 layers),
-    qwen3_moe (4 experts) or deepseek_v3 (latent attention, a dense layer before a mixture whose router has a correction)."""
+    """A causal language model: qwen2 (biases, tied, a vocabulary that needs padding), qwen3 (q/k norms, 4
+    layers), qwen3_moe (4 experts) or deepseek_v3 (latent attention, a dense layer before a mixture whose
+    router has a correction)."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     config = {

@@ -1,4 +1,5 @@
-"""The first rows, the tokenizer and the template, as a job's start finds them; the quick tokenizer against transformers' own.
+"""The first rows, the tokenizer and the template, as a job's start finds them; the quick tokenizer against
+transformers' own.
 
 pytest tests/checks/test_preview.py"""
 
@@ -27,8 +28,10 @@ CHATS = [
     "<s>plain",
 ]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}\n  {% if loop.index > 9 %}{% break %}{% endif %}[{{ m.role | upper }}] {{ m | tojson }}"
-    "{% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+    "{{ bos_token }}{% for m in messages %}\n  {% if loop.index > 9 %}{% break %}{% endif %}[{{ "
+    "m.role | upper }}] {{ m | tojson }}"
+    "{% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{% if "
+    "add_generation_prompt %}[A]{% endif %}"
 )
 
 

@@ -1,4 +1,5 @@
-"""A table of mistakes, the jobs they are made in, and how a reader follows what a finding proposes. Data for test_bad_configurations.py."""
+"""A table of mistakes, the jobs they are made in, and how a reader follows what a finding proposes. Data for
+test_bad_configurations.py."""
 
 from __future__ import annotations
 
@@ -103,6 +104,7 @@ MISTAKES = {
         global-batch-size 64
         temperature 0
         temperature -1
+        temperature 0.009
         top-p 0.9
         top-p 0
         top-k 5
@@ -239,7 +241,8 @@ def words_of(argv: Argv) -> list[str]:
 
 
 def remedies(finding: str, flag: str) -> list[tuple[str, list[str] | None]]:
-    """What the finding proposes, as a reader takes it: [(flag, words)] to set together, None: leave it out. One list per proposal."""
+    """What the finding proposes, as a reader takes it: [(flag, words)] to set together, None: leave it out.
+    One list per proposal."""
     text = re.sub(r" \[[^\]]*\]$", "", finding)
     out: list[list[tuple[str, list[str] | None]]] = []
     for tried, instead in re.findall(r"[Tt]ry (.+?)( instead)?(?:\.(?=\s|$)|, or |; |$)", text):

@@ -1,9 +1,16 @@
-"""Small jobs to parse and check: a model folder with a tokenizer and without weights' contents, a data file, and the flags that name them."""
+"""Small jobs to parse and check: a model folder with a tokenizer and without weights' contents, a data file,
+and the flags that name them."""
 
 import json
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape
+from megarl.config.tensor_header import ITEMSIZE
+from megarl.reshard.atlas import hf_sizes
+from megarl.reshard.hf_folder import is_sequence_classifier
 
 # The quickstart's model: 4 attention heads, 2 key-value heads, 2 layers, 283 -> 320 words.
 QWEN3 = {
@@ -32,7 +39,10 @@ MIXTURE = QWEN3 | {
     "norm_topk_prob": True,
 }
 WORDS = ["<pad>", "<end>", "<user>", "<assistant>", *"0123456789+-?"]
-TEMPLATE = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}{% if "
+    "add_generation_prompt %}<assistant>{% endif %}"
+)
 ROW = {
     "data_source": "megarl/sums",
     "prompt": [{"role": "user", "content": "1+1?"}],
@@ -56,6 +66,30 @@ def write_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def write_zeros(folder, dtype="F32", **sizes):
+    """The model.safetensors that config.json asks for, all zeros: a header, and a hole in the file. `sizes`
+    replaces shapes by name.
+
+    An empty file where config.json says nothing that can be used."""
+    try:
+        wanted = hf_sizes(ModelShape.load(folder, value_head=is_sequence_classifier(folder)))
+    except (ConfigError, ValueError, TypeError, AttributeError):
+        wanted = {}
+    header, at = {}, 0
+    for name, (rows, cols) in (wanted | sizes).items():
+        shape = [rows] if cols == 1 else [rows, cols]
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [at, at := at + rows * cols * ITEMSIZE[dtype]],
+        }
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        if wanted:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + at)
+
+
 @pytest.fixture
 def write_model(tmp_path):
     """write_model({...}) -> a folder whose config.json holds these keys."""
@@ -64,7 +98,7 @@ def write_model(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "model.safetensors").touch()
+        write_zeros(folder)
         write_tokenizer(folder)
         if generation_config is not None:
             (folder / "generation_config.json").write_text(json.dumps(generation_config))

@@ -1,5 +1,5 @@
-"""Mistakes drawn from a table: each is reported with its flag and value, and everything that a report proposes makes that report go away. Whoever
-follows the first proposals ends with a job that passes.
+"""Mistakes drawn from a table: each is reported with its flag and value, and everything that a report
+proposes makes that report go away. Whoever follows the first proposals ends with a job that passes.
 
     pytest tests/config/test_bad_configurations.py"""
 

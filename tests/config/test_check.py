@@ -1,4 +1,5 @@
-"""Every rule across fields: a job that breaks it, with the words of the finding, and the same job put right as the finding says.
+"""Every rule across fields: a job that breaks it, with the words of the finding, and the same job put right
+as the finding says.
 
 pytest tests/config/test_check.py"""
 
@@ -17,7 +18,8 @@ from megarl.config.placement import parse_ranks
 
 @pytest.fixture
 def findings(job, tmp_path):
-    """findings("--flag value ...", world_size, shape fields to change...) of the job with these flags on top."""
+    """findings("--flag value ...", world_size, shape fields to change...) of the job with these flags on
+    top."""
 
     def find(flags="", world_size=2, **shape):
         config = load_config([job, *flags.split()], REGISTRY)
@@ -49,14 +51,16 @@ RULES = {
         "--tensor-model-parallel-size 4",
         4,
         {"num_attention_heads": 24, "num_query_groups": 6, "ffn_hidden_size": 96},
-        "--tensor-model-parallel-size (4): must divide the model's key-value heads (6), or be a multiple of them. Try 1 or 2.",
+        "--tensor-model-parallel-size (4): must divide the model's key-value heads (6), or be a "
+        "multiple of them. Try 1 or 2.",
         "--tensor-model-parallel-size 2",
     ),
     "stacked rows of shared keys": (
         "--tensor-model-parallel-size 4 --qkv-layout stacked",
         4,
         {},
-        "--qkv-layout (stacked): needs whole key-value heads on each rank: --tensor-model-parallel-size (4) must divide the model's (2).",
+        "--qkv-layout (stacked): needs whole key-value heads on each rank: "
+        "--tensor-model-parallel-size (4) must divide the model's (2).",
         "--tensor-model-parallel-size 4",
     ),
     "ffn": (
@@ -84,7 +88,8 @@ RULES = {
         "--moe-routing-replay engine --no-rollout-enable-prefix-caching",
         2,
         EXPERTS,
-        "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. Leave --no-rollout-enable-prefix-caching "
+        "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache "
+        "only. Leave --no-rollout-enable-prefix-caching "
         "out, or try --moe-routing-replay policy.",
         "--moe-routing-replay engine",
     ),
@@ -99,14 +104,16 @@ RULES = {
         "--fp8 hybrid --bf16",
         2,
         EXPERTS,
-        "--fp8 (hybrid): is not supported for a mixture of experts, whose experts get any number of tokens. Leave it out.",
+        "--fp8 (hybrid): is not supported for a mixture of experts, whose experts get any number of "
+        "tokens. Leave it out.",
         "--bf16",
     ),
     "a factor of no balancing loss": (
         "--moe-aux-loss-coeff 1e-3",
         2,
         EXPERTS,
-        "--moe-aux-loss-coeff (0.001): has no effect without --moe-router-load-balancing-type. Leave it out, or try "
+        "--moe-aux-loss-coeff (0.001): has no effect without --moe-router-load-balancing-type. "
+        "Leave it out, or try "
         "--moe-router-load-balancing-type seq_aux_loss.",
         "--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss",
     ),
@@ -114,7 +121,8 @@ RULES = {
         "--moe-router-load-balancing-type aux_loss",
         2,
         EXPERTS,
-        "--moe-router-load-balancing-type (aux_loss): has no effect with --moe-aux-loss-coeff 0. Try --moe-aux-loss-coeff 1e-3.",
+        "--moe-router-load-balancing-type (aux_loss): has no effect with --moe-aux-loss-coeff 0. "
+        "Try --moe-aux-loss-coeff 1e-3.",
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3",
     ),
     "expert count": (
@@ -135,7 +143,8 @@ RULES = {
         "--expert-model-parallel-size 4",
         2,
         EXPERTS,
-        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the "
+        "ranks of a pipeline stage (2). "
         "Try 1 or 2.",
         "--expert-model-parallel-size 2",
     ),
@@ -143,7 +152,8 @@ RULES = {
         "--tensor-model-parallel-size 2",
         2,
         EXPERTS,
-        "--tensor-model-parallel-size (2): Megatron trains a mixture of experts with tensor parallelism only together with sequence "
+        "--tensor-model-parallel-size (2): Megatron trains a mixture of experts with tensor "
+        "parallelism only together with sequence "
         "parallelism. Try --sequence-parallel.",
         "--tensor-model-parallel-size 2 --sequence-parallel",
     ),
@@ -158,7 +168,8 @@ RULES = {
         "--tensor-model-parallel-size 3 --global-batch-size 32",
         3,
         {"num_attention_heads": 3, "num_query_groups": 3, "ffn_hidden_size": 255},
-        "--tensor-model-parallel-size (3): must divide the model's vocabulary, padded to a multiple of 64 (320). Try 1.",
+        "--tensor-model-parallel-size (3): must divide the model's vocabulary, padded to a multiple "
+        "of 64 (320). Try 1.",
         "--num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
     ),
     "rollout heads": (
@@ -172,7 +183,8 @@ RULES = {
         "--rollout-tensor-parallel-size 3",
         3,
         {"num_attention_heads": 6, "ffn_hidden_size": 384, "vocab_size": 192},
-        "--rollout-tensor-parallel-size (3): must divide the model's key-value heads (2), or be a multiple. Try 1 or 2.",
+        "--rollout-tensor-parallel-size (3): must divide the model's key-value heads (2), or be a "
+        "multiple. Try 1 or 2.",
         "--num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
     ),
     "rollout ranks": (
@@ -200,16 +212,19 @@ RULES = {
         "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2",
         2,
         {"num_layers": 6},
-        "--virtual-pipeline-model-parallel-size (2): must divide the actor's layers per pipeline stage (3). Try 1 or 3.",
+        "--virtual-pipeline-model-parallel-size (2): must divide the actor's layers per pipeline "
+        "stage (3). Try 1 or 3.",
         "--virtual-pipeline-model-parallel-size 3 --pipeline-model-parallel-size 2",
     ),
     "recompute layers of a chunk": (
-        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--recompute-granularity full --recompute-method block "
         "--recompute-num-layers 2",
         2,
         {"num_layers": 4},
         "--recompute-num-layers (2): must be at most the actor's layers per model chunk (1). Try 1.",
-        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
     ),
     "too few ranks": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
@@ -222,7 +237,8 @@ RULES = {
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
         6,
         {},
-        "--tensor-model-parallel-size (2) x --context-parallel-size (2) x --pipeline-model-parallel-size (1) = 4: must divide the actor's "
+        "--tensor-model-parallel-size (2) x --context-parallel-size (2) x "
+        "--pipeline-model-parallel-size (1) = 4: must divide the actor's "
         "ranks (6). Try --nproc-per-node 4.",
         "--context-parallel-size 2 --num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
     ),
@@ -230,7 +246,8 @@ RULES = {
         "--context-parallel-size 2 --expert-model-parallel-size 4",
         2,
         EXPERTS,
-        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the ranks of a pipeline stage (2). "
+        "--expert-model-parallel-size (4) x --expert-tensor-parallel-size (1) = 4: must divide the "
+        "ranks of a pipeline stage (2). "
         "Try 1 or 2.",
         "--context-parallel-size 2 --expert-model-parallel-size 2",
     ),
@@ -252,7 +269,8 @@ RULES = {
         "--global-batch-size 48",
         2,
         {},
-        "--global-batch-size (48): must divide num_prompts (16) x num_samples_per_prompt (8) = 128. Try 32 or 64.",
+        "--global-batch-size (48): must divide num_prompts (16) x num_samples_per_prompt (8) = 128. "
+        "Try 32 or 64.",
         "--global-batch-size 32",
     ),
     "batch over ranks": (
@@ -266,7 +284,8 @@ RULES = {
         "",
         3,
         {},
-        "must be a multiple of the actor's data-parallel size (3). Try --num-prompts 18 --global-batch-size 144.",
+        "must be a multiple of the actor's data-parallel size (3). Try --num-prompts 18 "
+        "--global-batch-size 144.",
         "--num-prompts 18 --global-batch-size 144",
     ),
     "sft batch": (
@@ -305,7 +324,8 @@ RULES = {
         "--recompute-modules mlp --recompute-granularity selective",
     ),
     "recompute layers": (
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --pipeline-model-parallel-size 2",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+        "--pipeline-model-parallel-size 2",
         2,
         {},
         "--recompute-num-layers (2): must be at most the actor's layers per pipeline stage (1). Try 1.",
@@ -394,7 +414,8 @@ RULES = {
         "--offload parameters",
         2,
         {},
-        "--offload (parameters): the engine generates with the actor's own memory where it can (--reshard-alias), which must stay. "
+        "--offload (parameters): the engine generates with the actor's own memory where it can "
+        "(--reshard-alias), which must stay. "
         "Try --no-reshard-alias, or leave parameters out.",
         "--offload parameters --no-reshard-alias",
     ),
@@ -402,7 +423,8 @@ RULES = {
         "--offload parameters --actor-ranks 0 --rollout-ranks 1",
         2,
         {},
-        "--offload (parameters): an engine in another process keeps the memory that it reads by CUDA IPC (--reshard-transport auto)",
+        "--offload (parameters): an engine in another process keeps the memory that it reads by "
+        "CUDA IPC (--reshard-transport auto)",
         "--offload parameters --actor-ranks 0 --rollout-ranks 1 --reshard-transport messages",
     ),
     "offload twice": (
@@ -416,7 +438,8 @@ RULES = {
         "--kl-mode loss --kl-coef 0.1 --reference-offload parameters optimizer",
         2,
         {},
-        "--reference-offload (parameters optimizer): the reference is frozen, it has no optimizer. Try --reference-offload parameters.",
+        "--reference-offload (parameters optimizer): the reference is frozen, it has no optimizer. "
+        "Try --reference-offload parameters.",
         "--kl-mode loss --kl-coef 0.1 --reference-offload parameters --actor-offload gradients optimizer",
     ),
     "ahead of nothing": (
@@ -430,7 +453,8 @@ RULES = {
         "--optimizer-cpu-offload --offload optimizer",
         2,
         {},
-        "--optimizer-cpu-offload: the optimizer state is in host memory for good, and --offload (optimizer) would move it for a while.",
+        "--optimizer-cpu-offload: the optimizer state is in host memory for good, and --offload "
+        "(optimizer) would move it for a while.",
         "--optimizer-cpu-offload --offload gradients",
     ),
     "hybrid optimizer not distributed": (
@@ -451,7 +475,8 @@ RULES = {
         "--lora-rank 4",
         2,
         EXPERTS,
-        "--lora-target-modules (linear_fc1 linear_fc2): in a mixture of experts it is the experts', which have no adapters. "
+        "--lora-target-modules (linear_fc1 linear_fc2): in a mixture of experts it is the experts', "
+        "which have no adapters. "
         "Try --lora-target-modules linear_qkv linear_proj.",
         "--lora-rank 4 --lora-target-modules linear_qkv linear_proj",
     ),
@@ -459,14 +484,16 @@ RULES = {
         "--algorithm ppo --lora-rank 4 --critic-lora-rank 0 --critic-lora-alpha 8",
         2,
         {},
-        "--critic-lora-alpha (8): has no effect without --critic-lora-rank. Leave it out, or try --critic-lora-rank 16.",
+        "--critic-lora-alpha (8): has no effect without --critic-lora-rank. Leave it out, or try "
+        "--critic-lora-rank 16.",
         "--algorithm ppo --lora-rank 4 --critic-lora-rank 0",
     ),
     "adapters and the hybrid optimizer": (
         "--lora-rank 4 --optimizer-cpu-offload",
         2,
         {},
-        "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state is small. Leave it out.",
+        "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state "
+        "is small. Leave it out.",
         "--lora-rank 4",
     ),
     "sharding without Megatron-FSDP": (
@@ -480,7 +507,8 @@ RULES = {
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
         2,
         {},
-        "--data-parallel-sharding-strategy (optim_grads_params): the weights are shards between two passes, and no weight sync, export or checkpoint "
+        "--data-parallel-sharding-strategy (optim_grads_params): the weights are shards between two "
+        "passes, and no weight sync, export or checkpoint "
         "reads these. Try --data-parallel-sharding-strategy optim_grads.",
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
     ),
@@ -488,7 +516,8 @@ RULES = {
         "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
         2,
         {},
-        "(no_shard): shards nothing, as without --use-megatron-fsdp. Try --data-parallel-sharding-strategy optim_grads.",
+        "(no_shard): shards nothing, as without --use-megatron-fsdp. Try "
+        "--data-parallel-sharding-strategy optim_grads.",
         "--use-megatron-fsdp",
     ),
     "Megatron-FSDP and overlap": (
@@ -516,7 +545,8 @@ RULES = {
         "--use-megatron-fsdp --tensor-model-parallel-size 2",
         2,
         {},
-        "--use-megatron-fsdp: nobody has proven it with --tensor-model-parallel-size (2). Leave it out, or try --tensor-model-parallel-size 1.",
+        "--use-megatron-fsdp: nobody has proven it with --tensor-model-parallel-size (2). Leave it "
+        "out, or try --tensor-model-parallel-size 1.",
         "--use-megatron-fsdp --tensor-model-parallel-size 1",
     ),
     "Megatron-FSDP and stages": (
@@ -565,22 +595,26 @@ RULES = {
         "--algorithm ppo --critic-ranks 1 --critic-tensor-model-parallel-size 2",
         2,
         {},
-        "--critic-tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the critic has 1.",
+        "--critic-tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as "
+        "many ranks, and the critic has 1.",
         "--algorithm ppo --critic-ranks 0-1 --critic-tensor-model-parallel-size 2",
     ),
     "uneven groups": (
         "--algorithm ppo --critic-ranks 0-2 --critic-tensor-model-parallel-size 2",
         4,
         {},
-        "--critic-tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: must divide the critic's ranks (3).",
+        "--critic-tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: must "
+        "divide the critic's ranks (3).",
         "--algorithm ppo --critic-ranks 0-1 --critic-tensor-model-parallel-size 2",
     ),
     "every role": (
         "--algorithm ppo --tensor-model-parallel-size 2 --critic-ranks 1",
         2,
         {},
-        "--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the critic has 1.",
-        "--algorithm ppo --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1 --critic-ranks 1",
+        "--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many "
+        "ranks, and the critic has 1.",
+        "--algorithm ppo --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1 "
+        "--critic-ranks 1",
     ),
     "unknown pool": (
         "--actor-ranks train",
@@ -621,7 +655,8 @@ RULES = {
         "--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 20",
         2,
         {},
-        "--kl-horizon (20): must be above 0.2 x the samples of a step (128), or the KL's factor may fall to 0 at once. Try 1280.",
+        "--kl-horizon (20): must be above 0.2 x the samples of a step (128), or the KL's factor may "
+        "fall to 0 at once. Try 1280.",
         "--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 1280",
     ),
     "idle rank of sft": (
@@ -657,7 +692,10 @@ def test_inline_with_one_rank(findings):
 
 def test_sft_needs_no_rollout(findings):
     """What only sampling cares about is not checked: engines' splits, sampling, prompts per step."""
-    flags = "--rollout-tensor-parallel-size 3 --top-p 0.5 --top-k 5 --temperature 0 --num-prompts 7 --rollout-ranks 0"
+    flags = (
+        "--rollout-tensor-parallel-size 3 --top-p 0.5 --top-k 5 --temperature 0 --num-prompts 7 "
+        "--rollout-ranks 0"
+    )
     assert len(findings(flags)) >= 5 and findings(f"--algorithm sft {flags}") == []
 
 

@@ -1,7 +1,9 @@
-"""What --load may name, found before anything is built: each finding has the flag, the value, and what works instead, which is tried here."""
+"""What --load may name, found before anything is built: each finding has the flag, the value, and what works
+instead, which is tried here."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -11,11 +13,20 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
+from megarl.config import model_function
 from megarl.config.check import check_job
-from megarl.config.check_checkpoints import checkpoint_findings, described_models, newest_job, rows_finding
+from megarl.config.check_checkpoints import (
+    checkpoint_findings,
+    checkpoint_notes,
+    described_models,
+    newest_job,
+    rows_finding,
+)
 from megarl.config.checkpoint_folders import JobFileError, checkpoints_in, goes_on, read_job, write_job
 from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config, write_args
+from megarl.config.model_function import differences, function_fields
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -154,7 +165,8 @@ WRONG = (
     ),
     (
         "--load old/checkpoints/step_000007",
-        "--load (old/checkpoints/step_000007): holds no whole checkpoint. old/checkpoints/step_000007 is not a "
+        "--load (old/checkpoints/step_000007): holds no whole checkpoint. "
+        "old/checkpoints/step_000007 is not a "
         "checkpoint of a job: it has no job.json. Name another run, or leave it out.",
         "--load old",
     ),
@@ -165,7 +177,8 @@ WRONG = (
     ),
     (
         "--load old --model wide",
-        "--load (old): step_000010 is of another model: its actor has hidden_size 64, not 128. Give the --model that the run "
+        "--load (old): step_000010 is of another model: its actor has hidden_size 64, not 128. Give "
+        "the model that the run "
         "had, or leave --load out.",
         "--model wide",
     ),
@@ -181,19 +194,22 @@ WRONG = (
     ),
     (
         "--load old --num-actors 2 --actor-ranks 0",
-        "--load (old): step_000010 has no actor_2, but actor, critic. Leave --load out, or name a run that has one.",
+        "--load (old): step_000010 has no actor_2, but actor, critic. Leave --load out, or name a "
+        "run that has one.",
         None,
     ),
     (
         "--load weights",
-        "--load (weights): is a checkpoint of one model, not of a job. Make a Hugging Face folder of it by `megarl convert` and give "
+        "--load (weights): is a checkpoint of one model, not of a job. Make a Hugging Face folder "
+        "of it by `megarl convert` and give "
         "that as --model.",
         "--load old",
     ),
     (
         "--load old/checkpoints/step_000004 --save old --max-restarts 2",
         "--max-restarts (2): a restart goes on from the newest checkpoint of --save, and "
-        "--load (old/checkpoints/step_000004) is an older one of the same run, whose newest is old/checkpoints/step_000010. Remove the newer ones, or try "
+        "--load (old/checkpoints/step_000004) is an older one of the same run, whose newest is "
+        "old/checkpoints/step_000010. Remove the newer ones, or try "
         "--max-restarts 0.",
         "--load old/checkpoints/step_000004 --save old --max-restarts 0",
     ),
@@ -218,6 +234,86 @@ def test_what_is_wrong_and_what_works(here, flags, message, works):
     assert works is None or findings(works) == ()
 
 
+# keys of config.json -> what is said of the actor; "" if they change nothing that the model computes
+OTHER_FUNCTIONS = (
+    ({"rope_theta": 1e6}, "rope_theta 10000.0, not 1000000.0"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        "rope_scaling None, not {'rope_type': 'linear', 'factor': 2.0}",
+    ),
+    ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-06, not 1e-05"),
+    (
+        {"rope_theta": 5e5, "rms_norm_eps": 1e-5},
+        "rms_norm_eps 1e-06, not 1e-05, rope_theta 10000.0, not 500000.0",
+    ),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings True, not False"),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        "model_type qwen3, not qwen2, qkv_bias False, not True, qk_layernorm True, not False",
+    ),
+    ({"max_position_embeddings": 4096, "eos_token_id": 7, "torch_dtype": "bfloat16"}, ""),
+)
+
+
+@pytest.mark.parametrize("keys, said", OTHER_FUNCTIONS, ids=[str(keys) for keys, _ in OTHER_FUNCTIONS])
+def test_a_model_that_computes_something_else(here, keys, said):
+    """Every field that differs is named, with both values."""
+    Path("model/config.json").write_text(json.dumps(CONFIG | keys))
+    found = findings("--load old")
+    if not said:
+        assert found == ()
+        return
+    of_actor, of_critic = (
+        found if "tie_word" not in said else (*found, said)
+    )  # a critic's embeddings are never tied
+    assert (
+        of_actor == f"--load (old): step_000010 is of another model: its actor has {said}. Give the model "
+        "that the run had, or leave --load out."
+    )
+    assert said in of_critic
+
+
+def test_adapters_of_another_scale(here):
+    make_checkpoint(Path("adapted/checkpoints/step_000001"), 1, "--lora-rank 4")
+    assert findings("--load adapted --lora-rank 4") == ()
+    assert (
+        "its actor has lora_alpha 32.0, not 16.0. "
+        in findings("--load adapted --lora-rank 4 --lora-alpha 16")[0]
+    )
+    assert "lora_rank 4, not none, lora_alpha 32.0, not none" in findings("--load adapted")[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({field.name for field in dataclasses.fields(ModelShape)} - {*model_function._CHANGE_NOTHING}),
+)
+def test_each_field_is_compared(here, name):
+    """By a value that no model has."""
+    shape = ModelShape.load("model")
+    saved, now = function_fields(shape), function_fields(dataclasses.replace(shape, **{name: "another"}))
+    assert differences(saved, saved) == [] and differences(saved, now) == [
+        f"{name} {saved[name]}, not another"
+    ]
+
+
+def test_an_older_checkpoint_is_compared_as_far_as_it_goes(here):
+    """And what could not be compared is told."""
+    for folder in checkpoints_in(Path("old")):
+        body = read_job(folder)
+        for model in body["models"].values():
+            del model["rope_theta"], model["rms_norm_eps"], model["qkv_bias"]
+        write_job(folder, body)
+    assert checkpoint_notes(config("--train-iters 20")) == [] and findings("--load old") == ()
+    assert checkpoint_notes(config("--load old"))[0] == (
+        "--load (old): an earlier version saved it and did not store rms_norm_eps, rope_theta of "
+        "its actor, so they could not be compared with --model"
+    )
+    Path("model/config.json").write_text(
+        json.dumps(CONFIG | {"rope_theta": 1e6, "tie_word_embeddings": False})
+    )
+    assert "its actor has tie_word_embeddings True, not False. " in findings("--load old")[0]
+
+
 def test_a_critic_that_the_run_had_not(here):
     make_checkpoint(Path("grpo/checkpoints/step_000001"), 1, "--algorithm grpo")
     assert findings("--load grpo") == (
@@ -229,7 +325,8 @@ def test_other_training_rows(here):
     saved = newest_job(config("--load old"))[1]
     assert rows_finding(config("--load old"), 1, 50, saved) is None
     assert rows_finding(config("--load old"), 1, 51, saved) == (
-        "--train-data (rows.jsonl): has 51 rows, and the run that --load continues has 50. Give the same files, or start a new run from the exported "
+        "--train-data (rows.jsonl): has 51 rows, and the run that --load continues has 50. Give the "
+        "same files, or start a new run from the exported "
         "hf/ folder."
     )
 
@@ -268,7 +365,10 @@ def test_a_damaged_job_file_is_named(here, damage, cause):
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused(here):
-    message = "--save-interval (5): the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave one out; --offload optimizer can be saved."
+    message = (
+        "--save-interval (5): the state of --optimizer-cpu-offload cannot be saved or loaded "
+        "yet. Leave one out; --offload optimizer can be saved."
+    )
     assert checkpoint_findings(config("--save-interval 5 --critic-optimizer-cpu-offload")) == [message]
     assert (
         checkpoint_findings(config("--save-interval 0 --optimizer-cpu-offload"))

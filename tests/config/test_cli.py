@@ -1,5 +1,5 @@
-"""The console script: exit codes, what is printed where, no traceback, and no torch before a device is needed. Real processes, but
-for the two that only look at which function a command ends in.
+"""The console script: exit codes, what is printed where, no traceback, and no torch before a device is
+needed. Real processes, but for the two that only look at which function a command ends in.
 
     pytest tests/config/test_cli.py"""
 
@@ -107,7 +107,8 @@ def test_train_does_not_start_ranks_on_a_rank(job, monkeypatch, capsys):
 
 
 def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
-    """Which module runs, on how many ranks, with which arguments; the modules themselves are tested with whole jobs."""
+    """Which module runs, on how many ranks, with which arguments; the modules themselves are tested with
+    whole jobs."""
     calls = []
 
     def module(name, **functions):
@@ -208,7 +209,10 @@ def test_ctrl_c(tmp_path):
     pipe = tmp_path / "endless.args"
     os.mkfifo(pipe)
     # A shell's background job inherits an ignored SIGINT, and Python then never raises KeyboardInterrupt.
-    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from megarl.cli import main; sys.exit(main())"
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from "
+        "megarl.cli import main; sys.exit(main())"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", script, "check", f"@{pipe}"], stderr=subprocess.PIPE, text=True
     )

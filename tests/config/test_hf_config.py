@@ -1,4 +1,5 @@
-"""ModelShape against transformers' own reading of the same config.json, and the keys that must not be ignored.
+"""ModelShape against transformers' own reading of the same config.json, and the keys that must not be
+ignored.
 
 pytest tests/config/test_hf_config.py"""
 
@@ -60,7 +61,8 @@ DEEPSEEK_V3 = {
     "scoring_func": "sigmoid",
 }
 
-# As in Qwen2.5-0.5B-Instruct, Qwen3-0.6B and Llama-3.2-1B, smaller; then the way transformers 5 writes them; then with keys left out.
+# As in Qwen2.5-0.5B-Instruct, Qwen3-0.6B and Llama-3.2-1B, smaller; then the way transformers 5 writes them;
+# then with keys left out.
 CONFIGS = {
     "qwen2.5": {
         **QWEN2,
@@ -360,7 +362,8 @@ def test_a_value_model_comes_from_a_causal_language_model_or_a_classifier_with_o
     assert ModelShape.load(write_model({**classifier, "id2label": {"0": "reward"}}), value_head=True) == shape
     with pytest.raises(
         ConfigError,
-        match=r"num_labels \(2\): must be 1, the value. Use a Qwen2ForSequenceClassification with num_labels=1, or a",
+        match=r"num_labels \(2\): must be 1, the value. Use a Qwen2ForSequenceClassification with "
+        r"num_labels=1, or a",
     ):
         ModelShape.load(write_model(classifier), value_head=True)  # 2 is transformers' default
     with pytest.raises(ConfigError, match=r"num_labels \(3\): must be 1"):
@@ -369,7 +372,8 @@ def test_a_value_model_comes_from_a_causal_language_model_or_a_classifier_with_o
         )
     with pytest.raises(
         ConfigError,
-        match=r"architectures \(Qwen2Model\): must be Qwen2ForCausalLM, a causal .*, or Qwen2ForSequenceClassif",
+        match=r"architectures \(Qwen2Model\): must be Qwen2ForCausalLM, a causal .*, or "
+        r"Qwen2ForSequenceClassif",
     ):
         ModelShape.load(write_model({**QWEN2, "architectures": ["Qwen2Model"]}), value_head=True)
 
@@ -504,7 +508,8 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ),
         (
             {**SIZES, "model_type": "gemma"},
-            "model_type (gemma): must be one of qwen2, qwen3, qwen3_moe, qwen2_moe, llama",
+            "model_type (gemma): is another architecture, which is not supported; it must be one of "
+            "qwen2, qwen3,",
         ),
         (
             {**SIZES, "model_type": "qwen4_moe"},
@@ -676,3 +681,34 @@ def test_padded_vocabulary(write_model):
     """Multiples of 64, as vLLM pads (VocabParallelEmbedding's DEFAULT_VOCAB_PADDING_SIZE)."""
     for size, padded in [(283, 320), (320, 320), (1, 64), (151936, 151936), (151665, 151680)]:
         assert ModelShape.load(write_model({**QWEN2, "vocab_size": size})).padded_vocab_size() == padded
+
+
+@pytest.mark.parametrize("name", ("qwen3_next", "llama4", "gemma3", "smollm3", "gpt2", "deepseek_v4"))
+def test_another_architecture_is_called_that(write_model, name):
+    """Not taken for a typing error, however near the name of a supported one is."""
+    with pytest.raises(ConfigError) as error:
+        ModelShape.load(write_model({**QWEN2, "model_type": name}))
+    assert (
+        f"model_type ({name}): is another architecture, which is not supported; it must be one of "
+        "qwen2, qwen3," in str(error.value)
+    )
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("Qwen3", "qwen3"),
+        ("qwen-3", "qwen3"),
+        ("qwen3moe", "qwen3_moe"),
+        ("lama", "llama"),
+        ("qwen4", None),
+        ("qwen3_next2", None),
+        ("mixtral8", None),
+        ("something", None),
+    ],
+)
+def test_a_typing_error_is_put_right(write_model, name, meant):
+    with pytest.raises(ConfigError) as error:
+        ModelShape.load(write_model({**QWEN2, "model_type": name}))
+    assert str(error.value).partition(" Did you mean ")[2].partition("?")[0] == (meant or "")

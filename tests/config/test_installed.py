@@ -1,5 +1,5 @@
-"""What is read from the source of vLLM and Megatron, compared with the real classes and with vLLM's own parser, which a process of
-its own imports.
+"""What is read from the source of vLLM and Megatron, compared with the real classes and with vLLM's own
+parser, which a process of its own imports.
 
     pytest tests/config/test_installed.py"""
 
@@ -61,7 +61,8 @@ def test_fields_are_those_of_the_installed_classes(real):
 
 
 def test_types_are_those_of_the_parser_of_vllm(real):
-    """Same booleans, same lists, and no choices but vLLM's (an enumeration of vLLM's is text here, which the engine checks)."""
+    """Same booleans, same lists, and no choices but vLLM's (an enumeration of vLLM's is text here, which the
+    engine checks)."""
     flags, compared = real[2], 0
     for name in engine_args().annotations.keys() & flags.keys() - OWN_FORM:
         kind, (is_bool, many, choices) = engine_args().kind(name), flags[name]

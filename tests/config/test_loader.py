@@ -1,4 +1,5 @@
-"""Flags and args files -> TrainConfig. What is expected is written out here, or built as dataclasses without the loader.
+"""Flags and args files -> TrainConfig. What is expected is written out here, or built as dataclasses without
+the loader.
 
 pytest tests/config/test_loader.py"""
 
@@ -179,7 +180,8 @@ def random_value(rng, kind):
 
 
 def random_config(rng, num_actors=1):
-    """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field rules."""
+    """A TrainConfig with a random value in every field, built without the loader. Values obey the one-field
+    rules."""
     fixed = {
         "recompute_modules": ("mlp", "core_attn"),
         "lora_target_modules": ("linear_proj", "linear_qkv"),
@@ -244,7 +246,8 @@ def test_written_arguments_parse_back_to_an_equal_configuration(tmp_path):
 
 
 def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
-    """The second and third differ from the first in everything but what all share, also in the algorithm, and so in the roles they have."""
+    """The second and third differ from the first in everything but what all share, also in the algorithm, and
+    so in the roles they have."""
     rng = random.Random(1)
     for trial in range(15):
         first, *others = (random_config(rng, num_actors=3) for _ in range(3))
@@ -271,7 +274,8 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
 
 
 def test_flags_of_one_actor():
-    """As the first where nothing is said; a number counts more than none, a role more than all roles, the command line more than a file."""
+    """As the first where nothing is said; a number counts more than none, a role more than all roles, the
+    command line more than a file."""
     config = load(
         "--num-actors",
         "3",
@@ -331,6 +335,10 @@ def test_flags_of_one_actor():
         ),
         ("--num-actors 2 --actor-2-temperature -1", "--actor-2-temperature (-1): must be at least 0."),
         ("--num-actors 2 --temperature -1", "--temperature (-1): must be at least 0."),
+        (
+            "--temperature 0.0099",
+            "--temperature (0.0099): must be at least 0.01, to which vLLM raises it. Try 0.01.",
+        ),
     ],
 )
 def test_wrong_flags_of_one_actor(flags, message):
@@ -340,7 +348,8 @@ def test_wrong_flags_of_one_actor(flags, message):
 
 
 def test_written_arguments_name_every_field(tmp_path):
-    """A run stays the same when a default changes later: only fields that are None by default are left out."""
+    """A run stays the same when a default changes later: only fields that are None by default are left
+    out."""
     text = write_args(load())
     for section, cls in [*SECTIONS.items(), ("algorithm", Alpha)]:
         for flag in section_flags(section, cls):
@@ -356,7 +365,8 @@ def test_a_registry_that_misnames_an_algorithm_is_our_mistake():
 
 
 def test_precedence(tmp_path):
-    """defaults < args files in order < command line, wherever on it; a file's own flags < what includes it."""
+    """defaults < args files in order < command line, wherever on it; a file's own flags < what includes
+    it."""
     base = write(tmp_path, "base.args", "--lr 1 --seed 1 --num-prompts 1 --clip 0.5")
     write(tmp_path, "recipe.args", "--lr 2 --seed 2\n@base.args")
     other = write(tmp_path, "other.args", "--lr 3")
@@ -372,7 +382,8 @@ def test_precedence(tmp_path):
 
 
 def test_one_role_and_every_role(tmp_path):
-    """Within a level the prefixed flag holds; a higher level overrides either. Written arguments need no prefix while roles agree."""
+    """Within a level the prefixed flag holds; a higher level overrides either. Written arguments need no
+    prefix while roles agree."""
     file = write(
         tmp_path,
         "a.args",
@@ -616,7 +627,8 @@ print(time.process_time() - start)
 
 
 def test_parsing_is_quick():
-    """< 0.2 s of CPU time in a new process, with flags for which the sources of vLLM and Megatron must be read (measured: 0.05 s)."""
+    """< 0.2 s of CPU time in a new process, with flags for which the sources of vLLM and Megatron must be
+    read (measured: 0.05 s)."""
     result = subprocess.run(
         [sys.executable, "-c", QUICK], capture_output=True, text=True, check=True, timeout=60
     )

@@ -40,7 +40,8 @@ FOLDERS = {
 
 @pytest.fixture
 def parsed(job, tmp_path, write_model, monkeypatch):
-    """parsed("--flag value ...") -> TrainConfig of the job with these flags on top; the folders above are named as they are."""
+    """parsed("--flag value ...") -> TrainConfig of the job with these flags on top; the folders above are
+    named as they are."""
     monkeypatch.chdir(tmp_path)
     for name, config in FOLDERS.items():
         write_model(config, name=name)
@@ -105,23 +106,42 @@ def test_what_is_right(parsed, flags):
 
 WRONG = {
     "--judge-max-tokens 3": "--judge-max-tokens (3): has no effect without --reward-model. Leave it out.",
-    "--reward-model-weights 2": "--reward-model-weights (2.0): has no effect without --reward-model. Leave it out.",
-    "--reward-model bert --judge-template judge.txt": "--judge-template (judge.txt): has no effect without a --reward-model that is a judge. Leave it out.",
-    "--algorithm sft --reward-model bert": "--reward-model (bert): has no effect, as this algorithm samples nothing. Leave it out.",
-    "--reward-model bert lm --reward-model-weights 1": "--reward-model-weights (1.0): must be one number per --reward-model (2). Try 1.0 1.0.",
-    "--reward-model bert --reward-model-weights nan": "--reward-model-weights (nan): must be finite numbers. Try 1.0.",
-    "--reward-model lm lm lm --reward-model-backend judge judge": "--reward-model-backend (judge judge): must be one word, or one per --reward-model (3). Try auto.",
-    "--reward-model nowhere": "--reward-model (nowhere): must be a Hugging Face model folder, but config.json cannot be read: No such file or directory.",
-    "--reward-model odd": "--reward-model (odd): its config.json says neither *ForSequenceClassification nor *ForCausalLM, but BertModel, so "
+    "--reward-model-weights 2": "--reward-model-weights (2.0): has no effect without "
+    "--reward-model. Leave it out.",
+    "--reward-model bert --judge-template "
+    "judge.txt": "--judge-template (judge.txt): has no effect without a --reward-model that is a "
+    "judge. Leave it out.",
+    "--algorithm sft --reward-model "
+    "bert": "--reward-model (bert): has no effect, as this algorithm samples nothing. Leave it out.",
+    "--reward-model bert lm --reward-model-weights 1": "--reward-model-weights (1.0): must be one "
+    "number per --reward-model (2). Try 1.0 1.0.",
+    "--reward-model bert --reward-model-weights "
+    "nan": "--reward-model-weights (nan): must be finite numbers. Try 1.0.",
+    "--reward-model lm lm lm --reward-model-backend judge "
+    "judge": "--reward-model-backend (judge judge): must be one word, or one per --reward-model "
+    "(3). Try auto.",
+    "--reward-model nowhere": "--reward-model (nowhere): must be a Hugging Face model folder, but "
+    "config.json cannot be read: No such file or directory.",
+    "--reward-model odd": "--reward-model (odd): its config.json says neither "
+    "*ForSequenceClassification nor *ForCausalLM, but BertModel, so "
     "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge.",
-    "--reward-model two": "--reward-model (two): must have one label, its score, and has 2. Give a model with num_labels 1.",
-    "--reward-model lm --judge-template nowhere.txt": "--judge-template (nowhere.txt): cannot be read: No such file or directory.",
-    "--reward-model lm --judge-template empty.txt": "--judge-template (empty.txt): must hold {response}, which the response takes the place of.",
-    "--reward-model lm --judge-score-pattern [": "--judge-score-pattern ([): is not a regular expression: unterminated character set at position 0.",
-    r"--reward-model lm --judge-score-pattern \d": r"--judge-score-pattern (\d): must have one group, the number, and has 0. Try 'Score: (\d+)'.",
-    "--reward-model lm --judge-score-range 5 1": "--judge-score-range (5.0 1.0): must be two numbers, the lower one first. Try 0 10.",
-    "--reward-model lm --judge-score-range 5": "--judge-score-range (5.0): must be two numbers, the lower one first. Try 0 10.",
-    "--reward-model lm --judge-max-model-len 100": "--judge-max-model-len (100): must be above --judge-max-tokens (512), which is a part of it. Leave it out.",
+    "--reward-model two": "--reward-model (two): must have one label, its score, and has 2. Give a "
+    "model with num_labels 1.",
+    "--reward-model lm --judge-template "
+    "nowhere.txt": "--judge-template (nowhere.txt): cannot be read: No such file or directory.",
+    "--reward-model lm --judge-template "
+    "empty.txt": "--judge-template (empty.txt): must hold {response}, which the response takes the place of.",
+    "--reward-model lm --judge-score-pattern [": "--judge-score-pattern ([): is not a regular "
+    "expression: unterminated character set at position 0.",
+    r"--reward-model lm --judge-score-pattern "
+    r"\d": r"--judge-score-pattern (\d): must have one group, the number, and has 0. Try 'Score: (\d+)'.",
+    "--reward-model lm --judge-score-range 5 1": "--judge-score-range (5.0 1.0): must be two "
+    "numbers, the lower one first. Try 0 10.",
+    "--reward-model lm --judge-score-range 5": "--judge-score-range (5.0): must be two numbers, the "
+    "lower one first. Try 0 10.",
+    "--reward-model lm --judge-max-model-len "
+    "100": "--judge-max-model-len (100): must be above --judge-max-tokens (512), which is a part of "
+    "it. Leave it out.",
 }
 
 

@@ -1,9 +1,12 @@
-"""The cursor walks every row once per pass, in an order that depends on seed and pass alone, and resumes exactly."""
+"""The cursor walks every row once per pass, in an order that depends on seed and pass alone, and resumes
+exactly."""
 
 import json
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.data.cursor import DataCursor
 
@@ -43,6 +46,35 @@ def test_restored_cursor_goes_on_exactly(taken):
     cursor.next_rows(taken)
     restored = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows=10)
     assert restored.next_rows(40) == cursor.next_rows(40)
+
+
+def test_checkpoints_of_before_visits_were_counted_go_on():
+    cursor = DataCursor(10, seed=5)
+    cursor.next_visits(23)
+    state = {name: value for name, value in cursor.state().items() if name != "visits"}
+    assert DataCursor.restore(state).next_visits(3) == cursor.next_visits(3)
+
+
+CALLS = st.one_of(st.integers(0, 30), st.lists(st.integers(0, 11), max_size=5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 12), st.lists(CALLS, max_size=12), st.data())
+def test_a_visit_is_counted_once_in_a_run(num_rows, calls, data):
+    """Whatever is asked for, batches of the walk or rows by name, and wherever the run goes on from a
+    checkpoint."""
+    cursor, walk = DataCursor(num_rows, seed=3), DataCursor(num_rows, seed=3)
+    visits, walked = [], []
+    for call in calls:
+        made = cursor.next_visits(call) if isinstance(call, int) else cursor.visit(call)
+        assert list(made.values()) == (walk.next_rows(call) if isinstance(call, int) else call)
+        visits += made
+        walked += list(made.values()) if isinstance(call, int) else []
+        if data.draw(st.booleans()):
+            cursor = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows)
+    assert visits == list(range(len(visits)))
+    passes = [walked[start : start + num_rows] for start in range(0, len(walked), num_rows)]
+    assert all(len({*one_pass}) == len(one_pass) for one_pass in passes)
 
 
 def test_changed_dataset_and_empty_dataset_are_refused():

@@ -42,16 +42,19 @@ def test_imports_are_light():
 def test_jsonl_cursor_and_rewards_run_without_them(sums_paths):
     program = (
         "from megarl.data.prompts import PromptDataset; from megarl.data.cursor import DataCursor\n"
-        "from megarl.config.schema import DataConfig; from megarl.rewards.pool import RewardPool, probe_reward\n"
+        "from megarl.config.schema import DataConfig; from megarl.rewards.pool import RewardPool, "
+        "probe_reward\n"
         "dataset = PromptDataset.load(sys.argv[1], needs='ground_truth')\n"
-        "DataCursor(len(dataset)).next_rows(9); probe_reward(RewardPool(DataConfig(train_data=('x',)), 0), dataset)"
+        "DataCursor(len(dataset)).next_rows(9); "
+        "probe_reward(RewardPool(DataConfig(train_data=('x',)), 0), dataset)"
     )
     assert run(program, sums_paths["train"]) == []
 
 
 def test_parquet_and_sentencepiece_need_no_torch(sums_paths, tmp_path):
     program = (
-        "import io, sentencepiece; from megarl.data.prompts import PromptDataset; from megarl.data.tokenizer import load_tokenizer\n"
+        "import io, sentencepiece; from megarl.data.prompts import PromptDataset; from "
+        "megarl.data.tokenizer import load_tokenizer\n"
         "path = sys.argv[2] + '/a.model'\n"
         "options = dict(model_prefix=path[:-6], vocab_size=13, hard_vocab_limit=False, minloglevel=2)\n"
         "sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(['hello world'] * 9), **options)\n"

@@ -1,4 +1,5 @@
-"""Reading prompts: real files in, checked rows out, and every kind of bad row named with its place and column."""
+"""Reading prompts: real files in, checked rows out, and every kind of bad row named with its place and
+column."""
 
 import datetime
 import json
@@ -38,7 +39,8 @@ def test_jsonl_in_verl_columns(tmp_path):
 
 
 def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
-    # The second row has a field "name" that the first has not: parquet's struct fills it with null, which must not show.
+    # The second row has a field "name" that the first has not: parquet's struct fills it with null, which
+    # must not show.
     rows = [GOOD, GOOD | {"prompt": [{"role": "system", "content": "Be brief.", "name": "s"}, *USER]}]
     parquet = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
@@ -79,7 +81,8 @@ def test_published_gsm8k_is_converted(tmp_path):
 
 
 def test_text_survives_byte_for_byte(tmp_path):
-    nasty = 'a\u2028b\u0085c \U0001f600 \\n "quoted" \x0b end'  # characters at which str.splitlines would break a line
+    # characters at which str.splitlines would break a line
+    nasty = 'a\u2028b\u0085c \U0001f600 \\n "quoted" \x0b end'
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": nasty}, ensure_ascii=False).encode() + b"\r\n")
     assert PromptDataset.load(path)[0].messages == nasty
@@ -97,7 +100,8 @@ def change(**columns):
         (
             change(prompt=None),
             None,
-            r"no column 'prompt' \(there: data_source, ability, reward_model, extra_info\), wanted a non-empty list",
+            r"no column 'prompt' \(there: data_source, ability, reward_model, extra_info\), wanted "
+            r"a non-empty list",
         ),
         (change(prompt=[]), None, r"column 'prompt' is \[\] \(list\)"),
         (change(prompt=""), None, r"column 'prompt' is '' \(str\)"),

@@ -1,4 +1,5 @@
-"""The quickstart's task: problems, answers, held-out split, files, tokenizer and model, each against an independent reckoning."""
+"""The quickstart's task: problems, answers, held-out split, files, tokenizer and model, each against an
+independent reckoning."""
 
 import filecmp
 import hashlib
@@ -37,7 +38,8 @@ def read_rows(path):
 
 
 def check_worked(question, answer, truth):
-    """Follows the written steps: each starts where the last ended, is right, and together they are the question."""
+    """Follows the written steps: each starts where the last ended, is right, and together they are the
+    question."""
     *steps, last = answer.split("\n")
     parsed = [re.fullmatch(r"(\d+)([+-]\d+)=(\d+)", step).groups() for step in steps]
     assert parsed[0][0] + "".join(op for _, op, _ in parsed) + " ?" == question
@@ -63,7 +65,8 @@ def test_problems_and_worked_answers_are_right(split, lo, hi, kmax):
 
 
 def test_first_test_problem_is_the_specification_s():
-    # facts: the first held-out problem of the measured runs, so that our accuracies can be compared with theirs.
+    # facts: the first held-out problem of the measured runs, so that our accuracies can be compared with
+    # theirs.
     assert sums(random.Random(10_000), "test").question == "23-5-1 ?"
 
 
@@ -76,7 +79,8 @@ def test_snap_answers_are_near_and_right_one_time_in_eight():
         assert 0 <= guess <= 99
         differences.append(guess - problem.answer)
     assert set(differences) == set(range(-4, 4))
-    # 1000 expected, standard deviation 30: five of them. (Clipping to 99 adds a right guess for the few answers above 96: 0.5 % of rows.)
+    # 1000 expected, standard deviation 30: five of them. (Clipping to 99 adds a right guess for the few
+    # answers above 96: 0.5 % of rows.)
     assert abs(differences.count(0) - 1000) < 150 + 40
 
 

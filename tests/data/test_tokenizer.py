@@ -1,4 +1,5 @@
-"""Token ids against transformers' and SentencePiece's own, and every unusable tokenizer refused with its path."""
+"""Token ids against transformers' and SentencePiece's own, and every unusable tokenizer refused with its
+path."""
 
 import io
 import json
@@ -29,7 +30,8 @@ NASTY = [
 ]
 CHAT = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": " 1+1 ?\nNow! "}]
 STRICT_TEMPLATE = (
-    "{{ bos_token }}\n{%- if messages[0].role == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}\n"
+    "{{ bos_token }}\n{%- if messages[0].role == 'assistant' %}{{ raise_exception('the user "
+    "begins') }}{% endif %}\n"
     "{% for m in messages %}\n  {% if m.content is not string %}{% continue %}{% endif %}\n"
     "[{{ m.role | upper }}] {{ m.content | trim }}{{ eos_token }}\n"
     "{% endfor %}\n{% if add_generation_prompt %}[ASSISTANT]{% endif %}"
@@ -38,7 +40,8 @@ STRICT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def llama_like(tmp_path_factory):
-    """A tokenizer that begins every text with <s>, has an added token above the BPE's ids, and a chat template that writes <s> itself."""
+    """A tokenizer that begins every text with <s>, has an added token above the BPE's ids, and a chat
+    template that writes <s> itself."""
     folder = tmp_path_factory.mktemp("llama_like")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -159,7 +162,8 @@ def test_vocab_size_counts_added_tokens_and_pad_falls_back_to_eos(llama_like):
 
 
 def test_decoded_text_is_not_cleaned_up(tmp_path):
-    # A tokenizer folder can ask for clean-up, which makes "a ." into "a."; what is judged must be what was written.
+    # A tokenizer folder can ask for clean-up, which makes "a ." into "a."; what is judged must be what was
+    # written.
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(["</s>", "a", ".", "b", ","])}, unk_token="</s>")
     )

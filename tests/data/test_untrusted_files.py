@@ -1,4 +1,5 @@
-"""Files of others run nothing: a model folder with code of its own, chat templates that look for a way out. `pytest tests/data`"""
+"""Files of others run nothing: a model folder with code of its own, chat templates that look for a way out.
+`pytest tests/data`"""
 
 import contextlib
 import json
@@ -22,7 +23,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @pytest.mark.parametrize("unknown", [False, True], ids=["known type", "unknown type"])
 def test_code_in_a_model_folder_is_not_run(sums_paths, tmp_path, monkeypatch, unknown):
-    """`auto_map` is how a folder of the Hub asks for that. Without an explicit no, transformers asks on the terminal: here someone says yes."""
+    """`auto_map` is how a folder of the Hub asks for that. Without an explicit no, transformers asks on the
+    terminal: here someone says yes."""
     folder, mark = tmp_path / "model", tmp_path / "was_here"
     shutil.copytree(sums_paths["model"], folder)
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n")

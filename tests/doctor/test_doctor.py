@@ -1,4 +1,5 @@
-"""`megarl doctor` as a command, on this machine as it is and with parts that are broken. `pytest tests/doctor`"""
+"""`megarl doctor` as a command, on this machine as it is and with parts that are broken. `pytest
+tests/doctor`"""
 
 import importlib.metadata
 import json
@@ -58,8 +59,8 @@ def test_a_torch_that_does_not_import_is_told(tmp_path):
     done = doctor(PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and done.stdout.endswith("\nnot ok\n"), done.stdout + done.stderr
     assert (
-        "  FAILED rank 0 starts: rank 0 of the test ended with exit code 1: ImportError: libc10.so: cannot open shared object file (0.0 s)\n"
-        in done.stdout
+        "  FAILED rank 0 starts: rank 0 of the test ended with exit code 1: ImportError: libc10.so: "
+        "cannot open shared object file (0.0 s)\n" in done.stdout
     )
 
 

@@ -1,7 +1,10 @@
-"""The driver of the jobs in test_torchrun.py and test_launch.py: one function per scenario. What it saw goes to FOLDER/seen.json.
+"""The driver of the jobs in test_torchrun.py and test_launch.py: one function per scenario. What it saw goes
+to FOLDER/seen.json.
 
-`python -m job_driver SCENARIO FOLDER` starts its ranks itself; beside a rank 0 that torchrun started, it finds them."""
+`python -m job_driver SCENARIO FOLDER` starts its ranks itself; beside a rank 0 that torchrun started, it
+finds them."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,20 +17,23 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-from megarl.driver.ending import Stopped, limited_stop, run_to_the_end
+from megarl.driver.ending import Stopped, limited_stop, run_here, run_to_the_end
 from megarl.driver.executor import Executor, RemoteError
+from megarl.driver.inline import InlineExecutor
 from megarl.driver.local_ranks import LocalRanks
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.stop_request import StopRequested
 from megarl.driver.torchrun import run_driver
 from megarl.flow import Flow, Node
+from megarl.leaving import LEAVING
 
 CALL_TIMEOUT_S, LATE_S = 60.0, 2.0
 RANKS = {"actor": [0, 1], "left": [0], "right": [1]}
 
 
 def left_after(pids: list, seconds: float) -> list:
-    """Those still running when the time is over; a failure may take that long to end everything, and torchrun restarts sooner."""
+    """Those still running when the time is over; a failure may take that long to end everything, and torchrun
+    restarts sooner."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -43,7 +49,8 @@ def is_running(pid: int) -> bool:
 
 
 def conversation(executor: Executor, role: str) -> list:
-    """What any executor must answer alike: values, keywords, no shared objects, the first error, nothing after it."""
+    """What any executor must answer alike: values, keywords, no shared objects, the first error, nothing
+    after it."""
     handle, items = executor.role(role), [1, 2]
     seen = [handle.echo(1, "two", key=[3.0]).first(), handle.append(items).first(), items]
     try:
@@ -120,8 +127,8 @@ def fails(executor, folder: Path) -> None:
 
 
 def chain(executor, folder: Path) -> None:
-    """One attempt after another: an exception, three kills, a deadline, an exception while roles are built; and then, past all that
-    they left in the store, a healthy run."""
+    """One attempt after another: an exception, three kills, a deadline, an exception while roles are built;
+    and then, past all that they left in the store, a healthy run."""
     attempt = int(os.environ["MEGARL_STORE_PREFIX"].rsplit("_", 1)[1])
     pids = executor.call("actor", "setup").result()
     earlier = [int(p) for f in folder.glob("pids_*") for p in f.read_text().split()]
@@ -280,10 +287,37 @@ def dies(executor, folder: Path) -> None:
 def waits(executor, folder: Path) -> None:
     """Everything is busy until someone outside ends it."""
     executor.step = 2
-    executor.call("actor", "setup").result()
+    pids = executor.call("actor", "setup").result()
+    (folder / "pids").write_text(" ".join(map(str, pids)))
     future = executor.call("actor", "sleep", 60.0)
     (folder / "ready").touch()
     future.result()
+
+
+class InlineRole:
+    """Of job_worker.Role what works in one process."""
+
+    def setup(self):
+        return os.getpid()
+
+    def echo(self, *args, **kwargs):
+        return [args, kwargs]
+
+    def generate(self, seconds: float):
+        for _ in range(int(seconds / 0.02)):
+            LEAVING.check()
+            time.sleep(0.02)
+
+
+def inline_stops(executor, folder: Path) -> None:
+    (folder / "ready").touch()  # before the call, which only then returns when it is left
+    InOrder(executor, folder).run(("left", "generate", 60.0))
+
+
+def inline_waits(executor, folder: Path) -> None:
+    executor.step = 2
+    (folder / "ready").touch()
+    executor.call("actor", "generate", 60.0)
 
 
 def main(scenario: str, folder: str) -> int:
@@ -292,6 +326,10 @@ def main(scenario: str, folder: str) -> int:
 
     if "MEGARL_STORE" in os.environ:
         return run_driver(job, RANKS, CALL_TIMEOUT_S)
+    if scenario.startswith("inline"):
+        return run_here(
+            job, lambda: contextlib.nullcontext(InlineExecutor({"actor": InlineRole(), "left": InlineRole()}))
+        )
     processes = LocalRanks([scenario, folder], 2, "job_worker", RANKS)
     return run_to_the_end(job, lambda: processes.start(CALL_TIMEOUT_S), processes)
 

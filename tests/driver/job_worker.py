@@ -1,4 +1,5 @@
-"""The ranks of the jobs in test_torchrun.py: `-m job_worker SCENARIO FOLDER`, two ranks, roles actor (0, 1), left (0), right (1)."""
+"""The ranks of the jobs in test_torchrun.py: `-m job_worker SCENARIO FOLDER`, two ranks, roles actor (0, 1),
+left (0), right (1)."""
 
 import os
 import signal

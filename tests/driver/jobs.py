@@ -1,4 +1,5 @@
-"""Jobs of real processes, found by a mark in their environment: whatever one leaves behind is seen, and removed."""
+"""Jobs of real processes, found by a mark in their environment: whatever one leaves behind is seen, and
+removed."""
 
 import json
 import os

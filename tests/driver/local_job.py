@@ -1,5 +1,7 @@
-"""A loop of one's own, without models: `python -m local_job SCENARIO FOLDER`. The same file is the ranks, which hold one role, actor."""
+"""A loop of one's own, without models: `python -m local_job SCENARIO FOLDER`. The same file is the ranks,
+which hold one role, actor."""
 
+import contextlib
 import json
 import os
 import signal
@@ -70,7 +72,8 @@ def ranks_of(scenario: str, folder: str):
 
 
 def everything(folder: str) -> None:
-    """One job after another in one process. seen.json: scenario -> what the loop saw, seconds that the end took, ranks still there."""
+    """One job after another in one process. seen.json: scenario -> what the loop saw, seconds that the end
+    took, ranks still there."""
     seen = {}
     for scenario in ("talks", "fails", "raises", "rank_killed", "cannot_start"):
         pids, told, ended = [], "nothing", 0.0
@@ -169,10 +172,26 @@ def waits(folder: str) -> None:
         executor.call("actor", "sleep", 60.0).result()
 
 
+def goes_on(folder: str) -> None:
+    """After a Ctrl-C; a rank takes a second to end, and by then there is another."""
+    from megarl.driver.local_ranks import LocalRanks
+
+    end_ranks = LocalRanks._end_ranks
+    LocalRanks._end_ranks = lambda self: ((Path(folder) / "ending").touch(), time.sleep(1.0), end_ranks(self))
+    pids = []
+    with contextlib.suppress(KeyboardInterrupt), ranks_of("waits", folder) as executor:
+        pids = [pid for _, pid, _ in executor.call("actor", "whoami").result()]
+        (Path(folder) / "ready").touch()
+        executor.call("actor", "sleep", 60.0).result()
+    (Path(folder) / "left").write_text(str([pid for pid in pids if Path(f"/proc/{pid}").exists()]))
+
+
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(rank_main(*sys.argv[1:]))
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's background job inherits an ignored SIGINT
-    {"everything": everything, "waits": waits, "attacked": attacked}[sys.argv[1]](sys.argv[2])
+    {"everything": everything, "waits": waits, "attacked": attacked, "goes_on": goes_on}[sys.argv[1]](
+        sys.argv[2]
+    )

@@ -2,8 +2,8 @@
 
     run_ppo_layouts.py FOLDER RANK DATA
 
-Every rank runs the driver's part too, on an executor that shares each call's answers with all ranks. What came out of each
-placement goes to FOLDER/<placement>/{metrics.json, actor/, critic/}."""
+Every rank runs the driver's part too, on an executor that shares each call's answers with all ranks. What
+came out of each placement goes to FOLDER/<placement>/{metrics.json, actor/, critic/}."""
 
 from __future__ import annotations
 
@@ -35,36 +35,49 @@ from megarl.workers.data_plane import Rollouts
 from megarl.workers.worker import build_roles
 
 WORLD_SIZE, STEPS, NUM_PROMPTS, SAMPLES_PER_PROMPT = 4, 2, 4, 3
+SAMPLES_PER_STEP = NUM_PROMPTS * SAMPLES_PER_PROMPT
 PLACEMENTS = {
     "one": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3",
-    "colocated_tp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 0-3 --tensor-model-parallel-size 2",
-    "disjoint_2_1_1": "--actor-ranks 0-1 --critic-ranks 2 --reference-ranks 3 --rollout-ranks 0-1 --actor-tensor-model-parallel-size 2 "
+    "colocated_tp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 0-3 "
+    "--tensor-model-parallel-size 2",
+    "disjoint_2_1_1": "--actor-ranks 0-1 --critic-ranks 2 --reference-ranks 3 --rollout-ranks 0-1 "
+    "--actor-tensor-model-parallel-size 2 "
     "--reference-tensor-model-parallel-size 1",
-    "tp2_beside_dp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel",
-    "tp2_cp2_and_cp2": "--actor-ranks 0-3 --critic-ranks 1-2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel "
+    "tp2_beside_dp2": "--actor-ranks 0-1 --critic-ranks 0-1 --rollout-ranks 2-3 "
+    "--actor-tensor-model-parallel-size 2 --actor-sequence-parallel",
+    "tp2_cp2_and_cp2": "--actor-ranks 0-3 --critic-ranks 1-2 --rollout-ranks 2-3 "
+    "--actor-tensor-model-parallel-size 2 --actor-sequence-parallel "
     "--context-parallel-size 2",
-    "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 --actor-pipeline-model-parallel-size 2",
+    "pp2_and_dp3": "--actor-ranks 0-1 --critic-ranks 1-3 --rollout-ranks 3 "
+    "--actor-pipeline-model-parallel-size 2",
 }
 OF_THE_SECOND = "--seed 5 --actor-adam-beta1 0.5 --gae-lambda 0.9"
 ALONE = {
-    "second_tp2": f"--actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 2-3 --actor-tensor-model-parallel-size 2 {OF_THE_SECOND}"
+    "second_tp2": "--actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 2-3 "
+    f"--actor-tensor-model-parallel-size 2 {OF_THE_SECOND}"
 }
-_SECOND = "--actor-2-tensor-model-parallel-size 2 --actor-2-seed 5 --actor-2-adam-beta1 0.5 --actor-2-gae-lambda 0.9"
+_SECOND = (
+    "--actor-2-tensor-model-parallel-size 2 --actor-2-seed 5 --actor-2-adam-beta1 0.5 "
+    "--actor-2-gae-lambda 0.9"
+)
 TWO_ACTORS = {
-    "disjoint": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0 --actor-2-ranks 1-2 --critic-2-ranks 3 --rollout-2-ranks 3 "
+    "disjoint": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0 --actor-2-ranks "
+    "1-2 --critic-2-ranks 3 --rollout-2-ranks 3 "
     f"{_SECOND}",
-    "colocated": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 0-1 --critic-2-ranks 0 --rollout-2-ranks 0 "
+    "colocated": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 "
+    "--actor-2-ranks 0-1 --critic-2-ranks 0 --rollout-2-ranks 0 "
     f"{_SECOND}",
 }
 """The first is that of "one", the second that of "second_tp2"."""
 WARM_UP = {"warm_up": "--actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --critic-warmup-iters 1"}
 FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {SAMPLES_PER_PROMPT} --global-batch-size 6
     --num-epochs 2 --actor-lr 1e-4 --critic-lr 3e-4 --kl-mode reward --kl-coef 0.05 --kl-controller adaptive --kl-target 0.001 --kl-horizon 100
-    --max-prompt-length 16 --max-response-length 16 --max-tokens-per-micro-batch 48 --gate-max-abs 1e9 --reward-function {__file__}:unused"""
+    --max-prompt-length 16 --max-response-length 16 --max-tokens-per-micro-batch 48 --gate-max-abs inf --gate-mean-abs inf
+    --reward-function {__file__}:unused"""
 
 
 class FixedRollout:
-    """An engine whose responses depend on nothing but step and sample."""
+    """An engine whose responses depend on nothing but the sample."""
 
     def __init__(self, mesh, plane, seed, suffix) -> None:
         self.mesh, self.plane, self.seed, self.suffix, self.rank = mesh, plane, seed, suffix, dist.get_rank()
@@ -72,11 +85,13 @@ class FixedRollout:
     def setup(self) -> None:
         pass
 
-    def generate(self, purpose: str, rows: list[int], step: int) -> list[Sample]:
+    def generate(self, purpose: str, visits: dict[int, int]) -> list[Sample]:
         replica, dp = self.mesh.coordinates(self.rank)["dp"], self.mesh.dp
         made = Rollouts([], [], [], [], [])
-        for sample_id in range(replica, len(rows) * SAMPLES_PER_PROMPT, dp):
-            rng = random.Random(f"{self.seed or ''}{step}/{sample_id}")
+        group = range(SAMPLES_PER_PROMPT)
+        sample_ids = [visit * SAMPLES_PER_PROMPT + index for visit in visits for index in group]
+        for sample_id in sample_ids[replica::dp]:
+            rng = random.Random(f"{self.seed or ''}/{sample_id}")
             made.sample_ids.append(sample_id)
             made.rows.append(0)
             made.prompts.append([rng.randrange(5, 200) for _ in range(rng.randint(2, 9))])
@@ -102,10 +117,9 @@ class FixedReward:
         pass
 
     def score(self, purpose: str) -> list[dict]:
-        return [
-            {"sample_id": s, "reward": None if s == 4 else random.Random(s).random()}
-            for s in self.plane.rollouts[purpose + self.suffix].sample_ids
-        ]
+        samples = self.plane.rollouts[purpose + self.suffix].sample_ids
+        rewards = [None if s % SAMPLES_PER_STEP == 4 else random.Random(s).random() for s in samples]
+        return [{"sample_id": s, "reward": reward} for s, reward in zip(samples, rewards, strict=True)]
 
 
 class EveryRankExecutor:
@@ -166,7 +180,8 @@ class Record:
 
 
 STUDENT = {
-    "student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks 1 --critic-2-ranks 1"
+    "student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks "
+    "1 --critic-2-ranks 1"
 }
 """A flow of one's own: the second actor learns from the first's samples and advantages."""
 ALL = PLACEMENTS | ALONE | TWO_ACTORS | STUDENT | WARM_UP
@@ -212,23 +227,15 @@ def run(placement: str, folder: Path, data: Path) -> None:
         if (actor := f"actor{suffix}") in roles:
             roles[actor].rollout_mesh = None  # no engine wants weights
     executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record(folder)
-    job = Job(
-        config,
-        executor,
-        record,
-        {suffix: Inputs(shape, range(100), None) for suffix in configs_of_actors(config)},
-        WORLD_SIZE,
-    )
+    inputs = Inputs(shape, range(NUM_PROMPTS - 1), None)  # fewer rows than a step takes: one comes twice
+    job = Job(config, executor, record, dict.fromkeys(configs_of_actors(config), inputs), WORLD_SIZE)
     for role in job.meshes:
         executor.call(role, "setup")
     host, flow = StepHost(job), flow_with_student(config) if placement in STUDENT else job.flow
     scheduler = Scheduler(executor, job.meshes, host, host.share_of)
     for step in job.steps():
-        host.begin(
-            step,
-            {suffix: learner.cursor.next_rows(NUM_PROMPTS) for suffix, learner in job.learners.items()},
-            flow,
-        )
+        visits = {suffix: learner.cursor.next_visits(NUM_PROMPTS) for suffix, learner in job.learners.items()}
+        host.begin(step, visits, flow)
         host.finish(scheduler.run(flow))
     for role in [role for role in job.meshes if kind_and_suffix(role)[0] in ("actor", "critic")]:
         executor.call(role, "export_hf", str(folder / placement / role))

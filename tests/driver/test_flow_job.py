@@ -22,7 +22,8 @@ def test_a_flow_overlaps_and_ends_with_the_error_of_a_node(job):
     assert seen["background_run_s"] < 0.3 and seen["closed_s"] > 0.3, seen
     assert seen["skipped"] == ["right.echo"]
     assert seen["subset"] == [[["only rank 1"], {}]]
-    # 10 nodes through the scheduler, less the same 10 calls made by hand; 2 ms is promised, and 1 ms measured on a quiet machine.
+    # 10 nodes through the scheduler, less the same 10 calls made by hand; 2 ms is promised, and 1 ms measured
+    # on a quiet machine.
     assert seen["per_step_ms"] - seen["by_hand_ms"] < 10.0, seen
     assert (
         "[actor rank 1] update failed at step 7: ValueError: learning rate (-1) must be positive\n"

@@ -1,4 +1,5 @@
-"""The inline executor, and what both executors share. That they answer alike is tested in test_torchrun.py."""
+"""The inline executor, and what both executors share. That they answer alike is tested in
+test_torchrun.py."""
 
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def test_an_unknown_role_names_the_known_ones():
 def test_a_timeout_names_exactly_who_is_missing():
     one = CallTimeout("actor", "update", 3, ranks=[1], answered=[0, 2], timeout_s=1800.0)
     assert str(one).startswith(
-        "[actor] update timed out at step 3: no answer from rank 1 (answered: 0, 2) within call_timeout_s (1800 s)."
+        "[actor] update timed out at step 3: no answer from rank 1 (answered: 0, 2) within "
+        "call_timeout_s (1800 s)."
     )
     both = CallTimeout("actor", "setup", None, ranks=[0, 1], answered=[], timeout_s=0.5)
     assert str(both).startswith(

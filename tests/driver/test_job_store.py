@@ -1,4 +1,5 @@
-"""Who can reach a job's store, and what he can do there: real ranks, a real second process. `pytest tests/driver/test_job_store.py`"""
+"""Who can reach a job's store, and what he can do there: real ranks, a real second process. `pytest
+tests/driver/test_job_store.py`"""
 
 import json
 import os
@@ -31,7 +32,8 @@ class Attack:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("where", ["inbox", pytest.param("cmd", marks=pytest.mark.slow)])
 def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_pickles(job, where):
-    """Of the store, of gloo's pairs and of the driver; and the whole job ends when someone writes to a rank or to the driver."""
+    """Of the store, of gloo's pairs and of the driver; and the whole job ends when someone writes to a rank
+    or to the driver."""
     process = job.start([sys.executable, "-P", "-m", "local_job", "attacked", str(job.folder)])
     job.wait_for("ready")
     seen = json.loads(job.read("ready"))
@@ -86,7 +88,8 @@ def test_messages_above_the_stores_limit_are_signed_as_a_whole():
 
 @pytest.fixture
 def as_rank(tmp_path, monkeypatch):
-    """A function that makes this process a fresh one, of a rank that was given no secret, and returns its environment."""
+    """A function that makes this process a fresh one, of a rank that was given no secret, and returns its
+    environment."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(signed_pickle.JOB_SECRET, raising=False)
 
@@ -133,7 +136,8 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
     for env in (as_rank(0, **two_nodes), as_rank(0, TORCHELASTIC_USE_AGENT_STORE="False")):
         with pytest.raises(
             ConfigError,
-            match=r"^MEGARL_JOB_SECRET \(variable, not set\): must be set unless.*Try export MEGARL_JOB_SECRET=",
+            match=r"^MEGARL_JOB_SECRET \(variable, not set\): must be set unless.*Try export "
+            r"MEGARL_JOB_SECRET=",
         ):
             check_secret(env)
     check_secret(as_rank(0, WORLD_SIZE="1"))

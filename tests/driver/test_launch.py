@@ -1,4 +1,5 @@
-"""The runtime as `megarl train` has it: a driver that starts its two ranks. `pytest --import-mode=importlib tests/driver/test_launch.py`"""
+"""The runtime as `megarl train` has it: a driver that starts its two ranks. `pytest --import-mode=importlib
+tests/driver/test_launch.py`"""
 
 import os
 import signal
@@ -18,7 +19,8 @@ LAUNCH_RANKS = (
 
 @pytest.mark.timeout(120)
 def test_a_failure_is_one_message_and_the_executors_agree(job):
-    """Under our own launcher nothing but the one message is printed. The driver had the same conversation as with inline, below."""
+    """Under our own launcher nothing but the one message is printed. The driver had the same conversation as
+    with inline, below."""
     launcher = job.start([*DRIVER, "fails", str(job.folder)])
     assert launcher.wait(START_WITHIN_S) == 1, job.stderr()
     end_s = job.wait_until_gone(END_WITHIN_S) - float(job.read("failed_at_0"))
@@ -92,7 +94,10 @@ def test_a_ranks_death_is_told_and_not_what_it_does_to_its_peers(job):
     launcher = job.start([*DRIVER, "dies", str(job.folder)])
     assert launcher.wait(START_WITHIN_S) == 1
     job.wait_until_gone(END_WITHIN_S)
-    killed = "[rank 1: actor, right] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg). "
+    killed = (
+        "[rank 1: actor, right] was killed by SIGKILL. If nobody did that, the machine was out "
+        "of memory (see dmesg). "
+    )
     assert job.stderr() == killed + "The job was at step 2, waiting for actor.die on rank 0, 1.\n"
 
 

@@ -1,4 +1,5 @@
-"""What the driver keeps per actor: which rows, whose model's size, which roles an exchange knows. `pytest tests/driver/test_learner.py`"""
+"""What the driver keeps per actor: which rows, whose model's size, which roles an exchange knows. `pytest
+tests/driver/test_learner.py`"""
 
 from __future__ import annotations
 
@@ -105,19 +106,19 @@ def training(tmp_path):
 def test_every_actor_that_samples_has_rows_of_its_own(training):
     both = symbolic_roles("actor actor_2")
     flow = both[0].rollout().beside(both[1].rollout())
-    rows = training._rows(flow, None)
-    assert rows.keys() == {"", "_2"} and rows[""] != rows["_2"]
-    assert training._rows(flow, [3, 4]) == {"": [3, 4], "_2": [3, 4]}
-    assert training._rows(flow, {"actor": [3, 4], "actor_2": [5, 6]}) == {"": [3, 4], "_2": [5, 6]}
-    before = training.job.learners["_2"].cursor
-    assert (
-        training._rows(both[0].rollout(), None).keys() == {""}
-        and training.job.learners["_2"].cursor is before
-    )
+    visits = training._visits(flow, None)
+    assert visits.keys() == {"", "_2"} and visits[""] != visits["_2"]
+    assert [*visits[""]] == [*visits["_2"]] == [0, 1]  # each actor counts its own
+    assert training._visits(flow, [3, 3]) == {"": {2: 3, 3: 3}, "_2": {2: 3, 3: 3}}
+    chosen = {"actor": [3, 4], "actor_2": [5, 6]}
+    assert training._visits(flow, chosen) == {"": {4: 3, 5: 4}, "_2": {4: 5, 5: 6}}
+    before = training.job.learners["_2"].state()
+    assert training._visits(both[0].rollout(), None).keys() == {""}
+    assert training.job.learners["_2"].state() == before
     with pytest.raises(ValueError, match=r"actor \(actor_3\) must be one of actor, actor_2\."):
-        training._rows(flow, {"actor_3": [1, 2]})
+        training._visits(flow, {"actor_3": [1, 2]})
     with pytest.raises(ValueError, match=r"rows \(12\) must be rows of --train-data: 0 to 9\."):
-        training._rows(flow, {"actor_2": [1, 12]})
+        training._visits(flow, {"actor_2": [1, 12]})
 
 
 def test_an_exchange_names_the_roles_that_there_are(training):

@@ -1,4 +1,5 @@
-"""Ranks that the user's own process starts: real processes and collectives, no models. `pytest tests/driver/test_local_ranks.py`
+"""Ranks that the user's own process starts: real processes and collectives, no models. `pytest
+tests/driver/test_local_ranks.py`
 
 However the loop ends, all ranks end within seconds; and the loop sees why."""
 
@@ -29,7 +30,8 @@ def test_one_job_after_another_in_one_process(job):
     assert seen["raises"]["told"] == ["KeyError", '"the loop\'s own mistake"']
     assert seen["rank_killed"]["told"] == [
         "RankDied",
-        "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg). "
+        "[rank 1: actor] was killed by SIGKILL. If nobody did that, the machine was out of memory "
+        "(see dmesg). "
         "The job was at step 7, waiting for actor.die on rank 0, 1.",
     ]
     kind, text = seen["cannot_start"]["told"]
@@ -53,6 +55,20 @@ def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_outlives_it(job):
     )  # Python's own answer to an uncaught KeyboardInterrupt
     assert job.wait_until_gone(END_WITHIN_S) - start < END_WITHIN_S
     assert job.stderr().rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.timeout(120)
+def test_more_ctrl_cs_do_not_keep_the_ranks_from_being_ended(job):
+    """A program that goes on after the first one, as a notebook does: a second one would interrupt what ends
+    the ranks."""
+    process = job.start([*COMMAND, "goes_on", str(job.folder)])
+    job.wait_for("ready")
+    ranks = set(job.alive()) - {process.pid}
+    process.send_signal(signal.SIGINT)
+    job.wait_for("ending")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(END_WITHIN_S) == 0, job.stderr()
+    assert len(ranks) == 2 and job.read("left") == "[]" and job.stderr() == ""
 
 
 @pytest.mark.timeout(120)

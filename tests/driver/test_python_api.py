@@ -1,4 +1,5 @@
-"""The Python API before anything starts: imports, configuration, refusals. With ranks: tests/e2e/test_python_api.py.
+"""The Python API before anything starts: imports, configuration, refusals. With ranks:
+tests/e2e/test_python_api.py.
 
 pytest tests/driver/test_python_api.py"""
 

@@ -1,4 +1,5 @@
-"""Where the next attempt of a job begins. `pytest tests/driver/test_restarts.py`; tests/e2e/test_stopping.py kills real jobs."""
+"""Where the next attempt of a job begins. `pytest tests/driver/test_restarts.py`; tests/e2e/test_stopping.py
+kills real jobs."""
 
 import json
 from pathlib import Path

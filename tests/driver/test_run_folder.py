@@ -1,18 +1,32 @@
-"""The run folder is read back with readers that are not ours: json (strict), TensorBoard's event accumulator."""
+"""The run folder is read back with readers that are not ours: json (strict), TensorBoard's event
+accumulator."""
 
+import contextlib
+import errno
 import json
 import math
+import pickle
+import re
+import resource
 import time
 from dataclasses import replace
 from io import StringIO
 
 import pytest
+import torch
 
+from megarl.checkpoint.manifest import Manifest
+from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.checkpoint_flags import CheckpointConfig
+from megarl.config.checkpoint_folders import write_job
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from megarl.driver.metrics import phase_times, to_json_line
-from megarl.driver.progress import Progress
+from megarl.config.writing import WriteError
+from megarl.driver.metrics import phase_times
+from megarl.loggers.console import Progress
 from megarl.driver.run import Run, check_folder_is_free
+from megarl.loggers.json_lines import to_json_line
+from megarl.driver.timeline import Timeline
+from megarl.reshard.transfer import save_tensors
 
 
 def config(folder) -> TrainConfig:
@@ -140,7 +154,7 @@ def test_checking_a_folder_creates_nothing(tmp_path):
 def test_an_error_of_the_background_thread_surfaces(tmp_path):
     run = open_run(tmp_path / "run")
     (run.folder / "rollouts").rename(run.folder / "moved")
-    with pytest.raises(FileNotFoundError, match="step_000001"):
+    with pytest.raises(WriteError, match="step_000001.jsonl cannot be written: No such file"):
         run.begin_step(1)
         run.write_rollouts([{"sample_id": 1}])
         deadline = time.time() + 10
@@ -268,3 +282,116 @@ def test_a_folder_that_a_job_is_writing_to_is_refused(tmp_path):
     ):
         Run(going_on(folder), "", Progress(3, StringIO()))
     Run(going_on(folder), "", Progress(3, StringIO())).close()
+
+
+# ------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("there", ([], ["run"], ["run", "run/mine.log"]), ids=str)
+def test_a_failure_before_anything_was_recorded_leaves_what_was_there(tmp_path, there):
+    """The same command can be tried again."""
+    for name in there:
+        (tmp_path / name).mkdir() if name == "run" else (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no engine"), open_run(tmp_path / "run") as run:
+            run.begin_step(1)
+            raise RuntimeError("no engine")
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(RuntimeError), open_run(tmp_path / "a" / "b" / "run"):
+        raise RuntimeError
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_was_recorded_stays_after_a_failure(tmp_path):
+    for name, record in (
+        ("row", lambda run: run.record_evaluation(0, {"eval/accuracy": 0.5})),
+        ("rollouts", lambda run: run.write_rollouts([{"id": 1}])),
+    ):
+        with pytest.raises(RuntimeError), open_run(tmp_path / name) as run:
+            record(run)
+            raise RuntimeError
+        assert (tmp_path / name / "resolved.args").exists() and list(
+            (tmp_path / name / "tensorboard").iterdir()
+        )
+    with pytest.raises(ValueError, match="already holds a run"):
+        open_run(tmp_path / "row")
+
+
+def test_a_run_that_goes_on_is_never_removed(tmp_path):
+    open_run(tmp_path / "run").close()
+    with pytest.raises(RuntimeError), Run(going_on(tmp_path / "run"), "", Progress(3, StringIO())) as run:
+        run.go_on_after(0)
+        raise RuntimeError
+    assert (tmp_path / "run" / "resolved.args").exists()
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int):
+    """Files end there, as on a full disk, but for the error's number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+LONG = {f"metric_{i}": 1.0 for i in range(2000)}
+# file -> what writes more than 20 kB into it
+WRITES = {
+    "metrics.jsonl": lambda run: run.record_evaluation(1, LONG),
+    "tensorboard": lambda run: run._opened_trackers()[0].log_metrics(1, LONG, 0.0),
+    "rollouts/step_000001.jsonl": lambda run: run.write_rollouts([LONG]),
+    "rollouts/eval.jsonl": lambda run: run.keep_answer(1, "eval/accuracy", LONG),
+    "timeline.json": lambda run: timeline().write(run.folder / "timeline.json"),
+    "job.json": lambda run: write_job(run.folder, LONG),
+    "checkpoint.json": lambda run: Manifest(state=LONG).write(run.folder),
+    "weights.safetensors": lambda run: write_tensors(
+        run.folder / "weights.safetensors", [Entry("x", torch.float32, (9000,), lambda: [torch.zeros(9000)])]
+    ),
+    "model.safetensors": lambda run: save_tensors({"x": torch.zeros(9000)}, run.folder / "model.safetensors"),
+}
+
+
+def timeline() -> Timeline:
+    lines = Timeline()
+    for step in range(300):
+        lines.add("actor.update", (0, 1), step, 0.0, 1.0, 2.0)
+    return lines
+
+
+@pytest.mark.parametrize("file", WRITES)
+def test_a_file_that_cannot_be_written_is_named(tmp_path, file):
+    run = open_run(tmp_path / "run")
+    run._opened_trackers()
+    run.begin_step(1)
+    with largest_file(20_000), pytest.raises(WriteError) as failed:
+        WRITES[file](run)
+        run._background.submit(int).result()
+        run._raise_errors()
+    assert re.fullmatch(
+        rf"{re.escape(str(tmp_path / 'run' / file))}\S* cannot be written: File too large\. Raise "
+        r"the limit .*\.",
+        str(failed.value),
+    )
+    assert (
+        str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
+        and failed.value.errno == errno.EFBIG
+    )
+    with contextlib.suppress(WriteError):
+        run.close()
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_its_flag(tmp_path):
+    """What no check can see beforehand, such as a disk that is full when the job begins."""
+    with (
+        largest_file(0),
+        pytest.raises(
+            ValueError,
+            match=rf"--save \({tmp_path}/run\): {tmp_path}/run/resolved.args cannot be written: "
+            r"File too large",
+        ),
+    ):
+        open_run(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

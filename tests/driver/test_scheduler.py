@@ -1,7 +1,8 @@
-"""The scheduler, against a simulated machine whose clock shows every wait. `pytest tests/driver/test_scheduler.py`
+"""The scheduler, against a simulated machine whose clock shows every wait. `pytest
+tests/driver/test_scheduler.py`
 
-In the simulation a call on several ranks begins when the last of them has come to it, as a collective does, and calls on one rank run
-in the order issued. With real processes: test_flow_job.py.
+In the simulation a call on several ranks begins when the last of them has come to it, as a collective does,
+and calls on one rank run in the order issued. With real processes: test_flow_job.py.
 """
 
 import json
@@ -148,7 +149,8 @@ def test_columns_travel_once_per_mesh_and_before_anything_else():
 
 
 def test_a_rank_does_not_wait_for_another_one_while_it_could_work():
-    """both.z on ranks 0 and 1 is ready when long.x still keeps rank 0 for 10 s; rank 1 does other.y first, which becomes ready later."""
+    """both.z on ranks 0 and 1 is ready when long.x still keeps rank 0 for 10 s; rank 1 does other.y first,
+    which becomes ready later."""
     nodes = [
         node("long.x"),
         node("first.w", (), ["p"]),
@@ -170,7 +172,8 @@ def test_a_rank_does_not_wait_for_another_one_while_it_could_work():
 
 
 def test_an_exchange_that_is_held_back_gets_its_turn_soon():
-    """Rank 1 is busy for 2.5 s, then wants what rank 0 has. Of three calls of 1 s that rank 0 could do meanwhile the third comes after."""
+    """Rank 1 is busy for 2.5 s, then wants what rank 0 has. Of three calls of 1 s that rank 0 could do
+    meanwhile the third comes after."""
     nodes = [
         node("busy.x"),
         node("a.s", (), ["t"]),
@@ -243,7 +246,8 @@ def test_background_calls_do_not_delay_the_path():
 
 
 def test_background_work_left_over_reads_the_columns_of_its_own_step():
-    """log.w cannot have tokens of step 1 before step 1 is over on rank 0; it gets them before step 2 makes others."""
+    """log.w cannot have tokens of step 1 before step 1 is over on rank 0; it gets them before step 2 makes
+    others."""
     nodes = [node("a.x", (), ["c"]), node("a.y", ["c"]), node("log.w", ["c"], background=True)]
     machine, *_ = schedule(nodes, {"a": [0], "log": [1]}, steps=2)
     names = [call.name for call in machine.calls]
@@ -310,7 +314,9 @@ def test_random_flows_run_everything_in_order_the_same_every_time():
                         ]
                         assert any(before.end <= move.start and move.end <= calls[0].start for move in moves)
         path = [n for n in nodes if not n.background]
-        if path:  # what the rules are for: shorter than issuing everything in the order declared, if not always (it is a greedy choice)
+        # what the rules are for: shorter than issuing everything in the order declared, if not always (it is
+        # a greedy choice)
+        if path:
             lengths.append(max(c.end for c in schedule(path, roles, seconds, move_s=0.0)[0].calls))
             in_one_go.append(in_declared_order(path, roles, seconds))
     better, worse = (sum(sign * (b - a) > 1e-9 for a, b in zip(lengths, in_one_go)) for sign in (1, -1))
@@ -414,7 +420,8 @@ def test_the_timeline_has_a_line_per_rank(tmp_path):
 
 
 def test_the_scheduler_costs_little():
-    """A step of PPO, 12 nodes, on three meshes and a machine that costs nothing. 0.6 ms on a quiet core; the limit is 2 ms for 10 nodes."""
+    """A step of PPO, 12 nodes, on three meshes and a machine that costs nothing. 0.6 ms on a quiet core; the
+    limit is 2 ms for 10 nodes."""
     actor, critic, reference, reward, judge = symbolic_roles("actor critic reference reward reward_model")
     gae = SimpleNamespace(
         advantage_reads=("rewards", "old_log_probs", "ref_log_probs", "values"),

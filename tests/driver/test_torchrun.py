@@ -1,7 +1,8 @@
-"""The runtime with real processes: torchrun, two ranks, a driver. `pytest --import-mode=importlib tests/driver/test_torchrun.py`
+"""The runtime with real processes: torchrun, two ranks, a driver. `pytest --import-mode=importlib
+tests/driver/test_torchrun.py`
 
-Each launch costs seconds (four processes import torch), so cases share them: `chain` fails in six ways, one per elastic attempt, and
-then must run.
+Each launch costs seconds (four processes import torch), so cases share them: `chain` fails in six ways, one
+per elastic attempt, and then must run.
 """
 
 import subprocess
@@ -36,7 +37,8 @@ def check_healthy(seen: dict, world_is: str) -> None:
     assert (
         seen["new_keys"] <= 2
     )  # 300 calls leave at most the last command (deleted after its answer was handed over)
-    # Nothing polls on the way: a poll would show as its period. 0.4 ms on two quiet cores; the limit is for very busy ones.
+    # Nothing polls on the way: a poll would show as its period. 0.4 ms on two quiet cores; the limit is for
+    # very busy ones.
     assert seen["round_trip_ms"] < 50.0
 
 
@@ -81,24 +83,34 @@ def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
 
 
 INTERRUPTED_TWICE = """
-import signal
+import os, signal, sys
 from megarl.driver import ending
+where = sys.argv[1]
 signal.signal(signal.SIGINT, ending._stop), signal.signal(signal.SIGTERM, ending._stop)
-ignore = ending._ignore_signals
-ending._ignore_signals = lambda: (signal.raise_signal(signal.SIGTERM), ignore())  # rank 0 has died of the same Ctrl-C
+class Signals(list):
+    def append(self, signum):
+        super().append(signum)
+        if signum == signal.SIGINT and where == "first": signal.raise_signal(signal.SIGTERM)
+class Limits:
+    def put(self, limit):
+        if where == "last": signal.raise_signal(signal.SIGTERM)
+ending._signals, ending._running.limits, ending._running.rank_0 = Signals(), Limits(), os.getppid()
 try:
     signal.raise_signal(signal.SIGINT)
 except ending.Stopped as stopped:
-    print(stopped.signal.name)
+    print(stopped.signal.name, len(ending._signals))
 """
 
 
 @pytest.mark.timeout(60)
-def test_the_death_of_rank_0_does_not_hide_the_ctrl_c_that_killed_it():
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_the_death_of_rank_0_does_not_hide_the_ctrl_c_that_killed_it(where):
+    """Rank 0 has died of the same Ctrl-C, which is a SIGTERM here: while the handler is at work, in its first
+    or its last statement."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", INTERRUPTED_TWICE], capture_output=True, text=True, timeout=50
+        [sys.executable, "-P", "-c", INTERRUPTED_TWICE, where], capture_output=True, text=True, timeout=50
     )
-    assert (done.stdout, done.stderr) == ("SIGINT\n", "")
+    assert (done.stdout, done.stderr) == ("SIGINT 2\n", "")
 
 
 @pytest.mark.timeout(120)
@@ -131,25 +143,34 @@ def test_without_torchrun_rank_0_hosts_the_store(job):
 
 
 @pytest.mark.parametrize(
-    "first, second, told",
+    "launcher, first, second, told",
     [
-        ("SIGTERM", "SIGINT", "SIGINT"),
-        ("SIGINT", "SIGTERM", "SIGINT"),
-        ("SIGTERM", "SIGTERM", "SIGTERM"),
+        ("torchrun", "SIGTERM", "SIGINT", "SIGINT"),
+        ("torchrun", "SIGINT", "SIGTERM", "SIGINT"),
+        ("torchrun", "SIGTERM", "SIGTERM", "SIGTERM"),
+        ("own", "SIGTERM", "SIGINT", "SIGTERM"),
+        ("own", "SIGINT", "SIGTERM", "SIGINT"),
+        ("own", "SIGINT", "SIGINT", "SIGINT"),
     ],
 )
-def test_a_ctrl_c_is_told_as_one_whichever_signal_comes_first(first, second, told):
-    """Ctrl-C reaches the driver as SIGINT and, by rank 0's death, as SIGTERM, in either order."""
+def test_a_ctrl_c_is_told_as_one_whichever_signal_comes_first(launcher, first, second, told):
+    """Under torchrun Ctrl-C reaches the driver as SIGINT and, by rank 0's death, as SIGTERM, in either order.
+    Elsewhere the first decides."""
     code = (
         "import os, signal, threading, time\n"
         "from megarl.driver import ending\n"
         f"first, second = signal.{first}, signal.{second}\n"
+        f"if {launcher == 'torchrun'}: ending._running.rank_0 = os.getppid()\n"
         "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, ending._stop)\n"
         "def send():\n"
-        "    for s in (first, second): time.sleep(0.05); os.kill(os.getpid(), s)\n"
+        "    time.sleep(0.05); os.kill(os.getpid(), first)\n"
+        # two that come at once are one, or come in the order of their numbers
+        "    while not ending._signals: time.sleep(0.001)\n"
+        "    os.kill(os.getpid(), second)\n"
         "threading.Thread(target=send).start()\n"
         "try: time.sleep(20)\n"
         "except ending.Stopped as stopped: print(stopped.signal.name)\n"
+        "while len(ending._signals) < 2: time.sleep(0.01)\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.stdout, done.stderr) == (f"{told}\n", "")

@@ -21,7 +21,8 @@ def sums_data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def layout_job(sums_data, tmp_path_factory) -> Callable[[str], Job]:
-    """layout_job("tp2_to_tp2") -> three steps in this layout of LAYOUTS; run once, by the first test that asks for it."""
+    """layout_job("tp2_to_tp2") -> three steps in this layout of LAYOUTS; run once, by the first test that
+    asks for it."""
     folder = tmp_path_factory.mktemp("layouts")
     more = (
         "--save-interval",

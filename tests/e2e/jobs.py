@@ -1,4 +1,5 @@
-"""Run whole jobs as a user would, on the sums task's untrained 0.37M-parameter model, and read what they wrote."""
+"""Run whole jobs as a user would, on the sums task's untrained 0.37M-parameter model, and read what they
+wrote."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ _CLOSE = (
 
 
 def check_first_step(job: Job, other: Job, rel: float) -> None:
-    """Trainer and engine agreed in every step of both, and the first step is the same but for rounding: they sum in another order."""
+    """Trainer and engine agreed in every step of both, and the first step is the same but for rounding: they
+    sum in another order."""
     for one in (job, other):
         assert one.returncode == 0, one.output
         assert all(row["mismatch/max_abs"] <= 1e-4 for row in one.steps) and len(one.steps) == 3

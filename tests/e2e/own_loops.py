@@ -1,4 +1,5 @@
-"""Loops of one's own for test_python_api.py: `own_loops.py NAME FLAGS`. Each writes what it saw to NAME.json."""
+"""Loops of one's own for test_python_api.py: `own_loops.py NAME FLAGS`. Each writes what it saw to
+NAME.json."""
 
 import json
 import signal
@@ -10,8 +11,17 @@ from pathlib import Path
 import megarl
 
 
+def sampled_twice(trainer, flow=None):
+    """The step's batch, rolled out again: the same rows, as visits and samples of their own."""
+    first = trainer.rollout(flow)
+    again = trainer.rollout(flow, rows=first.rows)
+    assert again.rows == first.rows and {*again.sample_ids}.isdisjoint(first.sample_ids)
+    return again
+
+
 def by_hand(config, seen: dict) -> None:
-    """Every call of a PPO step made by hand, critic on a rank of its own; then a step by a flow, then a mistake."""
+    """Every call of a PPO step made by hand, critic on a rank of its own; then a step by a flow, then a
+    mistake."""
     actor, critic, reference, reward = megarl.symbolic_roles("actor critic reference reward")
     sampling = actor.rollout().join(reward.score)
     whole = (
@@ -26,9 +36,9 @@ def by_hand(config, seen: dict) -> None:
         roles = trainer.roles
         for step in trainer.steps():
             if step == 2:
-                seen["steps"].append(trainer.run(whole))
+                seen["steps"].append(trainer.update(sampled_twice(trainer, whole)))
                 continue
-            batch = trainer.rollout(sampling)
+            batch = sampled_twice(trainer, sampling)
             log_probs = roles.actor.log_probs()
             roles.reference.log_probs()
             roles.critic.values()
@@ -56,12 +66,11 @@ def by_hand(config, seen: dict) -> None:
 
 
 def plain(config, seen: dict) -> None:
-    """The same steps, all left to the algorithm's flow. What is rolled out again is as good as the first."""
+    """The same steps, all left to the algorithm's flow."""
     with megarl.Trainer(config) as trainer:
         seen["steps"] = []
         for _ in trainer.steps():
-            rows = trainer.rollout().rows
-            seen["steps"].append(trainer.update(trainer.rollout(rows=rows)))
+            seen["steps"].append(trainer.update(sampled_twice(trainer)))
 
 
 def several(config, seen: dict) -> None:
@@ -72,10 +81,11 @@ def several(config, seen: dict) -> None:
         megarl.PPOTrainer(other) as second,
         ThreadPoolExecutor(2) as threads,
     ):
-        steps = [
-            list(threads.map(lambda trainer: trainer.update(trainer.rollout()), (first, second)))
-            for _ in range(config.batch.train_iters)
-        ]
+
+        def step(trainer):
+            return trainer.update(sampled_twice(trainer))
+
+        steps = [list(threads.map(step, (first, second))) for _ in range(config.batch.train_iters)]
         seen["steps"], seen["other"] = map(list, zip(*steps))
 
 

@@ -1,4 +1,5 @@
-"""A custom reward that an untrained model gets some of: how many of the answer's first characters are lower-case letters."""
+"""A custom reward that an untrained model gets some of: how many of the answer's first characters are
+lower-case letters."""
 
 
 def lower_case(data_source, solution_str, ground_truth, extra_info):

@@ -1,5 +1,6 @@
-"""What a user can get wrong, given to `megarl train` as he would: exit code 2, one message with the flag or file, its value and a
-value that works, no traceback, and nothing written. All but broken rewards end before torch is imported.
+"""What a user can get wrong, given to `megarl train` as he would: exit code 2, one message with the flag or
+file, its value and a value that works, no traceback, and nothing written. All but broken rewards end before
+torch is imported.
 
     pytest tests/e2e/test_bad_input.py"""
 
@@ -21,8 +22,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.fixture
 def refused(sums_data, tmp_path):
-    """refused("--flag", "value", ...) runs the job with these flags in place of its own -> what it says, after the common checks.
-    A flag that is followed by None is left out."""
+    """refused("--flag", "value", ...) runs the job with these flags in place of its own -> what it says,
+    after the common checks. A flag that is followed by None is left out."""
 
     def run(*flags: str | Path | None, program: list[str] = MEGARL, exit_code: int = 2) -> str:
         left_out = [str(flag) for flag, value in zip(flags, flags[1:]) if value is None]
@@ -74,13 +75,15 @@ AT_ONCE = {
     "indivisible batch": (
         ("--global-batch-size", "6"),
         [
-            "--global-batch-size (6): must divide num_prompts (4) x num_samples_per_prompt (4) = 16. Try 4 or 8."
+            "--global-batch-size (6): must divide num_prompts (4) x num_samples_per_prompt (4) = "
+            "16. Try 4 or 8."
         ],
     ),
     "too few ranks": (
         ("--nproc-per-node", "1", "--tensor-model-parallel-size", "2"),
         [
-            "--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as many ranks, and the actor has 1. "
+            "--tensor-model-parallel-size (2) x --pipeline-model-parallel-size (1) = 2: needs as "
+            "many ranks, and the actor has 1. "
             "Try --nproc-per-node 2."
         ],
     ),
@@ -88,9 +91,11 @@ AT_ONCE = {
         ("--top-p", "0.9", "--top-k", "50"),
         [
             "2 configuration errors:",
-            "  - --top-p (0.9): must be 1 in training: the engine would draw from a truncated distribution, whose log-probs are not the "
+            "  - --top-p (0.9): must be 1 in training: the engine would draw from a truncated "
+            "distribution, whose log-probs are not the "
             "policy's. Leave it out.",
-            "  - --top-k (50): must be 0 (off) in training: the engine would draw from a truncated distribution, whose log-probs are not "
+            "  - --top-k (50): must be 0 (off) in training: the engine would draw from a truncated "
+            "distribution, whose log-probs are not "
             "the policy's. Leave it out.",
         ],
     ),
@@ -114,8 +119,8 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(refused, tmp_path):
     (tmp_path / "run-2").mkdir()
     (line,) = lines(refused())
     assert (
-        line
-        == f"--save ({tmp_path}/run): holds another run (resolved.args), which would be overwritten. Try --save {tmp_path}/run-3."
+        line == f"--save ({tmp_path}/run): holds another run (resolved.args), which would be "
+        f"overwritten. Try --save {tmp_path}/run-3."
     )
 
 
@@ -131,7 +136,8 @@ def test_too_few_ranks_under_torchrun(refused):
     assert "megarl/config/" not in message and "megarl/train.py" not in message  # no traceback of ours
 
 
-# ------------------------------------------------------------------ needs the data, the tokenizer or the reward, which the driver says
+# ------------------------------------------------------------------ needs the data, the tokenizer or the
+# reward, which the driver says
 
 
 def write_rows(path: Path, *changes: dict) -> Path:
@@ -159,7 +165,8 @@ def test_unusable_rows_and_empty_files_are_told_together(refused, tmp_path):
         "--train-data: 2 of 4 rows cannot be used. They are:",
         f"  {bad}:2: no column 'prompt' (there: data_source, reward_model), wanted a non-empty list of "
         '{"role": str, "content": str}, or a string (or GSM8K\'s own question and answer)',
-        f"  {bad}:3: no column 'reward_model.ground_truth' (there: data_source, prompt, reward_model), wanted the right answer as a string",
+        f"  {bad}:3: no column 'reward_model.ground_truth' (there: data_source, prompt, "
+        "reward_model), wanted the right answer as a string",
     ]
 
 
@@ -174,8 +181,10 @@ def test_a_tokenizer_of_another_model(refused, sums_data, tmp_path):
     (line,) = lines(refused("--model", small))
     size = config["vocab_size"]
     assert line == (
-        f"--model ({small}): the tokenizer has ids up to {size - 1} ({small}), but the model's vocab_size is 200 ({small}/config.json), so it has no "
-        f"embedding for {size - 200} of them. Give --tokenizer-model the tokenizer the model was trained with."
+        f"--model ({small}): the tokenizer has ids up to {size - 1} ({small}), but the model's "
+        f"vocab_size is 200 ({small}/config.json), so it has no "
+        f"embedding for {size - 200} of them. Give --tokenizer-model the tokenizer the model was "
+        "trained with."
     )
 
 
@@ -189,12 +198,14 @@ def not_a_number(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_a_reward_function_that_raises(refused, tmp_path):
-    """Called before training starts, with an empty response. Its own traceback is what helps, so that one is shown."""
+    """Called before training starts, with an empty response. Its own traceback is what helps, so that one is
+    shown."""
     (tmp_path / "mine.py").write_text(REWARDS)
     message = refused("--reward-function", "mine.py:raises", "--nproc-per-node", "1")
     first = message.splitlines()[0]
     assert first.startswith(
-        "before training, on row 0 (from 0) of --train-data: the reward function raises (data_source 'megarl/sums'"
+        "before training, on row 0 (from 0) of --train-data: the reward function raises "
+        "(data_source 'megarl/sums'"
     )
     assert first.endswith("solution_str '') raised ZeroDivisionError: division by zero")
     assert (
@@ -209,3 +220,40 @@ def test_a_reward_function_that_returns_nan(refused, tmp_path):
         refused("--reward-function", "mine.py:not_a_number", "--nproc-per-node", "1", "--executor", "inline")
     )
     assert line.endswith("returned nan (float); wanted a finite number, e.g. 0.0 or 1.0.")
+
+
+# ------------------------------------------------------------------ weights, and what fails when the roles
+# are set up
+
+
+def copied(sums_data: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in (sums_data / "model").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("program", (MEGARL, TORCHRUN), ids=("megarl", "torchrun"))
+def test_weights_that_are_cut_short(refused, sums_data, tmp_path, program):
+    """Found from the file's header and length, before a rank loads it."""
+    file = copied(sums_data, tmp_path / "cut") / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    message = refused(
+        "--model",
+        tmp_path / "cut",
+        "--nproc-per-node",
+        "1",
+        program=program,
+        exit_code=2 if program is MEGARL else 1,
+    )
+    assert (
+        message.startswith(f"--model ({tmp_path}/cut): {file} is cut short or damaged: ")
+        and "safe_open" not in message
+    )
+
+
+def test_a_failure_while_roles_are_set_up_leaves_no_folder(refused):
+    """It would refuse the next attempt its --save. fp8 without a GPU is found where the model is built."""
+    for _ in range(2):
+        message = refused("--bf16", "--fp8", "hybrid", "--nproc-per-node", "1", exit_code=1)
+        assert "--fp8 (hybrid): needs an NVIDIA GPU and Transformer Engine" in message

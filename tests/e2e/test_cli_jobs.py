@@ -1,4 +1,5 @@
-"""The other ways to run: again from resolved.args, in one process, evaluation, conversion, fine-tuning, Ctrl-C.
+"""The other ways to run: again from resolved.args, in one process, evaluation, conversion, fine-tuning,
+Ctrl-C.
 
 pytest tests/e2e/test_cli_jobs.py"""
 
@@ -6,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,7 +46,8 @@ def learned(job: Job) -> list[dict]:
 
 @pytest.mark.slow
 def test_resolved_arguments_run_the_job_again_bit_for_bit(layout_job, tmp_path):
-    """On two ranks, with evaluation: every metric but times and memory, every sampled text and every byte of the export."""
+    """On two ranks, with evaluation: every metric but times and memory, every sampled text and every byte of
+    the export."""
     first = layout_job("dp2_to_tp1")
     done = run("train", f"@{first.folder / 'resolved.args'}", "--save", "again", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -72,7 +75,9 @@ def test_one_process_does_what_a_driver_and_a_worker_do(layout_job, sums_data, t
 
 @pytest.mark.slow
 def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
-    """The exported weights in another layout: greedy accuracy is that of the run's last evaluation."""
+    """The exported weights in another layout: both accuracies are those of the run's last evaluation.
+
+    A held-out row draws alike at each, and rounding decides over none of these tokens."""
     job = layout_job("dp2_to_tp1")
     before = snapshot(job.folder.parent)
     done = run(
@@ -90,7 +95,7 @@ def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
     assert result.keys() == {"model", "rows", "eval/accuracy", "eval/accuracy_greedy"}
     assert (result["model"], result["rows"]) == (str(job.folder / "hf"), 20)
     assert result["eval/accuracy_greedy"] == job.metrics[-1]["eval/accuracy_greedy"] > 0
-    assert 0 < result["eval/accuracy"] <= 1
+    assert result["eval/accuracy"] == job.metrics[-1]["eval/accuracy"] > 0
     assert snapshot(job.folder.parent) == before and not any(tmp_path.iterdir())
 
 
@@ -110,7 +115,13 @@ def test_convert_there_and_back_is_bit_equal(sums_data, tmp_path):
         cwd=tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout == f"25 tensors, equal to {sums_data / 'model'} in torch.float32: out\n"
+    equal, forward = done.stdout.splitlines()
+    assert equal == f"25 tensors, equal to {sums_data / 'model'} in torch.float32: out"
+    gap = re.fullmatch(
+        r"log-probs of \d+ tokens by Megatron and by transformers differ by up to (\S+)", forward
+    )
+    # rounding of two fp32 models of two layers, of log-probs of about 1: 2^-23 for each of a few operations
+    assert float(gap[1]) < 1e-5
     before, after = (
         load_file(folder / "model.safetensors") for folder in (sums_data / "model", tmp_path / "out")
     )

@@ -1,4 +1,5 @@
-"""A whole GRPO job on a mixture of experts, from random weights: experts dealt out over the ranks that train, one engine with TP=2.
+"""A whole GRPO job on a mixture of experts, from random weights: experts dealt out over the ranks that train,
+one engine with TP=2.
 
 pytest tests/e2e/test_experts.py        20 s"""
 

@@ -1,4 +1,5 @@
-"""Whole GRPO jobs through torchrun, with the real Megatron-Core and the real vLLM, in the layouts of the quickstart."""
+"""Whole GRPO jobs through torchrun, with the real Megatron-Core and the real vLLM, in the layouts of the
+quickstart."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_three_steps_run_and_record_everything(layout_job, layout):
     for row in job.steps:
         assert [key for key in KEYS if key not in row] == []
         assert row["sync/version"] == row["step"]
-        # Where all layouts agree the engines' weights are the trainer's own; at TP=2 one query group is on each rank.
+        # Where all layouts agree the engines' weights are the trainer's own; at TP=2 one query group is on
+        # each rank.
         assert (row["sync/bytes"] == 0) == (layout in ("dp2_stacked_to_tp1", "tp2_to_tp2"))
     assert (job.folder / "resolved.args").exists() and (
         job.folder / "rollouts" / "step_000001.jsonl"
@@ -34,14 +36,16 @@ def test_three_steps_run_and_record_everything(layout_job, layout):
 
 @pytest.mark.parametrize("layout", layouts())
 def test_trainer_and_engine_agree_after_every_sync(layout_job, layout):
-    # fp32, observed up to 4e-5 on a policy that moves fast; one stale or misplaced weight is at 1e-2 and more.
+    # fp32, observed up to 4e-5 on a policy that moves fast; one stale or misplaced weight is at 1e-2 and
+    # more.
     assert max(row["mismatch/max_abs"] for row in layout_job(layout).steps) <= 1e-4
     assert layout_job(layout).steps[-1]["policy/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("layout", layouts("dp2_to_tp1"))
 def test_layouts_sample_and_learn_the_same(layout_job, layout):
-    """Seeds by sample id and mini-batches from all samples: one step is the same in every layout, up to rounding."""
+    """Seeds by sample id and mini-batches from all samples: one step is the same in every layout, up to
+    rounding."""
     first, reference = layout_job(layout).steps[0], layout_job("dp2_to_tp1").steps[0]
     for key in ("response/length_mean", "reward/mean", "batch/tokens"):
         assert first[key] == reference[key], key
@@ -50,7 +54,8 @@ def test_layouts_sample_and_learn_the_same(layout_job, layout):
 
 @pytest.mark.slow
 def test_engines_out_of_process_give_the_same_run(layout_job):
-    """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same samples and updates."""
+    """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same
+    samples and updates."""
     for ours, other in zip(
         layout_job("rank_0_to_rank_1").steps, layout_job("rank_0_to_tp1").steps, strict=True
     ):
@@ -62,8 +67,9 @@ def test_engines_out_of_process_give_the_same_run(layout_job):
 
 @pytest.mark.parametrize("layout", layouts("one"))
 def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_data, layout):
-    """As a share of what training changed. Adam turns a gradient that is hardly more than rounding into a step of the learning rate,
-    so this is not 1e-7: seen are 4e-5 over all weights and 1.2e-4 for one tensor. A gradient that one rank misses is above 1e-1."""
+    """As a share of what training changed. Adam turns a gradient that is hardly more than rounding into a
+    step of the learning rate, so this is not 1e-7: seen are 4e-5 over all weights and 1.2e-4 for one tensor.
+    A gradient that one rank misses is above 1e-1."""
     folders = (sums_data / "model", layout_job("one").folder / "hf", layout_job(layout).folder / "hf")
     start, reference, weights = (load_file(folder / "model.safetensors") for folder in folders)
     differences = {
@@ -124,7 +130,8 @@ def test_export_loads_in_transformers_and_differs_from_the_start(layout_job, sum
 
 
 def test_export_gives_the_engines_greedy_answer(layout_job):
-    """The last evaluation's greedy answer came from the engine after the last sync: transformers must say the same."""
+    """The last evaluation's greedy answer came from the engine after the last sync: transformers must say the
+    same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = layout_job("dp2_to_tp1").folder

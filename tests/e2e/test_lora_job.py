@@ -1,4 +1,5 @@
-"""Whole jobs that train adapters: the engine has them merged at every step, and what is exported is what it had.
+"""Whole jobs that train adapters: the engine has them merged at every step, and what is exported is what it
+had.
 
 pytest tests/e2e/test_lora_job.py"""
 
@@ -18,7 +19,8 @@ PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--crit
 
 
 def check(job: Job, sums_data, critic: bool = False) -> None:
-    """The gate holds although the weights move, and only the adapted matrices have moved, by what the adapters say."""
+    """The gate holds although the weights move, and only the adapted matrices have moved, by what the
+    adapters say."""
     assert job.returncode == 0, job.output
     assert all(row["mismatch/max_abs"] <= 1e-4 for row in job.steps)
     for folder, adapter in [("hf", "hf_adapter")] + ([("hf_critic", "hf_critic_adapter")] if critic else []):

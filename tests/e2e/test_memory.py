@@ -1,5 +1,5 @@
-"""Resident memory does not grow with steps and checkpoints: driver, ranks and engines together, after 200 steps and 20 checkpoints against
-after 10 steps and one.
+"""Resident memory does not grow with steps and checkpoints: driver, ranks and engines together, after 200
+steps and 20 checkpoints against after 10 steps and one.
 
     pytest tests/e2e/test_memory.py -m slow -s        4 min"""
 
@@ -27,8 +27,8 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_kib(pid: int) -> int:
-    """Of a process and all that it started, pages that several share counted once. Without pages of files: how much of a library is counted
-    depends on who else on the machine has loaded it."""
+    """Of a process and all that it started, pages that several share counted once. Without pages of files:
+    how much of a library is counted depends on who else on the machine has loaded it."""
     rollups = [Path(f"/proc/{each}/smaps_rollup").read_text() for each in descendants(pid)]
     return sum(
         int(line.split()[1])

@@ -1,4 +1,5 @@
-"""A whole job in which one update is not finite on one rank: it ends and says where, or goes on without the update.
+"""A whole job in which one update is not finite on one rank: it ends and says where, or goes on without the
+update.
 
 pytest tests/e2e/test_nonfinite.py -m slow        2 min"""
 
@@ -17,8 +18,10 @@ def test_stop_names_role_step_mini_batch_and_samples(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", fault="loss_not_finite")
     assert job.returncode != 0
     said = re.search(
-        r"\[actor rank [01]\] update failed at step 2: .*NonFiniteUpdate: actor, mini-batch 1 of 2: the gradient norm is nan: "
-        r"the loss of the micro-batch of samples? [\d, and more]+ is nan \(rank 1\); gradients are not finite: .* "
+        r"\[actor rank [01]\] update failed at step 2: .*NonFiniteUpdate: actor, mini-batch 1 of 2: "
+        r"the gradient norm is nan: "
+        r"the loss of the micro-batch of samples? [\d, and more]+ is nan \(rank 1\); gradients are "
+        r"not finite: .* "
         r"Worst: sample \d+ \(log-prob -[\d.e+-]+ at response token \d+, -[\d.e+-]+ before the step\)",
         job.output,
     )

@@ -39,7 +39,8 @@ PPO = [
 def started(
     script: Path, *arguments: str, data: Path, folder: Path
 ) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The user's process and the mark of all processes that come of it, none of which may be left at the end."""
+    """The user's process and the mark of all processes that come of it, none of which may be left at the
+    end."""
     name = [arguments[0]] if not arguments[0].startswith("--") else []
     flags = replace_flags(
         [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", "run"],
@@ -120,7 +121,8 @@ def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
 
 @pytest.mark.slow
 def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_told(sums_data, tmp_path):
-    """Critic on rank 1, actor on rank 0, against one process without ranks: sums in another order, as in test_grpo_job.py."""
+    """Critic on rank 1, actor on rank 0, against one process without ranks: sums in another order, as in
+    test_grpo_job.py."""
     by_hand, inline = tmp_path / "by_hand", tmp_path / "inline"
     for folder in (by_hand, inline):
         folder.mkdir()
@@ -142,8 +144,8 @@ def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_tol
     )
     assert seen["remote"] == ["critic", 1, 2]
     assert (
-        "RemoteError: [critic rank 1] no_such_method failed at step 2: AttributeError: 'CriticRole' object has no"
-        in told
+        "RemoteError: [critic rank 1] no_such_method failed at step 2: AttributeError: 'CriticRole' "
+        "object has no" in told
     )
     assert "score.weight" in load_file(by_hand / "run" / "critic" / "model.safetensors")
     alone = ("--executor", "inline", "--nproc-per-node", "1")

@@ -1,4 +1,5 @@
-"""Whole jobs with engines that go on from a checkpoint: in the same layout bit for bit as if nothing had been, in another one alike.
+"""Whole jobs with engines that go on from a checkpoint: in the same layout bit for bit as if nothing had
+been, in another one alike.
 
 pytest tests/e2e/test_resume.py                 one job beside one that other tests have run, 20 s
 pytest tests/e2e/test_resume.py -m slow         PPO, bf16, adapters, two actors, experts, other layouts"""
@@ -97,7 +98,8 @@ def exported(job: Job) -> dict[str, bytes]:
 def halves(
     data: Path, folder: Path, *flags: str, resumed: tuple[str, ...] | None = None, steps: int = 4
 ) -> tuple[Job, Job]:
-    """A job of so many steps with a checkpoint at the half, and one that begins there, in another folder and maybe layout."""
+    """A job of so many steps with a checkpoint at the half, and one that begins there, in another folder and
+    maybe layout."""
     common = ("--train-iters", str(steps))
     whole = train(data, folder / "whole", *common, "--save-interval", str(steps // 2), *flags, timeout=800)
     assert whole.returncode == 0, whole.output
@@ -121,7 +123,8 @@ def check_equal(whole: Job, half: Job, after: int = 2) -> None:
 
 
 def test_a_resumed_job_makes_the_same_steps(layout_job, sums_data, tmp_path):
-    """GRPO on two ranks, in-process engines; with a held-out evaluation, which is not repeated at the start. fp32: to the last bit."""
+    """GRPO on two ranks, in-process engines; with a held-out evaluation, which is not repeated at the start.
+    fp32: to the last bit."""
     whole = layout_job("dp2_to_tp1")
     evaluate = (
         "--eval-data",
@@ -141,7 +144,8 @@ def test_a_resumed_job_makes_the_same_steps(layout_job, sums_data, tmp_path):
         and "eval/accuracy" in half.metrics[0]
         and half.metrics[0]["sync/version"] == 3
     )
-    # both replicas hold all weights, and each optimizer rank half of the moments: every element is written once
+    # both replicas hold all weights, and each optimizer rank half of the moments: every element is written
+    # once
     checkpoint = Checkpoint(whole.folder / "checkpoints" / "step_000003" / "actor")
     parameters = sum(
         box.area for t in checkpoint.tensors("weights").values() for box in [p.box for p in t.parts]
@@ -214,8 +218,9 @@ def test_fine_tuning_on_two_ranks_too(sums_data, tmp_path):
 
 
 def check_alike(whole: Job, half: Job) -> None:
-    """The first step after: the samples, so the rewards, and the loss. fp32, sums in another order: losses around 1e-2 differ by up to
-    1e-8 where the weights are the same; a lost moment shows in the second step."""
+    """The first step after: the samples, so the rewards, and the loss. fp32, sums in another order: losses
+    around 1e-2 differ by up to 1e-8 where the weights are the same; a lost moment shows in the second
+    step."""
     for name in ("reward/mean", "response/length_mean"):
         assert [row[name] for row in rows(half)] == [row[name] for row in rows(whole, 2)]
     assert rows(half)[0]["policy/loss"] == pytest.approx(rows(whole, 2)[0]["policy/loss"], abs=1e-6)

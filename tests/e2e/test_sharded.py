@@ -1,4 +1,5 @@
-"""Whole jobs with Megatron-FSDP beside the same ones with the distributed optimizer. `pytest tests/e2e/test_sharded.py -m slow`"""
+"""Whole jobs with Megatron-FSDP beside the same ones with the distributed optimizer. `pytest
+tests/e2e/test_sharded.py -m slow`"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SIGTERM at a job that trains: the last whole step is a checkpoint, and a run that goes on from it is the one that was never stopped.
+"""SIGTERM at a job that trains: the last whole step is a checkpoint, and a run that goes on from it is the
+one that was never stopped.
 
 pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
 pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers"""
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,7 +85,8 @@ def rows(run: Path) -> list[dict]:
 
 
 def stop(job: SlowJob, together: bool = True) -> None:
-    """By a SIGTERM to its process group; in the middle of a rollout. together: the ranks take the engine's steps so."""
+    """By a SIGTERM to its process group; in the middle of a rollout. together: the ranks take the engine's
+    steps so."""
     begun = job.steps()
     os.killpg(job.process.pid, signal.SIGTERM)
     assert job.process.wait(40) == 143, job.output()
@@ -129,6 +132,51 @@ def test_a_stopped_run_goes_on_bit_for_bit(sums_data, tmp_path, layout):
     assert rows(tmp_path / "run") == rows(tmp_path / "whole") and len(rows(tmp_path / "run")) == 5
     weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1] and whole.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_in_one_process_stops_in_order_too(sums_data, tmp_path):
+    """With --executor inline; SIGTERM comes again and again, until the process has ended."""
+    run, flags = tmp_path / "run", ("--train-iters", "30", "--nproc-per-node", "1", "--executor", "inline")
+    arguments = [
+        *COMMON,
+        "--model",
+        str(sums_data / "model"),
+        "--train-data",
+        str(sums_data / "train.jsonl"),
+        "--save",
+        str(run),
+    ]
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megarl.cli", "train", *replace_flags(arguments, list(flags))],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+        )
+    try:
+        wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or process.poll() is not None, 200)
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.005)
+    finally:
+        process.kill()
+    told = (tmp_path / "out").read_text().splitlines()[-1]
+    stopped = re.fullmatch(
+        r"\[driver\] stopped by SIGTERM after step (\d+): its checkpoint is "
+        rf"{re.escape(str(run))}/checkpoints/"
+        rf"step_(\d+) \(go on with --load {re.escape(str(run))}\)",
+        told,
+    )
+    assert process.returncode == 143 and stopped and int(stopped[1]) == int(stopped[2]) == len(rows(run)), (
+        tmp_path / "out"
+    ).read_text()
+    again = train(sums_data, run, *flags, "--load", str(run))
+    whole = train(sums_data, tmp_path / "whole", *flags)
+    assert (again.returncode, whole.returncode) == (0, 0), again.output + whole.output
+    assert rows(run) == rows(tmp_path / "whole") and len(rows(run)) == 30
 
 
 @pytest.mark.slow
@@ -229,7 +277,8 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(lay
     assert job.returncode == 0, job.output
     told = [line for line in job.output.splitlines() if not line.startswith(("roles are set up", "step="))]
     assert told[0].startswith(
-        "[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+        "[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of "
+        "memory (see dmesg)."
     )
     saved = r"\d"  # of step 1, or of step 2 if it was complete when the rank died
     where = f"{re.escape(str(job.run))}/checkpoints/step_00000{saved}"
@@ -263,7 +312,8 @@ TORCHRUN = (
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", [("megarl.cli", "train"), TORCHRUN], ids=["own", "torchrun"])
 def test_a_restart_is_the_same_run(sums_data, tmp_path, launcher):
-    """Rank 1 dies in step 4 of 6, a checkpoint every other step: all metrics and the weights to the last bit."""
+    """Rank 1 dies in step 4 of 6, a checkpoint every other step: all metrics and the weights to the last
+    bit."""
     flags = ("--train-iters", "6", "--save-interval", "2", *TP2)
     own = ("--max-restarts", "1") if launcher is not TORCHRUN else ()
     job = KilledJob(sums_data, tmp_path, 3, *flags, *own, launcher=launcher)

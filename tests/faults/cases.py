@@ -14,7 +14,8 @@ CALL_TIMEOUT_S = float(
 )  # of the jobs in which something hangs; their set-up takes less
 RESHARD_TIMEOUT_S, REWARD_TIMEOUT_S = 10.0, 3.0
 PAUSE_S = CALL_TIMEOUT_S + 5.0
-DRIVER_START_S = 15.0  # a call's time begins when the driver makes it, and the first ranks may be there before the driver is
+# a call's time begins when the driver makes it, and the first ranks may be there before the driver is
+DRIVER_START_S = 15.0
 REST_S = 30.0  # of a job that goes on
 STEP = 2  # in which it happens, where it is not the start
 
@@ -104,7 +105,8 @@ class Case:
 
     @property
     def limit_s(self) -> float:
-        """After `noticed_after`, to the end of everything; of a job that goes on, which then has a step and its export before it, too."""
+        """After `noticed_after`, to the end of everything; of a job that goes on, which then has a step and
+        its export before it, too."""
         starting = DRIVER_START_S if self.phase == "join" and self.hangs else 0.0
         return REST_S if self.goes_on else END_WITHIN_S + starting
 
@@ -144,7 +146,10 @@ class Case:
             how = "killed by SIGKILL" if self.kind == "SIGKILL" else "planted fault"
             return rf"\[(rollout rank 1|actor rank 0)\] ({method}|send_weights) failed{when}: .*{how}"
         if self.phase == "sync" and self.hangs:
-            return rf"\[(rollout|actor) rank 0\] \w+ failed{when}: .*rank 1\] did not take part within --reshard-timeout-s"
+            return (
+                rf"\[(rollout|actor) rank 0\] \w+ failed{when}: .*rank 1\] did not take part "
+                r"within --reshard-timeout-s"
+            )
         if self.kind == "raise":
             return rf"\[{role} rank {rank}\] {method} failed{when}: RuntimeError: planted fault\nTraceback"
         if self.kind == "SIGKILL":
@@ -152,14 +157,18 @@ class Case:
             where = f"{when.strip() or 'before the first step'}, waiting for .*{call} on rank "
             waiting = "" if self.phase == "join" else rf".*The job was {where}"
             return rf"\[rank {rank}: actor, rollout\] was killed by SIGKILL{waiting}"
-        return rf"\[{role}\] {method} timed out{when}: no answer from rank(?=(?s:.*)\[rank 0\] (was|does))(?=(?s:.*)\[rank 1\] (was|does))"
+        return (
+            rf"\[{role}\] {method} timed out{when}: no answer from rank(?=(?s:.*)\[rank 0\] "
+            r"(was|does))(?=(?s:.*)\[rank 1\] (was|does))"
+        )
 
     def problems(self, outcome: Outcome) -> list[str]:
         """What is not as it must be."""
         found = []
         if (seconds := outcome.seconds - self.noticed_after[1]) > self.limit_s:
             found.append(
-                f"over after {outcome.seconds:.1f} s, {seconds:.1f} after it could be noticed; the limit is {self.limit_s:g}"
+                f"over after {outcome.seconds:.1f} s, {seconds:.1f} after it could be noticed; the "
+                f"limit is {self.limit_s:g}"
             )
         exit_code = 0 if self.goes_on else -9 if (self.kind, self.victim) == ("SIGKILL", "driver") else 1
         if outcome.exit_code != exit_code:

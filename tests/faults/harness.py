@@ -1,4 +1,5 @@
-"""A whole job with one fault planted, and what is seen of it from outside: when its last process ended, what it said, what it left."""
+"""A whole job with one fault planted, and what is seen of it from outside: when its last process ended, what
+it said, what it left."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ AFTER_LIMIT_S = 8.0  # that processes are watched beyond their limit before they
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when `process` comes to `target` ("module:Class.method") for the `call`th time, to `victim` (default: to itself).
-    resume_after_s: of a SIGSTOP."""
+    """What happens when `process` comes to `target` ("module:Class.method") for the `call`th time, to
+    `victim` (default: to itself). resume_after_s: of a SIGSTOP."""
 
     kind: str
     process: str
@@ -49,7 +50,8 @@ class Outcome:
 
 
 class Job:
-    """`command`'s processes: by their environment, and by who started whom (some write over their environment)."""
+    """`command`'s processes: by their environment, and by who started whom (some write over their
+    environment)."""
 
     def __init__(
         self,
@@ -107,7 +109,8 @@ class Job:
             time.sleep(1.0)
 
     def alive(self) -> list[int]:
-        """Processes of the job that run or are stopped; not those that have ended and wait to be asked for their exit code."""
+        """Processes of the job that run or are stopped; not those that have ended and wait to be asked for
+        their exit code."""
         with self._lock:
             now = _processes()
             for pid, (started, parent, _) in now.items():
@@ -142,7 +145,8 @@ class Job:
         return f"{pid} {_who(pid)}: {_cmdline(pid).replace(bytes(1), b' ').decode()[:150]}"
 
     def wait_for_hit(self) -> float:
-        """Until the planted place is reached; then, if the victim is another process, strike it. Returns the time of the fault."""
+        """Until the planted place is reached; then, if the victim is another process, strike it. Returns the
+        time of the fault."""
         deadline = time.time() + START_WITHIN_S
         while not self.hit.exists():
             ended = self.launcher.poll()
@@ -162,7 +166,8 @@ class Job:
         return hit
 
     def watch_end(self, since: float, limit_s: float) -> Outcome:
-        """Wait until all processes are gone, at most limit_s from `since` and a little more; end those that are not."""
+        """Wait until all processes are gone, at most limit_s from `since` and a little more; end those that
+        are not."""
         last = since
         while (alive := self.alive()) and time.time() < since + limit_s + AFTER_LIMIT_S:
             last = time.time()

@@ -1,7 +1,8 @@
-"""Whole jobs with one fault each: how long until everything is over, what is said, what is left. `pytest tests/faults -m '' --write-table`
+"""Whole jobs with one fault each: how long until everything is over, what is said, what is left. `pytest
+tests/faults -m '' --write-table`
 
-A case takes a job: three steps of the tiny model on two ranks, about 15 s on two free cores, and where something hangs the time until that
-is noticed. The limits are those that users are promised."""
+A case takes a job: three steps of the tiny model on two ranks, about 15 s on two free cores, and where
+something hangs the time until that is noticed. The limits are those that users are promised."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(
         job.end()
     assert case.problems(outcome) == [], f"{outcome.stderr}\n{outcome.stdout}"
     if request.config.getoption("write_table", False):
-        table.write(case, outcome)
+        table.FAILURES.write(table.key(case), table.row(case, outcome))
 
 
 def test_the_documented_table_has_every_case_measured_within_its_limit():
-    documented = table.rows(table.DOCUMENT.read_text())
+    documented = table.FAILURES.rows(table.DOCUMENT.read_text())
     assert list(documented) == [table.key(case) for case in CASES]
     for case in CASES:
         seconds, limit = (

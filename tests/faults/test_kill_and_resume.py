@@ -1,5 +1,5 @@
-"""A job that is killed again and again, each time another process of it in another phase, and started again with the same command, ends
-where a job that nobody killed ends: metrics and weights bit for bit."""
+"""A job that is killed again and again, each time another process of it in another phase, and started again
+with the same command, ends where a job that nobody killed ends: metrics and weights bit for bit."""
 
 from __future__ import annotations
 

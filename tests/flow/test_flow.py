@@ -1,4 +1,5 @@
-"""The graph of a step: both ways to write it give the same one, and every mistake is named. `pytest tests/flow`"""
+"""The graph of a step: both ways to write it give the same one, and every mistake is named. `pytest
+tests/flow`"""
 
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -171,9 +172,42 @@ def test_two_actors_read_columns_of_their_own_samples_only():
     assert next(n for n in flow.nodes if n.name == "actor_2.update").writes == ("weights:actor_2",)
     # With one reward for both, the second actor has none: those there are belong to other samples.
     without = Flow(n for n in flow.declared if n.role != "reward_2")
-    assert [f.split(" Did")[0] for f in without.findings(meshes)] == [
-        "node (actor_2.advantages) reads rewards:*_2, which nobody writes."
+    told = [
+        "node (actor_2.advantages) reads rewards:*_2, which nobody writes. Add reward_2.score, which does."
     ]
+    assert [f.split(" Written")[0] for f in without.findings(meshes)] == told
+
+
+def test_a_missing_node_is_named_also_where_only_the_algorithm_of_the_job_needs_its_column():
+    actor, critic, reward = symbolic_roles("actor critic reward")
+    algorithm = SimpleNamespace(
+        advantage_reads=("rewards", "ref_log_probs", "values"), advantage_writes=("advantages", "returns")
+    )
+    flow = actor.rollout().join(reward.score, critic.values).advantages(algorithm).update(actor)
+    [told] = flow.findings(COLOCATED)
+    assert told.startswith(
+        "node (actor.advantages) reads ref_log_probs, which nobody writes. Add reference.log_probs, "
+        "which does."
+    )
+    # The flow was written with an algorithm that reads less than the job's own.
+    needs = {
+        ("actor", "advantages"): ("rewards", "values"),
+        ("actor", "update"): ("old_log_probs", "ref_log_probs"),
+    }
+    flow = (
+        actor.rollout()
+        .join(reward.score)
+        .advantages(SimpleNamespace(advantage_reads=("rewards",), advantage_writes=("advantages",)))
+    )
+    told = [line.split(" Written")[0] for line in flow.update(actor).findings(COLOCATED, needs)]
+    assert told == [
+        "node (actor.advantages) reads values, which nobody writes. Add critic.values, which does.",
+        "node (actor.update) reads ref_log_probs, which nobody writes. Add reference.log_probs, which does.",
+    ]
+    scored = actor.rollout().join(SymbolicRole("reward_model").score).advantages(GRPO).update(actor)
+    assert (
+        scored.findings(COLOCATED | {"reward_model": mesh(0)}, {("actor", "advantages"): ("rewards",)}) == []
+    )  # scores are rewards
 
 
 class Judge:
@@ -265,7 +299,8 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
         ),
         (
             [node("a.x", writes=["q"]), node("c.z", reads=["q"])],
-            r"node \(c.z\): role \(c\) has no mesh. Place it with --c-ranks, or leave the node out. Placed roles: a, actor, b.",
+            r"node \(c.z\): role \(c\) has no mesh. Place it with --c-ranks, or leave the node out. "
+            r"Placed roles: a, actor, b.",
         ),
         ([node("actro.x")], r"node \(actro.x\): role \(actro\) has no mesh. Did you mean actor\?"),
         (
@@ -274,7 +309,8 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
         ),
         (
             [Node(role="actor", method="logprobs")],
-            r"node \(actor.logprobs\): no columns are known for method \(logprobs\). Did you mean log_probs\? "
+            r"node \(actor.logprobs\): no columns are known for method \(logprobs\). Did you mean "
+            r"log_probs\? "
             r"Known methods of actor: log_probs, update. For one of your own",
         ),
         (
@@ -283,7 +319,8 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
         ),
         (
             [node("a.x", writes=["q"], background=True), node("b.y", reads=["q"])],
-            r"node \(b.y\) reads q of a.x, which is a background node: the path cannot wait for it. Put a.x on the path, or b.y into the",
+            r"node \(b.y\) reads q of a.x, which is a background node: the path cannot wait for it. "
+            r"Put a.x on the path, or b.y into the",
         ),
         (
             [node("a.x"), node("a.x")],
@@ -364,7 +401,8 @@ def test_svg_has_a_box_per_node_that_covers_no_other_and_an_arrow_per_edge():
 
 
 def test_a_flow_of_another_actor_beside_the_first():
-    """The same as written with numbered roles; state, custom names and functions of the driver get the number too."""
+    """The same as written with numbered roles; state, custom names and functions of the driver get the number
+    too."""
     actor, critic, reward = symbolic_roles("actor critic reward")
     of_one = (
         actor.rollout()

@@ -1,4 +1,5 @@
-"""What the tests of this folder share: how many cases are drawn, how long one may take, and which errors are clear ones.
+"""What the tests of this folder share: how many cases are drawn, how long one may take, and which errors are
+clear ones.
 
 pytest tests/fuzz              up to 100 cases each, the same every time
 pytest tests/fuzz -m slow -rP  most of them 5,000 others each, drawn anew; -rP prints how many
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 
 QUICK, FULL = 50, 5000
 CASE_S = 10.0
-"""Of the processor, that one case may take: hundreds of times what it takes, so no other load reaches it, and no hang stays below it."""
+"""Of the processor, that one case may take: hundreds of times what it takes, so no other load reaches it, and
+no hang stays below it."""
 
 hypothesis.configuration.set_hypothesis_home_dir(
     Path(tempfile.gettempdir()) / "megarl_hypothesis"
@@ -28,7 +30,8 @@ hypothesis.configuration.set_hypothesis_home_dir(
 
 
 def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -> Callable:
-    """Make a test of `check(folder, *drawn)`; folder: for files, shared by all cases of the test. quick 0: only among the slow ones."""
+    """Make a test of `check(folder, *drawn)`; folder: for files, shared by all cases of the test. quick 0:
+    only among the slow ones."""
 
     def decorate(check: Callable) -> Callable:
         @pytest.mark.parametrize(
@@ -45,7 +48,8 @@ def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -
                 slowest = max(slowest, time.process_time() - start)
                 assert slowest < CASE_S
 
-            # Health checks are about speed and about inputs that are drawn in vain; the cases here read and write files.
+            # Health checks are about speed and about inputs that are drawn in vain; the cases here read and
+            # write files.
             settings(
                 max_examples=cases,
                 deadline=None,
@@ -70,8 +74,8 @@ def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -
 
 @contextlib.contextmanager
 def may_refuse(*clear: type[Exception], naming: str = "") -> Iterator[None]:
-    """Exactly these errors are clear ones, if they say something, and name what is at fault. Not their subclasses: a UnicodeDecodeError is
-    a ValueError, and so is json's."""
+    """Exactly these errors are clear ones, if they say something, and name what is at fault. Not their
+    subclasses: a UnicodeDecodeError is a ValueError, and so is json's."""
     try:
         yield
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Whatever stands in args files and on the command line: a configuration, or a ConfigError that says where. And what was read is written
-so that it reads the same.
+"""Whatever stands in args files and on the command line: a configuration, or a ConfigError that says where.
+And what was read is written so that it reads the same.
 
 pytest tests/fuzz/test_arguments.py"""
 
@@ -126,12 +126,14 @@ plain = st.text(st.sampled_from("ab1-=.,:/ü\u2028 \t\n\r'\"\\#\\\n  "), max_siz
 @pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
 @fuzz(st.lists(plain, min_size=50, max_size=50), quick=8, full=200)
 def test_words_are_those_of_bash(folder: Path, texts: list[str]) -> None:
-    """50 texts at once, as starting bash takes longest. A text that one of them refuses, both must. Bash ends words at spaces, tabs and
-    line ends; carriage returns are our own addition, for files from other systems."""
+    """50 texts at once, as starting bash takes longest. A text that one of them refuses, both must. Bash ends
+    words at spaces, tabs and line ends; carriage returns are our own addition, for files from other
+    systems."""
     texts = [text.replace("\r", "") + "\n" for text in texts]
     tell = "do printf '%s\\0' \"$word\"; done; printf '\\1\\0'; } || printf '\\2\\0'"
     script = "\n".join(
-        f'eval {shell_quoted(f"words=({chr(10)}{text}{chr(10)})")} 2>/dev/null && {{ for word in "${{words[@]}}"; {tell}'
+        f"eval {shell_quoted(f'words=({chr(10)}{text}{chr(10)})')} 2>/dev/null && {{ for word in "
+        f'"${{words[@]}}"; {tell}'
         for text in texts
     )
     found = (
@@ -162,6 +164,7 @@ def values(flag: Flag) -> st.SearchStrategy[list[str]]:
     else:
         of = {
             "int": st.integers(0, 9).map(str),
+            "low-high": st.sampled_from(["1-2", "1-8", "2-1", "0-3", "3-"]),
             "float": st.one_of(st.floats(0, 2), st.floats()).map(repr),
             "str": st.text(max_size=8),
             "json": st.dictionaries(st.text(max_size=3), st.floats() | st.text(max_size=3)).map(json.dumps),

@@ -19,7 +19,7 @@ from megarl.checkpoint.save import save
 from megarl.checkpoint.tensor_file import TensorFile, TensorFileError
 from megarl.config.checkpoint_folders import MANIFEST, JobFileError, read_job, write_job
 from megarl.config.checkpoint_json import file_digest
-from megarl.driver.run_history import cut_after
+from megarl.loggers.json_lines import cut_after
 from tests.fuzz.cases import fuzz, may_refuse
 from tests.fuzz.damage import damaged, damages, edited, edits, json_values
 
@@ -86,7 +86,8 @@ def test_damaged_bytes_of_a_checkpoint(folder: Path, name: str, damage: list) ->
 
 @fuzz(edits, st.booleans())
 def test_manifests_that_lie(folder: Path, drawn: list, state: bool) -> None:
-    """With a digest that fits: somebody wrote them so. What they say of the tensors is not believed before it was seen in the files."""
+    """With a digest that fits: somebody wrote them so. What they say of the tensors is not believed before it
+    was seen in the files."""
     copy = saved(folder)
     stored = json.loads((copy / MANIFEST).read_text())
     body = {key: stored[key] for key in ("files", "tensors", "state")}

@@ -1,4 +1,5 @@
-"""Whatever stands behind `megarl`, and whatever numbers a step has: an exit code and a message, and lines that every reader can parse.
+"""Whatever stands behind `megarl`, and whatever numbers a step has: an exit code and a message, and lines
+that every reader can parse.
 
 pytest tests/fuzz/test_commands.py"""
 
@@ -16,9 +17,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from megarl import cli
 from megarl.convert import shard_bytes
-from megarl.driver.events import EventFile
-from megarl.driver.metrics import to_json_line
-from megarl.driver.progress import Progress
+from megarl.loggers import LoggerContext
+from megarl.loggers.console import Progress
+from megarl.loggers.json_lines import to_json_line
+from megarl.loggers.tensorboard import TensorBoard
 from tests.config.conftest import QWEN3
 from tests.fuzz.cases import fuzz
 
@@ -164,14 +166,14 @@ def test_lines_of_metrics(folder: Path, metrics: dict[str, float | int]) -> None
 @fuzz(st.integers(0, 2**62), st.dictionaries(metric_names, numbers, max_size=6))
 def test_events_of_tensorboard(folder: Path, step: int, metrics: dict[str, float | int]) -> None:
     """Read by TensorBoard's own loader, in fp32."""
-    for old in (folder / "events").glob("*"):
+    for old in (folder / "tensorboard").glob("*"):
         old.unlink()
-    file = EventFile(folder / "events")
-    file.add_scalars(step, metrics, 1.0)
-    file.close()
-    [path] = (folder / "events").iterdir()
-    _, event = EventFileLoader(str(path)).Load()
-    assert event.step == step and len(event.summary.value) == len(metrics)
+    logger = TensorBoard(LoggerContext(folder=folder, project="", name=""))
+    logger.log_metrics(step, metrics, 1.0)
+    logger.close()
+    [path] = (folder / "tensorboard").iterdir()
+    _, *events = EventFileLoader(str(path)).Load()
+    assert [event.step for event in events] == [step] * len(metrics)
 
 
 shown_names = st.builds(

@@ -1,5 +1,6 @@
-"""Whatever stands in data files: prompts that can be encoded, sent and recorded, or a ValueError that names the file and the row; and
-whatever prompts and templates say: token ids, or a ValueError that names the template.
+"""Whatever stands in data files: prompts that can be encoded, sent and recorded, or a ValueError that names
+the file and the row; and whatever prompts and templates say: token ids, or a ValueError that names the
+template.
 
 pytest tests/fuzz/test_data.py"""
 
@@ -126,7 +127,8 @@ needs = st.sampled_from([None, "ground_truth", "response"])
 
 
 def use(dataset: PromptDataset) -> None:
-    """What training does with prompts besides encoding them: sends them to other processes and writes them down."""
+    """What training does with prompts besides encoding them: sends them to other processes and writes them
+    down."""
     assert len(dataset) > 0
     for prompt in dataset:
         record = {
@@ -287,7 +289,8 @@ LOADED: dict[str, Tokenizer] = {}
 
 @fuzz(st.lists(rows, min_size=1, max_size=3), st.sampled_from(["own", *TEMPLATES]), st.booleans(), quick=40)
 def test_chat_templates(folder: Path, drawn: list[object], template: str, responses: bool) -> None:
-    """Ids are those of the vocabulary; what a judge or classifier is shown can be made of every prompt that passes."""
+    """Ids are those of the vocabulary; what a judge or classifier is shown can be made of every prompt that
+    passes."""
     path, tokenizer = folder / "train.jsonl", LOADED[template]
     path.write_bytes("\n".join(map(json.dumps, drawn)).encode())
     with may_refuse(ValueError, naming="--train-data"):

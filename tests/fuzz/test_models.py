@@ -1,4 +1,5 @@
-"""Damaged folders of models, and Megatron's checkpoints that are none: weights, or an error that names the folder; and nothing is run.
+"""Damaged folders of models, and Megatron's checkpoints that are none: weights, or an error that names the
+folder; and nothing is run.
 
 pytest tests/fuzz/test_models.py"""
 

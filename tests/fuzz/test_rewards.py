@@ -1,5 +1,5 @@
-"""Whatever a model writes: the built-in rules say 0 or 1, and no answer costs the run an error or its time. And whatever stands in the
-column of the right answers: a rule, or a ValueError that shows it.
+"""Whatever a model writes: the built-in rules say 0 or 1, and no answer costs the run an error or its time.
+And whatever stands in the column of the right answers: a rule, or a ValueError that shows it.
 
 pytest tests/fuzz/test_rewards.py"""
 
@@ -209,7 +209,8 @@ programs = st.one_of(
     responses.map("```python\n{}\n```".format),
     st.sampled_from(
         [
-            "```python\ndef f(*a):\n import sys\n sys.setrecursionlimit(10**6)\n x = []\n for _ in range(3000): x = [x]\n return x\n```",
+            "```python\ndef f(*a):\n import sys\n sys.setrecursionlimit(10**6)\n x = []\n for _ in "
+            "range(3000): x = [x]\n return x\n```",
             "```python\ndef f(*a):\n import sys\n sys.set_int_max_str_digits(0)\n return 10**5000\n```",
             "```python\nprint('\\x00' * 9)\n```",
             "```python\n\x00\n```",
@@ -245,7 +246,8 @@ def test_programs_in_the_sandbox(folder: Path, response: str, truth: str) -> Non
 
 @fuzz(st.lists(answers, min_size=8, max_size=8), quick=0, full=80)
 def test_a_pool_answers_in_time(folder: Path, drawn: list[str]) -> None:
-    """Eight at a time, through pickles and pipes: what the C code under SymPy does not let go of is killed."""
+    """Eight at a time, through pickles and pipes: what the C code under SymPy does not let go of is
+    killed."""
     with RewardPool(DataConfig(train_data=("x",), reward="math", reward_timeout_s=20), num_workers=1) as pool:
         verdicts = pool.score([RewardSample("math", answer, "17") for answer in drawn])
     assert all(

@@ -1,7 +1,8 @@
 """The tests of tests/kernels by the Triton kernels on a GPU; skipped without one.
 
-A test file here takes over the functions of its namesake in tests/kernels. They make their tensors on the CPU: each door of megarl.kernels
-that such a file imported is wrapped so that its tensors go to the GPU and its results come back."""
+A test file here takes over the functions of its namesake in tests/kernels. They make their tensors on the
+CPU: each door of megarl.kernels that such a file imported is wrapped so that its tensors go to the GPU and
+its results come back."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def kernels(request, monkeypatch) -> str:
         pytest.skip("needs a GPU")
     if _interprets():
         pytest.fail(
-            "Triton was imported to interpret, so nothing here would run on the GPU: unset TRITON_INTERPRET and MEGARL_KERNELS"
+            "Triton was imported to interpret, so nothing here would run on the GPU: unset "
+            "TRITON_INTERPRET and MEGARL_KERNELS"
         )
     monkeypatch.setenv("MEGARL_KERNELS", "triton")
     source = sys.modules[request.function.__module__]

@@ -1,4 +1,5 @@
-"""Three updates of a policy of 30M parameters on one GPU, with and without offload between them. Writes a JSON report for test_offload.py.
+"""Three updates of a policy of 30M parameters on one GPU, with and without offload between them. Writes a
+JSON report for test_offload.py.
 
 python tests/gpu/run_offload.py OUT_FOLDER
 """
@@ -20,9 +21,9 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import OFFLOAD_PARTS, ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.mesh import create_groups
-from megarl.megatron.model import uses_transformer_engine
 from megarl.megatron.initialize import random_weights
 from megarl.megatron.policy import Policy
+from megarl.megatron.transformer_engine import uses_transformer_engine
 from megarl.reshard.megatron_atlas import megatron_atlases
 
 CONFIG = {

@@ -1,5 +1,5 @@
-"""Copies and digests on a GPU, bit for bit what PyTorch and the CPU make of the same rectangles. Needs a GPU and an extension that was
-built for it.
+"""Copies and digests on a GPU, bit for bit what PyTorch and the CPU make of the same rectangles. Needs a GPU
+and an extension that was built for it.
 
     pytest tests/gpu/test_copier.py"""
 

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 READER = """
 import pickle, sys, torch
 from megarl.reshard.transports.exported import open_exported
-torch.cuda.init()
+torch.cuda.set_device(int(sys.argv[1]))
 for _ in range(2):
     tensors = open_exported(pickle.load(sys.stdin.buffer))
+    assert {tensor.device.index for tensor in tensors.values()} == {torch.cuda.current_device()}
     got = {name: (tensor * 1).cpu().tolist() for name, tensor in tensors.items()}
     torch.cuda.synchronize()
     pickle.dump(got, sys.stdout.buffer)
@@ -28,11 +29,17 @@ for _ in range(2):
 """
 
 
-def test_another_process_reads_what_is_there_now_and_after_a_move():
-    """Views of one buffer within the caching allocator's block, with strides and offsets; then other memory, as after an offload."""
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("reading_gpu", [0, pytest.param(1, marks=two_gpus)])
+def test_another_process_reads_what_is_there_now_and_after_a_move(reading_gpu):
+    """Views of one buffer within the caching allocator's block, with strides and offsets; then other memory,
+    as after an offload. On the same GPU, and on another one, whose kernels read it as their own device's."""
     filler, buffer = torch.zeros(100, device="cuda"), torch.arange(40.0, device="cuda")
     assert filler.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
-    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", READER, str(reading_gpu)]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         for _ in range(2):
             tensors = {

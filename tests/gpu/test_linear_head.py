@@ -1,7 +1,9 @@
-"""The output layer's kernels, compiled: the tests of tests/kernels that take `kernels`, and the sizes and dtypes that only a GPU can do.
+"""The output layer's kernels, compiled: the tests of tests/kernels that take `kernels`, and the sizes and
+dtypes that only a GPU can do.
 
-bf16 bounds: log-probs 1e-3 and entropies 2e-3 against float64 on the same bf16 inputs, since products of bf16 are exact in fp32 and only
-their sum is rounded; gradients relative Frobenius 5e-3, one rounding of dlogits and one of the result to bf16.
+bf16 bounds: log-probs 1e-3 and entropies 2e-3 against float64 on the same bf16 inputs, since products of bf16
+are exact in fp32 and only their sum is rounded; gradients relative Frobenius 5e-3, one rounding of dlogits
+and one of the result to bf16.
 """
 
 import pytest

@@ -7,7 +7,8 @@ from tests.kernels.test_log_probs import *  # noqa: F403
 
 
 def test_inplace_gives_the_gradient_in_the_memory_of_the_logits(kernels):
-    """Takes over its namesake, which would see the memory of what the door was given before it went to the GPU."""
+    """Takes over its namesake, which would see the memory of what the door was given before it went to the
+    GPU."""
     product = (
         torch.ones((), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         * torch.randn(8, 300, device="cuda").bfloat16()

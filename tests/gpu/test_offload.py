@@ -1,4 +1,5 @@
-"""Offload on a GPU: what the allocator says becomes free, bits, addresses; and Megatron's hybrid optimizer, which needs a GPU.
+"""Offload on a GPU: what the allocator says becomes free, bits, addresses; and Megatron's hybrid optimizer,
+which needs a GPU.
 
 One process each, as NCCL and Megatron keep state (run_offload.py).
 
@@ -53,8 +54,8 @@ def test_parameters_are_the_same_tensors_at_their_current_addresses(report, case
 
 
 def test_hybrid_optimizer_keeps_states_on_the_host_and_makes_the_same_step(report):
-    """CPU and GPU Adam round differently, which now and then flips the last bit of a bf16 weight (6e-5 at 0.02): 1e-5 on average is a
-    hundredth of one step of lr 1e-3."""
+    """CPU and GPU Adam round differently, which now and then flips the last bit of a bf16 weight (6e-5 at
+    0.02): 1e-5 on average is a hundredth of one step of lr 1e-3."""
     assert report["hybrid"]["state_devices"] == ["cpu"]
     assert report["hybrid"]["difference"] < 1e-5
     assert report["hybrid"]["moved"] > 1e-4, "the weights were trained"

@@ -1,7 +1,8 @@
-"""The `kernels` fixture: each test that takes it runs once with PyTorch and once with the Triton kernels in Triton's interpreter.
+"""The `kernels` fixture: each test that takes it runs once with PyTorch and once with the Triton kernels in
+Triton's interpreter.
 
-Triton decides at its import whether it compiles or interprets (tests/conftest.py). With a GPU, interpreting needs a process of its own:
-    MEGARL_KERNELS=interpret pytest tests/kernels
+Triton decides at its import whether it compiles or interprets (tests/conftest.py). With a GPU, interpreting
+    needs a process of its own: MEGARL_KERNELS=interpret pytest tests/kernels
 """
 
 import os

@@ -7,8 +7,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def make_case(num_tokens, num_hidden, vocab_size, num_columns=None, dtype=torch.float32, shift=0.0, seed=0):
-    """(hidden [N, H], weight [columns, H], targets [N], cotangents [2, N]). `shift` moves all logits of the vocabulary; targets hit both
-    its ends, so also the last, partly filled tile; padding rows would take all probability."""
+    """(hidden [N, H], weight [columns, H], targets [N], cotangents [2, N]). `shift` moves all logits of the
+    vocabulary; targets hit both its ends, so also the last, partly filled tile; padding rows would take all
+    probability."""
     generator = torch.Generator().manual_seed(seed + num_tokens * 7919 + vocab_size)
     num_columns = num_columns or vocab_size
     hidden = torch.randn(num_tokens, num_hidden, generator=generator)
@@ -22,7 +23,8 @@ def make_case(num_tokens, num_hidden, vocab_size, num_columns=None, dtype=torch.
 
 
 def assert_at_most_twice_the_error(actual, of_torch, expected, slack):
-    """`of_torch` is plain PyTorch in the dtype of the inputs; `slack`: units in the last place, since its error may be 0 by luck."""
+    """`of_torch` is plain PyTorch in the dtype of the inputs; `slack`: units in the last place, since its
+    error may be 0 by luck."""
     error, torch_error = (
         (x.detach().double() - expected.detach()).abs().max().item() if x.numel() else 0.0
         for x in (actual, of_torch)
@@ -46,7 +48,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of all tensors made inside that are alive at one time, at the worst moment. Counted, not measured: always the same."""
+    """Bytes of all tensors made inside that are alive at one time, at the worst moment. Counted, not
+    measured: always the same."""
 
     peak = 0
 

@@ -1,4 +1,5 @@
-"""One rank of test_log_probs_tensor_parallel.py: python run_tensor_parallel.py RANK WORLD_SIZE INIT_FILE. Fails by traceback."""
+"""One rank of test_log_probs_tensor_parallel.py: python run_tensor_parallel.py RANK WORLD_SIZE INIT_FILE.
+Fails by traceback."""
 
 import datetime
 import itertools
@@ -46,7 +47,8 @@ def check_equal_to_one_rank(group, vocab_size, num_columns, with_entropy, dtype)
     whole = logits.double().requires_grad_()
     expected = vocab_parallel_log_probs_ref(whole, targets, **options)
     wanted = gradients(expected if with_entropy else expected[:1], whole, cotangents)
-    # fp32 at logits of 120: half a unit in the last place of a logit is 4e-6, and the division by 0.8 adds one more rounding.
+    # fp32 at logits of 120: half a unit in the last place of a logit is 4e-6, and the division by 0.8 adds
+    # one more rounding.
     tolerance = 2e-5 if dtype == torch.float32 else 1e-12
     for output, want in zip(outputs, expected):
         if output is not None:
@@ -60,6 +62,46 @@ def check_equal_to_one_rank(group, vocab_size, num_columns, with_entropy, dtype)
     assert all(torch.equal(other, gathered[0]) for other in gathered), "ranks disagree on the log-probs"
 
 
+def check_banned_shards(group, with_entropy, dtype):
+    """Rows of which a rank has -inf logits alone: as if it had no columns there, whatever rank it is. Where
+    all ranks have: NaN."""
+    rank, num_ranks, num_columns = dist.get_rank(group), dist.get_world_size(group), 16
+    logits, targets, cotangents = make_case(num_columns * num_ranks, num_columns, num_ranks, dtype)
+    rows, columns = torch.arange(len(targets)), torch.arange(num_columns * num_ranks)
+    of_rank = columns // num_columns
+    logits[(rows[:, None] % num_ranks) == of_rank] = -torch.inf  # each row is dead on one rank
+    logits[5] = -torch.inf
+    mine = logits[:, rank * num_columns : (rank + 1) * num_columns].clone().requires_grad_()
+    outputs = vocab_parallel_log_probs(
+        mine, targets, vocab_size=num_columns * num_ranks, group=group, with_entropy=with_entropy
+    )
+    whole = logits.double().requires_grad_()
+    log_p = torch.log_softmax(whole, -1)
+    expected = log_p[rows, targets], -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1)
+    is_dead = rows == 5
+    is_banned = expected[0].isneginf()
+    assert is_banned.sum() > 3 and (~is_banned).sum() > 10
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-12
+    for output, want in zip(outputs, expected):
+        if output is not None:
+            assert output[is_dead].isnan().all(), output[is_dead]
+            torch.testing.assert_close(output[~is_dead].double(), want[~is_dead], rtol=0, atol=tolerance)
+    live = ~is_dead & ~is_banned  # the gradient of a log-prob of -inf is of no use to anybody
+    outputs = [None if output is None else output[live] for output in outputs]
+    found = gradients(outputs, mine, cotangents[:, live])[live]
+    of_whole = torch.where(log_p > -torch.inf, log_p, 0.0)
+    entropy = -(torch.where(log_p > -torch.inf, log_p.exp(), 0.0) * of_whole).sum(-1)
+    wanted = gradients(
+        (log_p[rows, targets][live], entropy[live] if with_entropy else None),
+        whole,
+        cotangents[:, live].double(),
+    )
+    wanted = wanted[live][:, rank * num_columns : (rank + 1) * num_columns].nan_to_num(
+        0.0
+    )  # autograd through -inf: 0 * inf
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
+
+
 def loss_of_tokens(log_probs, entropy, rows):
     """A sum over tokens; every third one has no gradient, and is left out of the backward products."""
     weights = torch.arange(rows.start, rows.stop).remainder(3).to(log_probs.dtype)
@@ -67,7 +109,8 @@ def loss_of_tokens(log_probs, entropy, rows):
 
 
 def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_hidden=8):
-    """Both ways through the output layer, whose rows are split: values, gradient of all hidden states, of this rank's rows."""
+    """Both ways through the output layer, whose rows are split: values, gradient of all hidden states, of
+    this rank's rows."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     _, targets, cotangents = make_case(vocab_size, num_columns, num_ranks, dtype)
     generator = torch.Generator().manual_seed(vocab_size)
@@ -85,8 +128,8 @@ def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_
         wanted = torch.autograd.grad(
             [e for _, e, _ in chosen], whole, [c.double() for _, _, c in chosen], retain_graph=True
         )
-        # fp32: a logit of 120 / 0.8 is exact to 8e-6. A gradient of a hidden state is a sum of p times weights of 120, whose terms cancel
-        # up to the rounding of p and of the entropy, some 1e-6.
+        # fp32: a logit of 120 / 0.8 is exact to 8e-6. A gradient of a hidden state is a sum of p times
+        # weights of 120, whose terms cancel up to the rounding of p and of the entropy, some 1e-6.
         for got, want, bound in [(o, e, 3e-5) for o, e, _ in chosen] + [
             (grads[0], wanted[0], 1e-3),
             (grads[1], wanted[1][part], 3e-5),
@@ -144,7 +187,8 @@ def main(rank, world_size, init_file):
     pair = dist.new_group(list(range(world_size)))
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     linear_head._CHUNK_ELEMENTS_CPU, linear_head._MIN_ROWS_CPU = 1, 10
-    # Real columns per rank: equal, last rank with fewer, last rank with one, last rank with none, first rank with one only.
+    # Real columns per rank: equal, last rank with fewer, last rank with one, last rank with none, first rank
+    # with one only.
     sizes = [16 * world_size, 16 * world_size - 5, 16 * (world_size - 1) + 1, 16 * (world_size - 1), 1]
     dtypes = [torch.float32, torch.float64]
     if os.environ["MEGARL_KERNELS"] == "interpret":  # slow, and float64 is PyTorch's anyway
@@ -155,6 +199,8 @@ def main(rank, world_size, init_file):
             check_linear_heads(pair, vocab_size, 16, with_entropy, dtype)
         except AssertionError as error:
             raise AssertionError(WORDS.format(vocab_size, 16, with_entropy, dtype)) from error
+    for with_entropy, dtype in itertools.product([False, True], dtypes):
+        check_banned_shards(pair, with_entropy, dtype)
     check_equal_to_one_rank(alone, 13, 16, True, torch.float32)
     for num_stats, with_entropy in ((2, False), (3, True)):
         expected = [(dist.ReduceOp.MAX, 5), (dist.ReduceOp.SUM, num_stats * 5)]

@@ -1,4 +1,5 @@
-"""`token_weights` against its specification, and what each mode means. Bound: one rounding of 1/n, one of n in fp32."""
+"""`token_weights` against its specification, and what each mode means. Bound: one rounding of 1/n, one of n
+in fp32."""
 
 from typing import get_args
 

@@ -1,4 +1,5 @@
-"""tools/check_kernels.py: every kernel compiles for every GPU without spills, and one that spills does not get through.
+"""tools/check_kernels.py: every kernel compiles for every GPU without spills, and one that spills does not
+get through.
 
 pytest tests/kernels/test_check_kernels.py"""
 
@@ -99,7 +100,8 @@ def test_every_file_with_a_kernel_lists_it():
     """A kernel that nobody lists is not checked."""
     # In a process of its own: here the interpreter's tests want these modules for themselves.
     script = (
-        "import importlib, json, sys; print(json.dumps({m: [c.kernel.fn.__name__ for c in importlib.import_module('megarl.kernels.' + m)"
+        "import importlib, json, sys; print(json.dumps({m: [c.kernel.fn.__name__ for c in "
+        "importlib.import_module('megarl.kernels.' + m)"
         ".AOT_CASES] for m in sys.argv[1:]}))"
     )
     paths = sorted((ROOT / "triton_kernels").glob("*_triton.py"))

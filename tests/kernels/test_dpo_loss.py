@@ -1,6 +1,9 @@
-"""`dpo_loss` by every backend: loss and gradient against autograd of the fp64 specification, one pair after another.
+"""`dpo_loss` by every backend: loss and gradient against autograd of the fp64 specification, one pair after
+another.
 
-Bound: every token's difference of log-probs is rounded once, half a unit in the last place of up to 8; sums of them are fp64. The margin is so within eps times the sum of absolute log-probs, and the loss within its slope, at most 1 (ipo: 2 |h|), of that."""
+Bound: every token's difference of log-probs is rounded once, half a unit in the last place of up to 8; sums
+of them are fp64. The margin is so within eps times the sum of absolute log-probs, and the loss within its
+slope, at most 1 (ipo: 2 |h|), of that."""
 
 from __future__ import annotations
 
@@ -171,7 +174,8 @@ def test_repeatable_and_pairs_do_not_depend_on_each_other(kernels):
 
 
 def test_margin_of_long_sequences(kernels):
-    """Sums near 3000 that differ by 0.5: in fp32 their difference alone would be off by 2e-4, and the sums by much more."""
+    """Sums near 3000 that differ by 0.5: in fp32 their difference alone would be off by 2e-4, and the sums by
+    much more."""
     generator = torch.Generator().manual_seed(0)
     ref = -3 * torch.rand(6000, generator=generator)
     log_probs = ref + 1 + 0.1 * torch.randn(6000, generator=generator)
@@ -188,7 +192,8 @@ def test_margin_of_long_sequences(kernels):
         run(columns, beta=1.0),
         run(columns, dpo_loss_ref, beta=1.0),
     )
-    # Differences of log-probs are rounded by up to half a unit of 2: 6e-8, and 6000 such roundings do not all point one way.
+    # Differences of log-probs are rounded by up to half a unit of 2: 6e-8, and 6000 such roundings do not all
+    # point one way.
     assert abs(loss - expected) <= 2e-5 and (gradient - expected_gradient).abs().max() <= 2e-5
 
 

@@ -1,7 +1,7 @@
 """`fused_linear_policy_loss` against its fp64 specification, with the losses of the algorithms, on one rank.
 
-Bounds are twice the error of plain PyTorch (matrix product, log_softmax, autograd) in the same dtype, plus a few units in the last
-place. test_log_probs_tensor_parallel.py splits the vocabulary over ranks.
+Bounds are twice the error of plain PyTorch (matrix product, log_softmax, autograd) in the same dtype, plus a
+few units in the last place. test_log_probs_tensor_parallel.py splits the vocabulary over ranks.
 """
 
 import pytest
@@ -125,7 +125,8 @@ def test_gradcheck():
 
 
 def test_bf16_inputs(kernels):
-    """The weight's gradient is added up in fp32: better than PyTorch's, which is rounded to bf16 in every product."""
+    """The weight's gradient is added up in fp32: better than PyTorch's, which is rounded to bf16 in every
+    product."""
     hidden, weight, targets, _ = make_case(48, 64, 700, dtype=torch.bfloat16)
     loss, options = make_loss(GRPO(entropy_coef=0.01), 48), dict(vocab_size=700, with_entropy=True)
     main_grad = torch.zeros(700, 64)
@@ -201,7 +202,8 @@ def test_twice_the_same_bits(kernels):
 
 @pytest.mark.parametrize("num_active", [0, 1, 7, 60])
 def test_rows_without_a_gradient_cost_no_backward(monkeypatch, num_active):
-    """FLOPs of three products, the last two for rows with a gradient only; no tensor is larger than one chunk of logits."""
+    """FLOPs of three products, the last two for rows with a gradient only; no tensor is larger than one chunk
+    of logits."""
     num_tokens, num_hidden, vocab_size = 60, 8, 100
     monkeypatch.setattr(linear_head, "_CHUNK_ELEMENTS_CPU", 1)
     monkeypatch.setattr(linear_head, "_MIN_ROWS_CPU", 10)

@@ -1,7 +1,7 @@
 """`gae` and `whiten` against one token after another in fp64, by every backend.
 
-Bound of an advantage: a sum of at most 1 / (1 - gamma gae_lambda) steps' worth of terms, each rounded a few times: 32 eps times the
-sum of the absolute terms, which the loop gives when it is run on absolute values."""
+Bound of an advantage: a sum of at most 1 / (1 - gamma gae_lambda) steps' worth of terms, each rounded a few
+times: 32 eps times the sum of the absolute terms, which the loop gives when it is run on absolute values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_against_the_loop(kernels, lengths, share_masked, gamma, gae_lambda):
 
 
 def test_full_lambda_and_gamma_is_return_minus_value(kernels):
-    """gamma = gae_lambda = 1: the rewards of this action and all later ones, plus the bootstrap, minus the value."""
+    """gamma = gae_lambda = 1: the rewards of this action and all later ones, plus the bootstrap, minus the
+    value."""
     rewards, values, mask, cu_seqlens, bootstrap_values = batch = make_batch([150, 20])
     actual = run(gae, batch, 1.0, 1.0)
     for sequence, (begin, end) in enumerate(((0, 150), (150, 170))):
@@ -99,7 +100,8 @@ def test_full_lambda_and_gamma_is_return_minus_value(kernels):
 
 
 def test_masked_tokens_take_no_step(kernels):
-    """The same actions with tool output between them: the same advantages. Not bit by bit: they stand at other places of the scan."""
+    """The same actions with tool output between them: the same advantages. Not bit by bit: they stand at
+    other places of the scan."""
     rewards, values, mask, cu_seqlens, bootstrap_values = batch = make_batch([60, 40])
     dense = (
         rewards[mask],

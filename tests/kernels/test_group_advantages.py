@@ -1,6 +1,7 @@
 """`group_advantages` by every backend against its specification (one group after another, fp64).
 
-Bound: both work in fp64 and round once to fp32, so half a unit in the last place of the largest advantage, doubled.
+Bound: both work in fp64 and round once to fp32, so half a unit in the last place of the largest advantage,
+doubled.
 """
 
 import math
@@ -24,10 +25,11 @@ def kernels(kernels, monkeypatch):
 
 
 def make_groups(num_groups=50, seed=0):
-    """Groups of 1 to 9 samples in shuffled order, with failed samples, whole failed groups and groups without a difference."""
+    """Groups of 1 to 9 samples in shuffled order, with failed samples, whole failed groups and groups without
+    a difference."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 10, (num_groups,), generator=generator)
-    ids = torch.repeat_interleave(torch.arange(num_groups) * 37 - 100, sizes)
+    ids = torch.repeat_interleave(torch.arange(num_groups) * 2**35 - 100, sizes)  # large: visits
     rewards = torch.randn(len(ids), generator=generator)
     rewards[torch.rand(len(ids), generator=generator) < 0.2] = NAN
     rewards[ids == ids[0]] = NAN
@@ -49,7 +51,8 @@ def test_against_the_specification(kernels, seed, normalize_by_std):
 
 
 def test_by_hand(kernels):
-    """Group 7: 1, 0, 0, 1 -> mean 1/2, unbiased std sqrt(1/3). Group 3: 2 and 4, the third failed. Group 5: alone."""
+    """Group 7: 1, 0, 0, 1 -> mean 1/2, unbiased std sqrt(1/3). Group 3: 2 and 4, the third failed. Group 5:
+    alone."""
     rewards = torch.tensor([1.0, 2, 0, 0, NAN, 4, 1, 9])
     ids = torch.tensor([7, 3, 7, 7, 3, 3, 7, 5])
     assert group_advantages(rewards, ids, False).tolist() == [0.5, -1, -0.5, -0.5, 0, 1, 0.5, 0]
@@ -76,7 +79,8 @@ def test_a_common_offset_changes_nothing(kernels):
 
 
 def test_order_of_samples_and_repetition(kernels):
-    """Bit by bit when repeated; in another order an fp64 sum may round otherwise, and then the fp32 result by one unit."""
+    """Bit by bit when repeated; in another order an fp64 sum may round otherwise, and then the fp32 result by
+    one unit."""
     rewards, ids = make_groups()
     expected = group_advantages(rewards, ids, True)
     assert torch.equal(group_advantages(rewards, ids, True), expected)
@@ -116,3 +120,26 @@ def test_empty(kernels):
 def test_errors_name_the_value(rewards, ids, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(torch.tensor(rewards), torch.tensor(ids), True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("normalize_by_std", [False, True])
+def test_rewards_of_any_dtype_are_taken_and_answered_as_fp32(kernels, dtype, normalize_by_std):
+    rewards, ids = make_groups()
+    rewards = rewards.to(dtype)
+    advantages = group_advantages(rewards, ids, normalize_by_std)
+    assert advantages.dtype == torch.float32
+    assert torch.equal(advantages, group_advantages(rewards.float(), ids, normalize_by_std))
+    expected = group_advantages_ref(rewards.float(), ids, normalize_by_std)
+    assert (advantages.double() - expected).abs().max() <= torch.finfo(
+        torch.float32
+    ).eps * expected.abs().max()
+    equal = torch.full((7,), 0.1, dtype=dtype)
+    assert (group_advantages(equal, torch.zeros(7, dtype=torch.int64), normalize_by_std) == 0).all()
+
+
+def test_a_reward_that_fp32_cannot_hold_is_refused(kernels):
+    with pytest.raises(ValueError, match=r"rewards\[1\] \(1e\+39\) must be finite in fp32"):
+        group_advantages(
+            torch.tensor([0.0, 1e39], dtype=torch.float64), torch.zeros(2, dtype=torch.int64), True
+        )

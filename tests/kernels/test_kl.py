@@ -1,5 +1,5 @@
-"""`kl_estimate` by every backend: values and slopes against fp64, and what the docstring says of expectations, by summing over a whole
-vocabulary."""
+"""`kl_estimate` by every backend: values and slopes against fp64, and what the docstring says of
+expectations, by summing over a whole vocabulary."""
 
 import math
 from typing import get_args
@@ -33,8 +33,9 @@ def slopes(function, log_probs, ref_log_probs, kind, straight_through=False):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1e-5, 1e-2, 0.3, 1.0, 10.0])
 def test_against_fp64(kernels, kind, scale, straight_through):
-    """Value within a few units in the last place of the difference, slope to full precision: autograd of exp(-d) + d in fp32
-    would be off by 1e-2 relative at differences of 1e-5. The rounding of d itself, common to all, is left out: both sides get d and 0."""
+    """Value within a few units in the last place of the difference, slope to full precision: autograd of
+    exp(-d) + d in fp32 would be off by 1e-2 relative at differences of 1e-5. The rounding of d itself, common
+    to all, is left out: both sides get d and 0."""
     d, zero = scale * torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.zeros(1000)
     values, slope = slopes(kl_estimate, d, zero, kind, straight_through)
     expected, expected_slope = slopes(kl_estimate_ref, d.double(), zero.double(), kind, straight_through)
@@ -95,8 +96,9 @@ def test_non_contiguous_inputs_and_none(kernels):
 
 
 def test_expectations_of_values_and_gradients():
-    """Exact expectations under the policy: E[k1] = E[k3] = KL; E[gradient] is 0 for k1, of KL(policy || reference) for k2 and of
-    KL(reference || policy) for k3. Straight through, all have that of KL(policy || reference)."""
+    """Exact expectations under the policy: E[k1] = E[k3] = KL; E[gradient] is 0 for k1, of KL(policy ||
+    reference) for k2 and of KL(reference || policy) for k3. Straight through, all have that of KL(policy ||
+    reference)."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)

@@ -1,7 +1,9 @@
-"""`linear_log_probs` against its fp64 specification, on one rank; test_log_probs_tensor_parallel.py has the others.
+"""`linear_log_probs` against its fp64 specification, on one rank; test_log_probs_tensor_parallel.py has the
+others.
 
-Bounds are twice the error of plain PyTorch (matrix product, log_softmax, autograd) in the same dtype, plus a few units in the last
-place. bf16 never runs through tiles here: Triton's interpreter multiplies the raw bits of bf16.
+Bounds are twice the error of plain PyTorch (matrix product, log_softmax, autograd) in the same dtype, plus a
+few units in the last place. bf16 never runs through tiles here: Triton's interpreter multiplies the raw bits
+of bf16.
 """
 
 import math
@@ -79,7 +81,8 @@ def test_values_and_gradients_against_fp64(kernels, shape, temperature, shift, m
 
 
 def test_bf16_inputs(kernels):
-    """On a CPU the logits are rounded to bf16, as PyTorch's are; the gradient of the weight is not rounded on the way."""
+    """On a CPU the logits are rounded to bf16, as PyTorch's are; the gradient of the weight is not rounded on
+    the way."""
     hidden, weight, targets, cotangents = make_case(33, 64, 700, 704, dtype=torch.bfloat16)
     weight[700:] = 0
     options = dict(vocab_size=700, temperature=0.8)
@@ -260,3 +263,15 @@ def test_errors_name_the_value(change, message):
     )
     with pytest.raises(ValueError, match=message):
         linear_log_probs(**arguments)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_log_prob_is_above_zero(kernels, method):
+    """The target's logit of tiles is another product than the tile's, and may round above it: by 1e-4 of
+    these logits of 1e3."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(250, 64, generator=generator) * 40, torch.randn(40, 64, generator=generator)
+    targets = (hidden @ weight.t()).argmax(1)
+    with torch.no_grad():
+        log_probs, _ = linear_log_probs(hidden, weight, targets, vocab_size=40, method=method)
+    assert (log_probs <= 0).all() and (log_probs == 0).sum() > 100

@@ -1,8 +1,9 @@
-"""What `fused_linear_policy_loss` and `linear_log_probs` need from forward to backward: of what grows with the number of tokens, one
-gradient [N, H] and a few numbers per token; of what has a vocabulary in its shape, the buffers of one chunk and the weight's gradient.
+"""What `fused_linear_policy_loss` and `linear_log_probs` need from forward to backward: of what grows with
+the number of tokens, one gradient [N, H] and a few numbers per token; of what has a vocabulary in its shape,
+the buffers of one chunk and the weight's gradient.
 
-Bytes are counted as tensors come and go (`PeakBytes`), not measured, so these numbers are the same on every machine.
-tools/benchmarks/head_memory.py measures processes."""
+Bytes are counted as tensors come and go (`PeakBytes`), not measured, so these numbers are the same on every
+machine. tools/benchmarks/head_memory.py measures processes."""
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ CHUNK_BYTES = 4 * ROWS_PER_CHUNK * VOCAB_SIZE
 
 
 def loss_of_tokens(log_probs, entropy, rows):
-    """Every third token has no gradient: what is left out of the backward products is copied, a chunk at a time."""
+    """Every third token has no gradient: what is left out of the backward products is copied, a chunk at a
+    time."""
     weights = torch.arange(rows.start, rows.stop).remainder(3).to(log_probs.dtype)
     return (weights * (entropy - log_probs)).sum(), {}
 

@@ -1,8 +1,10 @@
-"""`vocab_parallel_log_probs` against its fp64 specification, on one rank. tests/gpu runs the tests that take `kernels` on CUDA.
+"""`vocab_parallel_log_probs` against its fp64 specification, on one rank. tests/gpu runs the tests that take
+`kernels` on CUDA.
 
-Bounds. fp32: at most twice the error that PyTorch's own log_softmax makes on the same inputs, plus a few units in the last place
-of the largest number involved (one of the two errors may be 0 by luck). bf16 logits: the same, for gradients rounded to bf16.
-Rows beside it, autograd on or off and `inplace` may not change a log-prob at all: that comparison is bitwise.
+Bounds. fp32: at most twice the error that PyTorch's own log_softmax makes on the same inputs, plus a few
+units in the last place of the largest number involved (one of the two errors may be 0 by luck). bf16 logits:
+the same, for gradients rounded to bf16. Rows beside it, autograd on or off and `inplace` may not change a
+log-prob at all: that comparison is bitwise.
 """
 
 import itertools
@@ -73,7 +75,8 @@ def test_values_and_gradient_against_fp64(kernels, shape, temperature, shift, dt
     of_torch = run(lambda x: torch_log_probs(x, targets, vocab_size, temperature), logits, cotangents)
     expected = run(lambda x: vocab_parallel_log_probs_ref(x, targets, **options), logits.double(), cotangents)
     assert actual[0].dtype == actual[1].dtype == torch.float32 and actual[2].dtype == dtype
-    # Units in the last place: of fp32 at the size of the scaled logits (values), of the logits' dtype at the size of the gradient.
+    # Units in the last place: of fp32 at the size of the scaled logits (values), of the logits' dtype at the
+    # size of the gradient.
     scaled = logits[:, :vocab_size].abs().max().item() / temperature
     slack = 4 * torch.finfo(torch.float32).eps * max(1, scaled)
     assert_at_most_twice_the_error(actual[0], of_torch[0], expected[0], slack)
@@ -90,7 +93,8 @@ def test_values_and_gradient_against_fp64(kernels, shape, temperature, shift, dt
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradcheck(with_entropy):
-    """In fp64. gradcheck goes backward many times where ours may once; the checkpoint gives each time a forward of its own."""
+    """In fp64. gradcheck goes backward many times where ours may once; the checkpoint gives each time a
+    forward of its own."""
     logits, targets, _ = make_case(5, 7, 6, torch.float64)
     logits[:, 6] = 0
     function = lambda x: vocab_parallel_log_probs(
@@ -132,7 +136,8 @@ def test_one_token_vocabulary_is_certain(kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_no_tokens(kernels, dtype, with_entropy):
-    """A micro-batch without response tokens still has to reach the parameters, or data-parallel ranks wait for each other."""
+    """A micro-batch without response tokens still has to reach the parameters, or data-parallel ranks wait
+    for each other."""
     hidden = torch.zeros(0, 4, dtype=dtype, requires_grad=True)
     weight = torch.ones(6, 4, dtype=dtype, requires_grad=True)
     outputs = vocab_parallel_log_probs(
@@ -146,7 +151,8 @@ def test_no_tokens(kernels, dtype, with_entropy):
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("num_columns, vocab_size", [(64, 61), (64, 64), (283, 283), (47, 40)])
 def test_chunks_autograd_and_inplace_change_no_bit(monkeypatch, num_columns, vocab_size, with_entropy, dtype):
-    """So the ratio is exactly 1 when old log-probs come from a pass without autograd and with other rows in the batch."""
+    """So the ratio is exactly 1 when old log-probs come from a pass without autograd and with other rows in
+    the batch."""
     logits, targets, cotangents = make_case(37, num_columns, vocab_size, dtype)
     options = dict(vocab_size=vocab_size, temperature=0.9, with_entropy=with_entropy)
 
@@ -158,7 +164,8 @@ def test_chunks_autograd_and_inplace_change_no_bit(monkeypatch, num_columns, voc
         monkeypatch.setattr(module, "_CHUNK_ELEMENTS_CPU", elements)
         actual, *actual_rest = run(outputs(inplace=inplace), logits, cotangents)
         assert torch.equal(actual, log_probs)
-        # exp2 may round the elements that do not fill a SIMD vector otherwise: one unit in the last place of p <= 1.
+        # exp2 may round the elements that do not fill a SIMD vector otherwise: one unit in the last place of
+        # p <= 1.
         for value, wanted in zip(actual_rest, rest):
             torch.testing.assert_close(value, wanted, atol=5e-7, rtol=torch.finfo(dtype).eps)
     with torch.no_grad():
@@ -205,7 +212,8 @@ def test_a_nan_among_the_logits_shows(kernels):
 
 
 def test_banned_tokens_have_probability_zero(kernels):
-    """-inf logits (a mask on the vocabulary) leave a finite entropy and gradient, equal to those of the smaller vocabulary."""
+    """-inf logits (a mask on the vocabulary) leave a finite entropy and gradient, equal to those of the
+    smaller vocabulary."""
     logits, targets, cotangents = make_case(6, 12, 12)
     logits[:, 4:8] = -math.inf
     allowed = [*range(4), *range(8, 12)]
@@ -238,7 +246,8 @@ def saved_bytes(dtype, vocab_size=500, num_tokens=100, **options):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_what_is_kept_for_backward(with_entropy):
-    """fp32: one buffer, not the logits; in place: the logits' memory only; bf16: the logits, nothing in fp32."""
+    """fp32: one buffer, not the logits; in place: the logits' memory only; bf16: the logits, nothing in
+    fp32."""
     full = 100 * 500
     assert saved_bytes(torch.float32, with_entropy=with_entropy) == (0, 4 * full)
     assert saved_bytes(torch.float32, with_entropy=with_entropy, inplace=True) == (4 * full, 0)
@@ -297,3 +306,36 @@ def test_errors_name_the_value(change, message):
     arguments = dict(logits=torch.zeros(2, 6), targets=torch.tensor([0, 1]), vocab_size=5) | change
     with pytest.raises(ValueError, match=message):
         vocab_parallel_log_probs(arguments.pop("logits"), arguments.pop("targets"), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_row_of_banned_tokens_alone_shows(kernels, dtype):
+    """Its log-prob and entropy are undefined, and finite numbers would hide that; the other rows do not see
+    it."""
+    logits, targets, cotangents = make_case(7, 40, 33, dtype)
+    function = lambda x: vocab_parallel_log_probs(x, targets, vocab_size=33, with_entropy=True)
+    expected = run(function, logits, cotangents)
+    logits[2] = -math.inf
+    found = run(function, logits, cotangents)
+    others = torch.arange(7) != 2
+    for value, wanted in zip(found, expected):
+        assert value[2].flatten()[:33].isnan().all() and torch.equal(value[others], wanted[others])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_no_log_prob_is_above_zero(kernels, dtype, temperature):
+    """Rows so sharp that the target is almost or altogether certain, at logits of many sizes."""
+    count, generator = (
+        20000 if kernels == "torch" else 200,
+        torch.Generator().manual_seed(0),
+    )  # the interpreter is slow
+    sizes = 10 ** (4 * torch.rand(count, 1, generator=generator) - 1)
+    logits = torch.randn(count, 40, generator=generator) * sizes + 300 * torch.randn(
+        count, 1, generator=generator
+    )
+    logits = logits.to(dtype)
+    log_probs, _ = vocab_parallel_log_probs(logits, logits.argmax(1), vocab_size=40, temperature=temperature)
+    assert (
+        (log_probs <= 0).all() and (log_probs == 0).sum() > count / 20 and (log_probs < 0).sum() > count / 20
+    )

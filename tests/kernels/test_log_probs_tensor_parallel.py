@@ -1,4 +1,5 @@
-"""Two and four processes, a real gloo group, the vocabulary split between them: equal to one rank, whatever share of it is padding."""
+"""Two and four processes, a real gloo group, the vocabulary split between them: equal to one rank, whatever
+share of it is padding."""
 
 import os
 import subprocess

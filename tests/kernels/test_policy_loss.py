@@ -1,8 +1,9 @@
-"""`policy_loss` by every backend: loss and gradients against autograd of the fp64 specification, statistics against counting by hand.
+"""`policy_loss` by every backend: loss and gradients against autograd of the fp64 specification, statistics
+against counting by hand.
 
-Bound: a token's loss and gradient are products of three fp32 numbers, one rounding each, and the ratio has the error of
-log_probs - old_log_probs, rounded once: half a unit in the last place of up to 8, 2 eps. In all 8 eps of the unclipped loss, and of
-each term that is added."""
+Bound: a token's loss and gradient are products of three fp32 numbers, one rounding each, and the ratio has
+the error of log_probs - old_log_probs, rounded once: half a unit in the last place of up to 8, 2 eps. In all
+8 eps of the unclipped loss, and of each term that is added."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def kernels(kernels, monkeypatch):
 
 
 def make_tokens(num_tokens=700, dtype=torch.float32):
-    """(columns, extra columns), with ratios near 1, around the clips and far beyond, and some tokens that do not exist."""
+    """(columns, extra columns), with ratios near 1, around the clips and far beyond, and some tokens that do
+    not exist."""
     generator = torch.Generator().manual_seed(num_tokens)
     normal = lambda: torch.randn(num_tokens, generator=generator, dtype=dtype)  # noqa: E731
     old = -3 * torch.rand(num_tokens, generator=generator, dtype=dtype)
@@ -89,7 +91,8 @@ def test_loss_and_gradient_against_fp64(kernels, options, num_tokens):
 @pytest.mark.parametrize("kl", [*itertools.product(get_args(KLEstimator), (False, True)), None], ids=str)
 @pytest.mark.parametrize("kind", ["dual", "cispo"])
 def test_everything_at_once_against_fp64(kernels, kind, kl):
-    """KL, entropy and truncated importance sampling, alone and together; statistics that enter no loss are computed all the same."""
+    """KL, entropy and truncated importance sampling, alone and together; statistics that enter no loss are
+    computed all the same."""
     columns, extra = make_tokens(200)
     exists = columns[3] != 0
     for tis_clip, entropy_coef, kl_coef in itertools.product(
@@ -109,7 +112,8 @@ def test_everything_at_once_against_fp64(kernels, kind, kl):
         expected, expected_gradient, expected_entropy_gradient, _ = run(
             policy_loss_ref, columns, options, given
         )
-        # Terms of at most exp(6) and 20, with weights of 1/200: their sum is rounded at 8 eps of about 5, gradients at 8 eps of 2.
+        # Terms of at most exp(6) and 20, with weights of 1/200: their sum is rounded at 8 eps of about 5,
+        # gradients at 8 eps of 2.
         assert abs(loss - expected) <= 8 * EPS * 5, options
         assert (
             (gradient - expected_gradient).abs() <= 8 * EPS * (expected_gradient.abs().max() + 0.01)
@@ -189,7 +193,8 @@ def test_statistics_by_hand(kernels):
 
 
 def test_cispo_by_hand(kernels):
-    """The same tokens: the ratio is clipped to [0, 1.28] on both sides of 0, and every token keeps a gradient."""
+    """The same tokens: the ratio is clipped to [0, 1.28] on both sides of 0, and every token keeps a
+    gradient."""
     ratios, old_log_probs = torch.tensor([0.5, 1.0, 1.5, 4.0] * 2), torch.full((8,), -2.0)
     columns = (
         old_log_probs + ratios.log(),

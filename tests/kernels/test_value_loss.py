@@ -1,6 +1,7 @@
 """`value_loss` by every backend: loss and gradient against autograd of the fp64 specification.
 
-Bound: the error values - returns is rounded once, its square and the product with the weight once each: 8 eps of the larger square."""
+Bound: the error values - returns is rounded once, its square and the product with the weight once each: 8 eps
+of the larger square."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def kernels(kernels, monkeypatch):
 
 
 def make_tokens(num_tokens=700, dtype=torch.float32):
-    """(values, old_values, returns, weights): moved by less and by more than the clip, towards the return and away from it."""
+    """(values, old_values, returns, weights): moved by less and by more than the clip, towards the return and
+    away from it."""
     generator = torch.Generator().manual_seed(num_tokens)
     normal = lambda: torch.randn(num_tokens, generator=generator, dtype=dtype)  # noqa: E731
     old_values = normal()
@@ -69,7 +71,8 @@ def test_against_fp64(kernels, clip_eps, num_tokens):
 
 
 def test_by_hand(kernels):
-    """Old 0, clip 1/2. To 1, return 2: both 1 and clipped 9/4, no gradient. To 1, return 0: the plain loss is larger, 1 to 1/4."""
+    """Old 0, clip 1/2. To 1, return 2: both 1 and clipped 9/4, no gradient. To 1, return 0: the plain loss is
+    larger, 1 to 1/4."""
     columns = (
         torch.tensor([1.0, 1.0, 0.25]),
         torch.zeros(3),

@@ -1,4 +1,5 @@
-"""How tests start the scripts of this folder, and which layouts value models are compared with transformers in."""
+"""How tests start the scripts of this folder, and which layouts value models are compared with transformers
+in."""
 
 import subprocess
 import sys

@@ -46,8 +46,8 @@ LAYOUTS = {
         ),
     ),
 }
-"""Name -> ranks and flags of ParallelConfig. With sequence parallelism a micro-batch of an odd number of tokens is padded,
-with context parallelism every sample to a multiple of four."""
+"""Name -> ranks and flags of ParallelConfig. With sequence parallelism a micro-batch of an odd number of
+tokens is padded, with context parallelism every sample to a multiple of four."""
 
 CASES = [
     (layout, balance)

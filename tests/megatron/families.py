@@ -1,7 +1,9 @@
-"""Which model families are built from which Hugging Face configurations and in which layouts they are compared with transformers. Read by
-run_families.py and by the test that judges it: rows only, so that another family is another row.
+"""Which model families are built from which Hugging Face configurations and in which layouts they are
+compared with transformers. Read by run_families.py and by the test that judges it: rows only, so that another
+family is another row.
 
-Every configuration is odd in its own way: key heads, head sizes, tied embeddings, biases, vocabularies that need padding."""
+Every configuration is odd in its own way: key heads, head sizes, tied embeddings, biases, vocabularies that
+need padding."""
 
 from __future__ import annotations
 
@@ -211,7 +213,8 @@ _LLAMA3_OF_MEGATRON = dict(
     original_max_position_embeddings=8192,
 )
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
-# name -> what a fault would make of the model's shape, each of which must show in the log-probs: fields of ModelShape.
+# name -> what a fault would make of the model's shape, each of which must show in the log-probs: fields of
+# ModelShape.
 FAULTS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2": ({"rope_theta": 5e3}, {"rms_norm_eps": 1e-2}),
     "qwen3": ({"rope_theta": 5e3},),

@@ -1,4 +1,5 @@
-"""Models and layouts of the equivalence suite: read by run_equivalence.py, which runs them, and by test_equivalence.py, which judges."""
+"""Models and layouts of the equivalence suite: read by run_equivalence.py, which runs them, and by
+test_equivalence.py, which judges."""
 
 from __future__ import annotations
 
@@ -96,8 +97,8 @@ MODELS = {
         **_LATENTS,
     ),
 }
-"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts; experts under other names; latent attention
-and shared experts, after a dense layer. Most vocabularies need padding."""
+"""config.json of each: q/k norms; biases and tied embeddings; neither, and 8 layers; experts; experts under
+other names; latent attention and shared experts, after a dense layer. Most vocabularies need padding."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +239,11 @@ LONG_TAIL = {
 """Combinations of what is in the others; slow tests."""
 LAYOUTS |= LONG_TAIL
 PACKINGS = {"packed": 60, "single": 1}
-"""max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by token, a single one's sees
-its micro-batch as a whole."""
+"""max_tokens of a micro-batch: several samples in one, or each in its own. A packed actor's loss is token by
+token, a single one's sees its micro-batch as a whole."""
 MUTANTS = {"local_token_count": "dp2", "unmarked_norms": "tp2_sp", "own_key_gradient": "cp2"}
-"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that sequence parallelism does not know;
-gradients of keys and values from a rank's own queries alone."""
+"""Planted faults -> the layout in which they are: the mean of the ranks' own means per token; norms that
+sequence parallelism does not know; gradients of keys and values from a rank's own queries alone."""
 
 CASES = [
     f"{name}/{role}/{packing}"

@@ -1,7 +1,8 @@
-"""Run under torchrun with 4 ranks: a forward pass and two updates of every case of layouts.py, against one rank of the same job.
+"""Run under torchrun with 4 ranks: a forward pass and two updates of every case of layouts.py, against one
+rank of the same job.
 
-Every rank cuts what it should hold out of the reference's full tensors, by its atlas, and compares: all copies are seen and
-nothing is gathered. Writes report_<rank>.json for test_equivalence.py.
+Every rank cuts what it should hold out of the reference's full tensors, by its atlas, and compares: all
+copies are seen and nothing is gathered. Writes report_<rank>.json for test_equivalence.py.
 
     torchrun --nproc-per-node 4 tests/megatron/run_equivalence.py OUT_FOLDER [tp2_sp/actor/packed ...]     # default: all cases"""
 
@@ -50,7 +51,8 @@ def full_weights(shape: ModelShape) -> Tensors:
 
 
 def make_batch(vocab_size: int, count: int = 9) -> Batch:
-    """Prompts of 1 to 24 tokens, responses of 1 to 16: ranks that have equally much to do have unequal numbers of response tokens."""
+    """Prompts of 1 to 24 tokens, responses of 1 to 16: ranks that have equally much to do have unequal
+    numbers of response tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(high: int) -> list[int]:
@@ -94,7 +96,8 @@ def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
-    """Largest difference and where it is; relative to the largest element of the canonical tensor, or absolute."""
+    """Largest difference and where it is; relative to the largest element of the canonical tensor, or
+    absolute."""
     return max(
         (distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
         for name, mine, wanted in rectangles(atlas, local, full)
@@ -102,7 +105,8 @@ def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[
 
 
 def checksums(atlas: Atlas, local: Tensors) -> dict[str, int]:
-    """Of every rectangle of a canonical tensor that this rank holds. Ranks that hold the same one have copies of it."""
+    """Of every rectangle of a canonical tensor that this rank holds. Ranks that hold the same one have copies
+    of it."""
     return {
         f"{piece.hf_name}[{piece.row_start}:{piece.row_end}, {piece.col_start}:{piece.col_end}]": zlib.crc32(
             local[name][piece.local_row :, piece.local_col :][
@@ -123,7 +127,8 @@ def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]
         megatron_mesh(tuple(range(layout.ranks)), parallel),
         ModelShape.load(folder / layout.model, value_head=role == "critic"),
     )
-    # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning rate
+    # eps 1e-5: with 1e-8 a gradient that is only rounding noise becomes an update as large as the learning
+    # rate
     optimizer = OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-5, **layout.optimizer)
     model = (ValueModel if role == "critic" else Policy)(
         shape, mesh, ModelConfig(model=layout.model, bf16=layout.bf16), parallel, optimizer
@@ -153,7 +158,8 @@ def build(folder: Path, layout: Layout, role: str) -> tuple[TrainedModel, Atlas]
 
 @contextlib.contextmanager
 def message_under_way(layout: Layout) -> Iterator[None]:
-    """Between ranks 0 and 1, over the world: whatever a layout sent there itself would arrive in this one's place."""
+    """Between ranks 0 and 1, over the world: whatever a layout sent there itself would arrive in this one's
+    place."""
     received, between = torch.zeros(1), layout.ranks > 1
     pending = dist.irecv(received, src=1) if between and dist.get_rank() == 0 else None
     yield
@@ -209,7 +215,7 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
     Of a distributed optimizer too: on a CPU its reduce-scatter leaves the whole sum (cpu_shim)."""
     gradients: Tensors = {}
 
-    def step():
+    def step(check=None):
         del model.step
         whole = (
             gathered_gradients(model)
@@ -217,7 +223,7 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
             else ((name, p.main_grad.clone()) for name, p in model.named_parameters())
         )
         gradients.update((name, gradient.view(len(gradient), -1)) for name, gradient in whole)
-        return model.step()
+        return model.step(check)
 
     model.step = step
     return gradients
@@ -245,7 +251,8 @@ class Run:
     """What one rank has of a forward pass and two updates that follow it.
 
     Args:
-        report: its response tokens per micro-batch, and of each update its part of the loss and of the gradient norm.
+        report: its response tokens per micro-batch, and of each update its part of the loss and of the
+            gradient norm.
         outputs: of the forward pass, by sample id.
         gradients: of the first update."""
 

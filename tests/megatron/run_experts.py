@@ -1,5 +1,5 @@
-"""Run under torchrun with 2 ranks: updates of a mixture of experts, with balancing losses and with replay, in every layout. Writes gradients as
-Hugging Face folders and metrics as JSON for test_experts.py.
+"""Run under torchrun with 2 ranks: updates of a mixture of experts, with balancing losses and with replay, in
+every layout. Writes gradients as Hugging Face folders and metrics as JSON for test_experts.py.
 
     torchrun --nproc-per-node 2 tests/megatron/run_experts.py OUT_FOLDER
 """
@@ -42,7 +42,7 @@ from megarl.workers.worker import join_world
 class Held(Policy):
     """A policy that keeps its gradients instead of making a step."""
 
-    def step(self) -> dict[str, float]:
+    def step(self, check: object = None) -> dict[str, float]:
         self.gradients = {
             name: p.main_grad.view(p.shape[0], -1).clone() for name, p in self.named_parameters()
         }
@@ -108,7 +108,8 @@ def check_balance(folder: Path, name: str, balance: str) -> list[dict[str, float
 
 
 def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]:
-    """Record with the weights in `model`. Metrics of two updates: with these, and with those in `moved`, whose gradients go to a folder."""
+    """Record with the weights in `model`. Metrics of two updates: with these, and with those in `moved`,
+    whose gradients go to a folder."""
     built = build(folder, name, MoEConfig(moe_routing_replay=source))
     if built is None:
         return []
@@ -137,7 +138,8 @@ def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]
 
 
 class OwnChoice:
-    """The experts that DeepSeek's routers would choose for the tokens of a forward pass, from what goes into them, in float64.
+    """The experts that DeepSeek's routers would choose for the tokens of a forward pass, from what goes into
+    them, in float64.
 
     One token at a time, as the papers say it (arXiv:2405.04434, 2.1.3; arXiv:2412.19437, 2.1.2)."""
 
@@ -169,7 +171,8 @@ class OwnChoice:
 
 
 def check_deepseek(out: Path, model: str) -> list[float]:
-    """moe/replay_changed of three updates, each followed by what it must be: routers as recorded, moved, with other corrections."""
+    """moe/replay_changed of three updates, each followed by what it must be: routers as recorded, moved, with
+    other corrections."""
     folder = out / model
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model]))

@@ -1,5 +1,6 @@
-"""Run under torchrun with 2 ranks: every family in every layout of families.py against transformers. Writes JSON reports and the folders
-of the round trips for test_families.py; names of families as arguments run those alone.
+"""Run under torchrun with 2 ranks: every family in every layout of families.py against transformers. Writes
+JSON reports and the folders of the round trips for test_families.py; names of families as arguments run those
+alone.
 
     torchrun --nproc-per-node 2 tests/megatron/run_families.py OUT_FOLDER [gemma3 ...]"""
 
@@ -93,7 +94,8 @@ def make_batch(vocab_size: int, count: int = 8) -> Batch:
 
 @torch.no_grad()
 def reference(model, batch: Batch) -> dict[str, torch.Tensor]:
-    """By transformers, one unpadded sequence at a time: logits [T, V]; log_probs [T], 0 but at response tokens."""
+    """By transformers, one unpadded sequence at a time: logits [T, V]; log_probs [T], 0 but at response
+    tokens."""
     logits, log_probs = [], torch.zeros(len(batch.tokens))
     for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False):
         tokens = batch.tokens[start:end]
@@ -145,7 +147,8 @@ def at(column: torch.Tensor, batch: Batch, micro: MicroBatch) -> torch.Tensor:
 
 @torch.no_grad()
 def logits_error(policy: Policy, micros: list[MicroBatch], batch: Batch, expected: torch.Tensor) -> float:
-    """Of the whole [T, V] logits at every token, prompts too. One rank: the decoder's output meets the whole output layer."""
+    """Of the whole [T, V] logits at every token, prompts too. One rank: the decoder's output meets the whole
+    output layer."""
     hidden, (model,) = [], policy.chunks
     hook = model.decoder.register_forward_hook(lambda module, arguments, output: hidden.append(output[:, 0]))
     policy.log_probs(micros, TEMPERATURE)

@@ -1,4 +1,5 @@
-"""Run under torchrun with 2 ranks: adapters in every layout. Writes JSON, gradients and weights for test_lora.py.
+"""Run under torchrun with 2 ranks: adapters in every layout. Writes JSON, gradients and weights for
+test_lora.py.
 
 torchrun --nproc-per-node 2 tests/megatron/run_lora.py OUT_FOLDER
 """
@@ -74,7 +75,8 @@ LAYOUTS = {
 
 
 def families() -> dict[str, object]:
-    """Tiny random models: biases and tied embeddings; norms of a layer's output, scaled embeddings; a critic; experts, which have no adapters."""
+    """Tiny random models: biases and tied embeddings; norms of a layer's output, scaled embeddings; a critic;
+    experts, which have no adapters."""
     from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     common = dict(
@@ -133,7 +135,8 @@ class Case:
         self.out = out / f"{family}_{layout}"
         mesh, parallel = LAYOUTS[layout]
         self.shape = ModelShape.load(str(self.folder), value_head=family == "critic")
-        # clip_grad above any norm: the norm is measured, and the gradients stay what they were. eps: see run_equivalence.py
+        # clip_grad above any norm: the norm is measured, and the gradients stay what they were. eps: see
+        # run_equivalence.py
         optimizer = OptimizerConfig(
             lr=1e-2, clip_grad=1e9, adam_eps=1e-5, use_distributed_optimizer=layout.endswith("_sharded")
         )
@@ -250,7 +253,8 @@ class Case:
 
 
 def draw(atlas: Atlas, sizes: Sizes, parameters: dict[str, torch.Tensor]) -> None:
-    """Adapters that are not 0 anywhere (training starts with B = 0, and then A has no gradient), the same in every layout."""
+    """Adapters that are not 0 anywhere (training starts with B = 0, and then A has no gradient), the same in
+    every layout."""
     for name in (name for name in atlas if ".adapter." in name):
         for p in atlas[name].pieces:
             full = (
@@ -286,7 +290,8 @@ FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", 
 
 
 def write_reference(out: Path, family: str, batch: Batch) -> None:
-    """Log-probs and gradients of the loss above by transformers in fp64, for the adapters that layout `one` started with."""
+    """Log-probs and gradients of the loss above by transformers in fp64, for the adapters that layout `one`
+    started with."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,5 +1,5 @@
-"""Run under torchrun with 2 ranks: updates that are not finite, planted in each case of test_nonfinite.py, and in the updates of a role, by
---on-nonfinite. Writes report_<rank>.json.
+"""Run under torchrun with 2 ranks: updates that are not finite, planted in each case of test_nonfinite.py,
+and in the updates of a role, by --on-nonfinite. Writes report_<rank>.json.
 
     torchrun --nproc-per-node 2 tests/megatron/run_nonfinite.py OUT_FOLDER dp2/actor/loss skip stop ..."""
 
@@ -89,7 +89,7 @@ class Trained:
         elif fault in ("copy", "overflow"):  # after ranks have summed theirs
             step = self.model.step
 
-            def planted():
+            def planted(*check):
                 if fault == "overflow":
                     for p in trained:
                         p.main_grad.fill_(1e30)
@@ -100,7 +100,7 @@ class Trained:
                         if "layernorm" in name or "layer_norm" in name
                     )
                     norm.main_grad.view(-1)[0] = math.inf
-                return step()
+                return step(*check)
 
             self.model.step = planted
             undo.append(lambda: delattr(self.model, "step"))
@@ -136,7 +136,8 @@ def check(folder: Path, case: str) -> dict:
 
 
 def check_role(out: Path, on_nonfinite: str) -> list:
-    """What the updates of each step of a role return or raise: 3 mini-batches, 2 epochs; those listed have a loss of NaN on one rank."""
+    """What the updates of each step of a role return or raise: 3 mini-batches, 2 epochs; those listed have a
+    loss of NaN on one rank."""
     rows = [{"prompt": f"{a} + {b} =", "response": str(a + b)} for a in range(1, 5) for b in range(3)]
     if dist.get_rank() == 0:
         write_model_folder(out / "sums", 0)
@@ -170,7 +171,8 @@ def check_role(out: Path, on_nonfinite: str) -> list:
         Sample(row, len(prompt) + len(response), len(response))
         for row, (prompt, response) in enumerate(texts)
     ]
-    actor.receive_rows(plan_mini_batches(samples, 4, {}, 2, 64, actor.shape.hidden_size, "a"))
+    visits = dict(enumerate(range(len(samples))))
+    actor.receive_rows(visits, plan_mini_batches(samples, 4, {}, 2, 64, actor.shape.hidden_size, "a"))
     update, faulty = actor.model.update, []
 
     def planted(micros, loss, *others):

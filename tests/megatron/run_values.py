@@ -1,4 +1,5 @@
-"""Run under torchrun with 4 ranks: value models in every layout. Writes JSON reports and Hugging Face folders for test_values.py.
+"""Run under torchrun with 4 ranks: value models in every layout. Writes JSON reports and Hugging Face folders
+for test_values.py.
 
 torchrun --nproc-per-node 4 tests/megatron/run_values.py OUT_FOLDER
 """
@@ -48,7 +49,8 @@ def make_folders(folder: Path, family: str) -> None:
 
 
 def hf_values(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
-    """By transformers, one unpadded sequence at a time: values [T] at every token, scores [B] as the classifier gives them."""
+    """By transformers, one unpadded sequence at a time: values [T] at every token, scores [B] as the
+    classifier gives them."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -96,7 +98,8 @@ def check_outputs(folder: Path, layout: str, batch: Batch, expected: dict[str, t
 
 
 def check_fresh(causal: Path, layout: str, batch: Batch) -> dict:
-    """Largest value by a head that no folder has: loaded from a causal language model, and initialised at random."""
+    """Largest value by a head that no folder has: loaded from a causal language model, and initialised at
+    random."""
     model, atlases = build(causal, layout)
     micros, atlas = micro_batches(model, batch), atlases[dist.get_rank()]
     loaded = torch.cat(model.values(micros)).abs().max().item()

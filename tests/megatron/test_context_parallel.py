@@ -1,4 +1,5 @@
-"""How a packed micro-batch is split over context-parallel ranks, without any. `pytest tests/megatron/test_context_parallel.py`"""
+"""How a packed micro-batch is split over context-parallel ranks, without any. `pytest
+tests/megatron/test_context_parallel.py`"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every layout gives the outputs, losses, gradients, gradient norms and weights of one rank.
 
-One torchrun job (run_equivalence.py, about a minute) makes a forward pass and two updates of each case of layouts.py that is asked for
-and compares them with those of one rank that packs its micro-batches otherwise; these tests judge what it wrote. Planted faults must
-be found.
+One torchrun job (run_equivalence.py, about a minute) makes a forward pass and two updates of each case of
+layouts.py that is asked for and compares them with those of one rank that packs its micro-batches otherwise;
+these tests judge what it wrote. Planted faults must be found.
 
     pytest tests/megatron/test_equivalence.py [-k pp2_vpp2]"""
 
@@ -18,8 +18,9 @@ from tests.megatron.cases import run_ranks
 from tests.megatron.layouts import CASES, LAYOUTS, PLANTED, QUICK
 
 FP32 = dict(output=1e-5, loss=1e-6, grad_norm=1e-6, gradient=1e-5, weight=1e-4)
-"""Loss and norm relative, `gradient` relative to the largest element of its parameter. Absolute: log-probs (down to -15) or values, and
-weights after two steps of Adam with a learning rate of 1e-2. Observed: 2.9e-6, 3.9e-7, 2.5e-7, 3.2e-6, 9.1e-6."""
+"""Loss and norm relative, `gradient` relative to the largest element of its parameter. Absolute: log-probs
+(down to -15) or values, and weights after two steps of Adam with a learning rate of 1e-2. Observed: 2.9e-6,
+3.9e-7, 2.5e-7, 3.2e-6, 9.1e-6."""
 BF16 = dict(output=0.2, loss=1e-2, grad_norm=2e-2, gradient=0.1, weight=5e-2)
 """Sanity: 8 bits. A gradient that is lost or comes twice is off by a third or more."""
 
@@ -39,8 +40,8 @@ def reports(request, tmp_path_factory) -> list[dict]:
 
 
 def faults(reports: list[dict], case: str) -> Iterator[str]:
-    """What differs by more than rounding from one rank, over the ranks of a case ("gradient 0.5 of model.norm.weight"), and weights of
-    which ranks have copies that are not bit-equal."""
+    """What differs by more than rounding from one rank, over the ranks of a case ("gradient 0.5 of
+    model.norm.weight"), and weights of which ranks have copies that are not bit-equal."""
     parts = [report[case] for report in reports if case in report]
     layout = LAYOUTS[case.partition("/")[0]]
     limits = BF16 if layout.bf16 else FP32

@@ -1,6 +1,8 @@
-"""Balancing losses, statistics and replay of routers: every layout against transformers in float64 with the formulas written out.
+"""Balancing losses, statistics and replay of routers: every layout against transformers in float64 with the
+formulas written out.
 
-One torchrun job with two ranks (run_experts.py) does all the work. Mutations that made tests fail are named at them.
+One torchrun job with two ranks (run_experts.py) does all the work. Mutations that made tests fail are named
+at them.
 
     pytest tests/megatron/test_experts.py        25 s"""
 
@@ -85,7 +87,8 @@ class Reference:
         self.loss = sum(losses) / self.batch.response_mask.sum()
 
     def balance(self, groups: list[list[int]], weights: list[float]) -> torch.Tensor:
-        """Mean over groups of samples of E * sum_e f_e P_e, summed over layers (arXiv:2101.03961, equation 4)."""
+        """Mean over groups of samples of E * sum_e f_e P_e, summed over layers (arXiv:2101.03961, equation
+        4)."""
         total = 0.0
         for rows, weight in zip(groups, weights, strict=True):
             probs = torch.cat([self.logits[row] for row in rows], dim=1).softmax(-1)
@@ -122,7 +125,8 @@ class Reference:
 
 
 def forced(gate: torch.nn.Module, given: torch.Tensor):
-    """The router's forward with its choice of experts given: their weights are the softmax over their logits."""
+    """The router's forward with its choice of experts given: their weights are the softmax over their
+    logits."""
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = F.linear(hidden.reshape(-1, CONFIG["hidden_size"]), gate.weight)
@@ -157,8 +161,8 @@ def exported_names(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("layout, balance", CASES)
 def test_gradients_are_those_of_the_formula(folder, reference, layout, balance):
-    """Failed with Megatron's factor (the tokens of one rank), without the sum over tensor-parallel ranks, with padding counted, and with
-    the loss added in passes without gradients."""
+    """Failed with Megatron's factor (the tokens of one rank), without the sum over tensor-parallel ranks,
+    with padding counted, and with the loss added in passes without gradients."""
     loss = reference.loss
     if balance != "none":
         loss = (
@@ -233,8 +237,8 @@ def replayed(folder, reference) -> dict[str, Reference]:
 
 @pytest.mark.parametrize("layout, source", REPLAY_CASES)
 def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder, replayed, layout, source):
-    """Failed with the router's own choice in the update, with the layers of a stage counted from its first one, and with rows of another
-    tensor-parallel rank."""
+    """Failed with the router's own choice in the update, with the layers of a stage counted from its first
+    one, and with rows of another tensor-parallel rank."""
     wanted = exported_names(replayed[source].gradients(replayed[source].loss))
     assert_close(load_file(folder / f"{layout}_{source}" / "model.safetensors"), wanted)
     unmoved, moved = updates(folder, layout, source)
@@ -247,7 +251,8 @@ def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder
 
 @pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
 def test_changed_choices_are_counted_among_the_groups_and_with_the_corrections(folder, model):
-    """Against the choices of every token, written out. Failed with Megatron's score of a group and without the correction."""
+    """Against the choices of every token, written out. Failed with Megatron's score of a group and without
+    the correction."""
     report = json.loads((folder / "report_0.json").read_text())[model]
     for number, wanted in zip(report[::2], report[1::2], strict=True):
         assert number == pytest.approx(

@@ -1,8 +1,10 @@
-"""Every family gives transformers' numbers in every layout, and comes back to its Hugging Face folder bit by bit.
+"""Every family gives transformers' numbers in every layout, and comes back to its Hugging Face folder bit by
+bit.
 
-One torchrun job with two ranks (run_families.py) does all the work; these tests read what it wrote. families.py has the rows, among them
-faults that must show. Mutations of the code that made them fail: two of Gemma's norms exchanged in the atlas, a rank that takes the query
-heads of its neighbour beside a shared key head.
+One torchrun job with two ranks (run_families.py) does all the work; these tests read what it wrote.
+families.py has the rows, among them faults that must show. Mutations of the code that made them fail: two of
+Gemma's norms exchanged in the atlas, a rank that takes the query heads of its neighbour beside a shared key
+head.
 
     pytest tests/megatron/test_families.py"""
 

@@ -26,7 +26,8 @@ def test_the_line_is_what_the_fix_says(fix):
 
 
 def test_gathers_of_fsdp_are_started_one_by_one(monkeypatch):
-    """And what stands for them waits for them all. That the heap stays whole only a sanitizer would show in every run."""
+    """And what stands for them waits for them all. That the heap stays whole only a sanitizer would show in
+    every run."""
     fixes.fix_megatron()
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import _coalescing_manager
 
@@ -52,7 +53,8 @@ def test_another_version_is_refused_before_anything_is_replaced(monkeypatch):
 
 
 def test_nothing_else_writes_into_megatron():
-    """An attribute of a module of Megatron is set in fixes.py, and by the shim for the device; nowhere else in the package."""
+    """An attribute of a module of Megatron is set in fixes.py, and by the shim for the device; nowhere else
+    in the package."""
     found = []
     for path in PACKAGE.glob("*.py"):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,5 @@
-"""Adapters: one rank gives the numbers of transformers with hand-written LoRA, and every layout those of one rank; W stays what it was.
+"""Adapters: one rank gives the numbers of transformers with hand-written LoRA, and every layout those of one
+rank; W stays what it was.
 
 One torchrun job with two ranks (run_lora.py, about 20 s) does all the work; these tests read what it wrote.
 
@@ -61,7 +62,8 @@ def worst(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> floa
 
 @pytest.mark.parametrize("family", REFERENCES)
 def test_log_probs_loss_and_gradients_equal_transformers_with_lora(folder, reports, family):
-    """fp32 against fp64: observed 2e-6 everywhere. Shared between q, k and v (gate and up), lora_A gets the sum of their gradients."""
+    """fp32 against fp64: observed 2e-6 everywhere. Shared between q, k and v (gate and up), lora_A gets the
+    sum of their gradients."""
     reference, (one,) = (
         json.loads((folder / f"{family}_reference.json").read_text()),
         of_case(reports, family, "one"),
@@ -88,7 +90,8 @@ def test_adapters_off_is_the_model_that_training_started_from(reports, family, l
 def test_outputs_losses_and_gradient_norms_equal_one_rank(reports, family, layout):
     one, split = of_case(reports, family, "one"), of_case(reports, family, layout)
     assert distance(outputs(split), outputs(one)) <= 1e-5
-    # The second update sees the first one's weights. A replicated adapter that is counted twice, or a split one once, moves the norm.
+    # The second update sees the first one's weights. A replicated adapter that is counted twice, or a split
+    # one once, moves the norm.
     assert totals(split, "loss") == pytest.approx(totals(one, "loss"), rel=1e-6)
     prefix = "critic" if family == "critic" else "policy"
     assert totals(split, f"{prefix}/grad_norm") == pytest.approx(totals(one, f"{prefix}/grad_norm"), rel=1e-6)
@@ -126,7 +129,8 @@ def test_base_weights_keep_their_bits_and_cost_no_gradients(reports, family, lay
 
 @pytest.mark.parametrize("family, layout", CASES)
 def test_the_peft_export_added_by_hand_is_the_merged_export(folder, family, layout):
-    """W + (alpha / r) B A of the files, in fp32 and rounded once: bit-equal in bf16 but for ties, in fp32 to the sum's order."""
+    """W + (alpha / r) B A of the files, in fp32 and rounded once: bit-equal in bf16 but for ties, in fp32 to
+    the sum's order."""
     adapter, config = (
         folder / f"{family}_{layout}_updated" / name for name in (ADAPTER, "adapter_config.json")
     )

@@ -1,5 +1,5 @@
-"""What the Megatron atlas says without a model: layers of virtual stages and the names of the Transformer Engine spec are Megatron's; and
-what random weights are by it.
+"""What the Megatron atlas says without a model: layers of virtual stages and the names of the Transformer
+Engine spec are Megatron's; and what random weights are by it.
 
 pytest tests/megatron/test_names.py"""
 
@@ -56,7 +56,8 @@ def test_layers_of_virtual_stages_are_those_that_megatron_builds(pp, vpp, layers
 
 
 def test_transformer_engine_names_are_those_of_megatrons_own_map():
-    """Megatron's local spec says under which names a checkpoint of the Transformer Engine spec has its norms."""
+    """Megatron's local spec says under which names a checkpoint of the Transformer Engine spec has its
+    norms."""
     with cpu_megatron():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 

@@ -1,7 +1,8 @@
 """An update whose loss or gradient is not finite changes nothing, on any rank, and says where it comes from.
 
-One torchrun job with two ranks (run_nonfinite.py) plants faults on rank 1: NaN in one sample's loss, in a weight's gradient before ranks
-sum theirs, Inf in a gradient after they have (in a copy that the gradient norm does not see, say), and gradients whose norm overflows.
+One torchrun job with two ranks (run_nonfinite.py) plants faults on rank 1: NaN in one sample's loss, in a
+weight's gradient before ranks sum theirs, Inf in a gradient after they have (in a copy that the gradient norm
+does not see, say), and gradients whose norm overflows.
 
     pytest tests/megatron/test_nonfinite.py [-m ""]"""
 
@@ -60,8 +61,9 @@ def reports(request, tmp_path_factory) -> list[dict]:
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 )
 def test_nothing_changes_on_any_rank(reports, case):
-    """Bit for bit: weights, moments, step counts, masters; and the next update is the one of a model that never saw the fault, whose
-    schedule went on. Failed with Megatron's own step, which applies such a gradient, and where each rank decided by its own numbers."""
+    """Bit for bit: weights, moments, step counts, masters; and the next update is the one of a model that
+    never saw the fault, whose schedule went on. Failed with Megatron's own step, which applies such a
+    gradient, and where each rank decided by its own numbers."""
     ranks = [report[case] for report in reports if case in report]
     layout, _, fault = case.split("/")
     assert len(ranks) == LAYOUTS[layout].ranks
@@ -80,7 +82,8 @@ def test_nothing_changes_on_any_rank(reports, case):
 
 
 def test_skipped_updates_are_counted_and_have_no_part_in_the_means(reports):
-    """Of 6 updates a step. Failed with means over all of them, which are NaN, and with the count on every rank."""
+    """Of 6 updates a step. Failed with means over all of them, which are NaN, and with the count on every
+    rank."""
     steps = [combine(of_ranks) for of_ranks in zip(*(report["skip"][:4] for report in reports), strict=True)]
     assert [step["policy/updates_skipped"] for step in steps] == [0, 1, 3, 6]
     for step in steps[:3]:
@@ -93,7 +96,8 @@ def test_skipped_updates_are_counted_and_have_no_part_in_the_means(reports):
 
 
 def test_more_than_ten_in_a_row_end_the_job_on_all_ranks(reports):
-    """Two at the end of the third step, six of the fourth, and the third of the fifth: the eleventh. Failed with those of a step alone."""
+    """Two at the end of the third step, six of the fourth, and the third of the fifth: the eleventh. Failed
+    with those of a step alone."""
     (message,) = {report["skip"][4] for report in reports}
     assert message.startswith(
         "actor, mini-batch 3 of 3 in epoch 1 of 2: the gradient norm is nan: the loss of the micro-batch of"

@@ -1,5 +1,5 @@
-"""Frequencies of scaled rotary embeddings against those of transformers and of the rotary embeddings that vLLM builds from the same
-config.json.
+"""Frequencies of scaled rotary embeddings against those of transformers and of the rotary embeddings that
+vLLM builds from the same config.json.
 
 pytest tests/megatron/test_rope.py"""
 

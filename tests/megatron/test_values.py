@@ -1,6 +1,8 @@
-"""A value model gives transformers' ...ForSequenceClassification's numbers in every layout. How it trains: test_equivalence.py.
+"""A value model gives transformers' ...ForSequenceClassification's numbers in every layout. How it trains:
+test_equivalence.py.
 
-One torchrun job with four ranks (run_values.py, about 15 s) does all the work; these tests read what it wrote.
+One torchrun job with four ranks (run_values.py, about 15 s) does all the work; these tests read what it
+wrote.
 
     pytest tests/megatron/test_values.py"""
 
@@ -35,7 +37,8 @@ def of_case(reports: list[dict], family: str, layout: str) -> list[dict]:
 @pytest.mark.parametrize("family, layout", VALUE_CASES)
 @pytest.mark.parametrize("error", ("value_error", "score_error"))
 def test_values_and_scores_equal_transformers(reports, family, layout, error):
-    # fp32, values of about 1, observed <= 1.8e-6: another order of sums. One token further, or another head, is off by more than 0.1.
+    # fp32, values of about 1, observed <= 1.8e-6: another order of sums. One token further, or another head,
+    # is off by more than 0.1.
     errors = [part[error] for part in of_case(reports, family, layout) if error in part]
     assert errors and max(errors) <= 1e-5
 

@@ -27,8 +27,9 @@ def rectangles(
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """(destination, what it must become, destination views, source views).
 
-    Both leading dimensions odd, both multiples of 16 bytes, and one of each, so that rows are misaligned alike, by a constant or
-    differently; widths around every vector size at random offsets; one rectangle of many tiles, in one row and in many."""
+    Both leading dimensions odd, both multiples of 16 bytes, and one of each, so that rows are misaligned
+    alike, by a constant or differently; widths around every vector size at random offsets; one rectangle of
+    many tiles, in one row and in many."""
     rng = random.Random(0)
     expected = torch.zeros(3_000_000, dtype=dst_dtype)
     dst = expected.to(device, copy=True)

@@ -1,7 +1,8 @@
-"""Full random models, and each side's shards cut by hand with torch operations: the reference for atlases and plans.
+"""Full random models, and each side's shards cut by hand with torch operations: the reference for atlases and
+plans.
 
-Nothing here looks at megarl.reshard: what a shard holds is written down a second time, from the layouts of Megatron-Core 0.16
-and vLLM 0.32."""
+Nothing here looks at megarl.reshard: what a shard holds is written down a second time, from the layouts of
+Megatron-Core 0.16 and vLLM 0.32."""
 
 from __future__ import annotations
 

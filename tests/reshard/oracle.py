@@ -1,7 +1,8 @@
-"""Gather-then-split in numpy: what every rank of Megatron and of vLLM holds, written down without looking at megarl.reshard.
+"""Gather-then-split in numpy: what every rank of Megatron and of vLLM holds, written down without looking at
+megarl.reshard.
 
-A model is a dict of full arrays in which every element of the whole model has a value of its own, so nothing that lands in a
-wrong place can look right. Layouts: Megatron-Core 0.16.1 and vLLM 0.32."""
+A model is a dict of full arrays in which every element of the whole model has a value of its own, so nothing
+that lands in a wrong place can look right. Layouts: Megatron-Core 0.16.1 and vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Arrays = dict[str, ndarray]
 
 
 def full_model(shape: ModelShape) -> Arrays:
-    """Checkpoint name -> [rows, cols] (vectors [n, 1]) int64; all elements of the model are numbered through from 0."""
+    """Checkpoint name -> [rows, cols] (vectors [n, 1]) int64; all elements of the model are numbered through
+    from 0."""
     h, d, v = shape.hidden_size, shape.head_dim, shape.vocab_size
     q, k = shape.num_attention_heads * d, shape.num_query_groups * d
     sizes = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h, 1)}
@@ -54,7 +56,8 @@ def full_model(shape: ModelShape) -> Arrays:
 
 
 def stack_qkv(shape: ModelShape, shard: Arrays, tp: int) -> Arrays:
-    """The shard with linear_qkv's rows in the order [query heads; keys; values], for whole groups on each rank."""
+    """The shard with linear_qkv's rows in the order [query heads; keys; values], for whole groups on each
+    rank."""
     heads, groups, stacked = shape.num_attention_heads // tp, shape.num_query_groups // tp, dict(shard)
     for name, array in shard.items():
         if "linear_qkv.weight" in name or "linear_qkv.bias" in name:
@@ -66,7 +69,8 @@ def stack_qkv(shape: ModelShape, shard: Arrays, tp: int) -> Arrays:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of a Megatron model. Rank order: tp, dp, pp; for experts etp, ep, edp, pp; fastest first."""
+    """Parallel sizes of a Megatron model. Rank order: tp, dp, pp; for experts etp, ep, edp, pp; fastest
+    first."""
 
     tp: int = 1
     dp: int = 1
@@ -163,7 +167,8 @@ def mlp_shard(model: Arrays, mlp: str, parts: int, index: int) -> tuple[ndarray,
 
 
 def gather(shape: ModelShape, layout: Layout, shards: list[Arrays], te: bool) -> Arrays:
-    """The full model out of the shards of all ranks of a mesh: the way back, by concatenating what the ranks of a group hold."""
+    """The full model out of the shards of all ranks of a mesh: the way back, by concatenating what the ranks
+    of a group hold."""
     model: Arrays = {}
     width, per_chunk = layout.tp * layout.dp, shape.num_layers // (layout.pp * layout.vpp)
     ratio, d, vocab = shape.num_attention_heads // shape.num_query_groups, shape.head_dim, shape.vocab_size

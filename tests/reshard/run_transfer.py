@@ -29,7 +29,8 @@ def empty(atlas, dtype):
 
 
 def tensor_parallel_to_bf16_engines(rank: int) -> dict:
-    """Megatron TP=2 on ranks 0 and 1, fp32 -> engines on ranks 0 and 2, bf16. Two versions through the same buffers."""
+    """Megatron TP=2 on ranks 0 and 1, fp32 -> engines on ranks 0 and 2, bf16. Two versions through the same
+    buffers."""
     sources = {r: megatron_atlas(SHAPE, 2, r) for r in (0, 1)}
     destinations = {r: vllm_atlas(SHAPE, 1, 0) for r in (0, 2)}
     held = megatron_shard(SHAPE, hf_model(SHAPE, seed=1), 2, rank) if rank < 2 else {}
@@ -45,7 +46,8 @@ def tensor_parallel_to_bf16_engines(rank: int) -> dict:
 
 
 def pipeline_to_tensor_parallel(rank: int) -> dict:
-    """Megatron PP=3 -> one engine with TP=2 on ranks 1 and 2; columns and rows are cut, every rank sends. Tied embeddings."""
+    """Megatron PP=3 -> one engine with TP=2 on ranks 1 and 2; columns and rows are cut, every rank sends.
+    Tied embeddings."""
     sources = {r: megatron_atlas(TIED, 1, 0, 3, r) for r in range(3)}
     destinations = {r: vllm_atlas(TIED, 2, r - 1) for r in (1, 2)}
     got = empty(destinations[rank], torch.float32) if rank else {}
@@ -69,7 +71,8 @@ def only_two_ranks(rank: int) -> dict:
 
 
 def in_many_rounds(rank: int) -> dict:
-    """The first two again with so little staging that rectangles are cut, and some of their parts travel in place."""
+    """The first two again with so little staging that rectangles are cut, and some of their parts travel in
+    place."""
     enough, transfer_module.STAGING_BYTES = transfer_module.STAGING_BYTES, 3 << 12
     out = {
         scenario.__name__: scenario(rank)
@@ -80,7 +83,8 @@ def in_many_rounds(rank: int) -> dict:
 
 
 def export(rank: int, folder: Path) -> dict:
-    """PP=3 -> a Hugging Face folder in several files; then again in bf16 over it, from TP=2 on ranks 1 and 2."""
+    """PP=3 -> a Hugging Face folder in several files; then again in bf16 over it, from TP=2 on ranks 1 and
+    2."""
     stages = {r: megatron_atlas(TIED, 1, 0, 3, r) for r in range(3)}
     shard = megatron_shard(TIED, hf_model(TIED, seed=5), 1, 0, 3, rank)
     save_hf(folder / "fp32", folder / "source", TIED, stages, shard, max_shard_bytes=20_000)

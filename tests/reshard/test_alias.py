@@ -1,4 +1,5 @@
-"""What an engine can take over as it is. The expected names follow from the two sides' documented layouts, not from the atlases.
+"""What an engine can take over as it is. The expected names follow from the two sides' documented layouts,
+not from the atlases.
 
 pytest tests/reshard/test_alias.py"""
 

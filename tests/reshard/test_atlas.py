@@ -1,4 +1,5 @@
-"""Atlases against shards that are cut by hand (cuts.py), and against what they refuse. Torch only, no engine. Bit-exact.
+"""Atlases against shards that are cut by hand (cuts.py), and against what they refuse. Torch only, no engine.
+Bit-exact.
 
 pytest tests/reshard/test_atlas.py"""
 
@@ -161,12 +162,14 @@ def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
     shape = make_shape("qwen3", heads=6, groups=2, ffn=48, vocab=61)
     with pytest.raises(
         ValueError,
-        match=r"--rollout-tensor-parallel-size \(4\): num_attention_heads \(6\) must be a multiple of it\. .*work: 1, 2\.",
+        match=r"--rollout-tensor-parallel-size \(4\): num_attention_heads \(6\) must be a multiple "
+        r"of it\. .*work: 1, 2\.",
     ):
         vllm_atlas(shape, 4, 0)
     with pytest.raises(
         ValueError,
-        match=r"the padded vocabulary \(64\) must be a multiple of it; linear_qkv_rows \(80\) .*; num_query_groups \(2\) must be a mult",
+        match=r"the padded vocabulary \(64\) must be a multiple of it; linear_qkv_rows \(80\) .*; "
+        r"num_query_groups \(2\) must be a mult",
     ):
         megatron_atlas(shape, 3, 0)
     with pytest.raises(
@@ -189,7 +192,8 @@ def test_expert_sizes_that_do_not_divide_are_refused_with_sizes_that_do():
         place_atlas(shape, MegatronPlace(etp_size=8, etp_rank=0))
     with pytest.raises(
         ValueError,
-        match=r"--virtual-pipeline-model-parallel-size \(2\) must divide the layers of a pipeline stage \(1\)",
+        match=r"--virtual-pipeline-model-parallel-size \(2\) must divide the layers of a pipeline "
+        r"stage \(1\)",
     ):
         place_atlas(shape, MegatronPlace(pp_size=2, vpp_size=2))
     with pytest.raises(

@@ -1,7 +1,9 @@
-"""The copier against `torch._foreach_copy_`, bit for bit: every element inside a rectangle and none outside it.
+"""The copier against `torch._foreach_copy_`, bit for bit: every element inside a rectangle and none outside
+it.
 
-Conversion to bfloat16 is also compared with its definition (the nearest value, ties to even), computed in float64; packed matrices
-with a permutation by PyTorch. GPU cases run where there is one. Run: pytest tests/reshard/test_copier.py"""
+Conversion to bfloat16 is also compared with its definition (the nearest value, ties to even), computed in
+float64; packed matrices with a permutation by PyTorch. GPU cases run where there is one. Run: pytest
+tests/reshard/test_copier.py"""
 
 import mmap
 import random
@@ -58,7 +60,8 @@ def random_matrix(rows, cols, dtype, device, generator):
 
 
 def random_views(dst, src, rng):
-    """Disjoint rectangles that cover part of `dst`, each read from a random place of `src`: odd offsets, odd widths, single rows."""
+    """Disjoint rectangles that cover part of `dst`, each read from a random place of `src`: odd offsets, odd
+    widths, single rows."""
     dst_views, src_views = [], []
     row = 0
     while row < dst.shape[0]:
@@ -111,7 +114,8 @@ def test_random_rectangles_equal_foreach_copy(src_dtype, dst_dtype, num_threads,
 
 
 def test_whole_and_aligned_matrices(device, executor):
-    """Contiguous on both sides, columns on one side only, and shapes that vectors of 16 bytes fit: the fast paths."""
+    """Contiguous on both sides, columns on one side only, and shapes that vectors of 16 bytes fit: the fast
+    paths."""
     generator = torch.Generator().manual_seed(0)
     for src_dtype, dst_dtype in PAIRS:
         src = random_matrix(256, 512, src_dtype, device, generator)
@@ -129,7 +133,8 @@ def test_whole_and_aligned_matrices(device, executor):
     ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
 )
 def test_large_plans_bypass_the_caches(src_dtype, dst_dtype, num_threads):
-    """From 16 MB on rows are written with non-temporal stores, whose heads and tails differ from row to row here."""
+    """From 16 MB on rows are written with non-temporal stores, whose heads and tails differ from row to row
+    here."""
     cols = 2001
     rows = (1 << 24) // (cols * dst_dtype.itemsize) + 2
     src = random_matrix(rows, cols + 5, src_dtype, "cpu", torch.Generator().manual_seed(0))
@@ -151,7 +156,8 @@ def packed(matrix):
     ("src_dtype", "dst_dtype"), PACKED_PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
 )
 def test_packed_destinations(src_dtype, dst_dtype, num_threads, executor):
-    """Two experts [2, 208, 1100]: random disjoint rectangles of both as one matrix of 416 rows; then one that fills it."""
+    """Two experts [2, 208, 1100]: random disjoint rectangles of both as one matrix of 416 rows; then one that
+    fills it."""
     rng, generator = random.Random(7), torch.Generator().manual_seed(0)
     src = random_matrix(416, 1100, src_dtype, "cpu", generator)
     expected = random_matrix(416, 1100, dst_dtype, "cpu", generator)
@@ -223,7 +229,8 @@ def special_floats():
 
 
 def nearest_bfloat16(values):
-    """Nearest of the two bfloat16 neighbours of finite fp32 values, ties to the even one, in float64, which holds both exactly.
+    """Nearest of the two bfloat16 neighbours of finite fp32 values, ties to the even one, in float64, which
+    holds both exactly.
 
     Above the largest bfloat16 the next one counts as 2**128, which becomes infinity (IEEE 754, 4.3.1)."""
     low = (values.view(torch.int32) >> 16).to(torch.int16)
@@ -245,12 +252,14 @@ def test_float32_to_bfloat16_is_nearest_even(device):
     assert torch.equal(bits(result)[finite], nearest_bfloat16(values[finite]))
     assert torch.equal(result[values.isinf()].float(), values[values.isinf()])
     assert result[values.isnan()].isnan().all()
-    # PyTorch's own NaN differs between its vector and scalar code, so NaN is compared as NaN above and left out here.
+    # PyTorch's own NaN differs between its vector and scalar code, so NaN is compared as NaN above and left
+    # out here.
     assert torch.equal(bits(result)[~values.isnan()], bits(values.bfloat16())[~values.isnan()])
 
 
 def test_float32_to_float16_is_nearest_even(device):
-    """PyTorch converts with the processor's instruction; rows of one element go through the copier's own arithmetic."""
+    """PyTorch converts with the processor's instruction; rows of one element go through the copier's own
+    arithmetic."""
     values = special_floats()
     expected = values.half()
     in_one_row, in_rows = (
@@ -308,7 +317,8 @@ def test_nothing_to_copy(executor):
 
 
 def test_vectors_single_columns_and_parameters(device, executor):
-    """Strides of dimensions of size 1 mean nothing, and parameters are written although they require gradients."""
+    """Strides of dimensions of size 1 mean nothing, and parameters are written although they require
+    gradients."""
     weight = torch.nn.Parameter(torch.zeros(4, 6, device=device))
     column = torch.arange(1.0, 5.0, device=device)
     copy_rects([weight[:, 2:3], weight[0, 3:]], [column[None].t(), torch.full((3,), 9.0, device=device)])

@@ -1,5 +1,6 @@
-"""The CUDA kernels without a GPU: compiled for the CPU with emulated_cuda/, where every thread runs in turn, and compared bit for bit
-with PyTorch and with the CPU's digests. What a thread does is tested, not what a GPU makes of it; tests/gpu runs the same cases there.
+"""The CUDA kernels without a GPU: compiled for the CPU with emulated_cuda/, where every thread runs in turn,
+and compared bit for bit with PyTorch and with the CPU's digests. What a thread does is tested, not what a GPU
+makes of it; tests/gpu runs the same cases there.
 
     pytest tests/reshard/test_cuda_kernels.py"""
 

@@ -1,4 +1,5 @@
-"""What is special about DeepSeek-V3's folders: a tensor that stays fp32 in bf16 files, and layers that are left out and said so. Exact.
+"""What is special about DeepSeek-V3's folders: a tensor that stays fp32 in bf16 files, and layers that are
+left out and said so. Exact.
 
 pytest tests/reshard/test_deepseek_files.py"""
 

@@ -1,5 +1,6 @@
-"""Digests: the extension and the PyTorch twin against the definition in csrc/digest.h, written again here with Python's integers,
-and the two ends of every kind of copy against each other. Numbers are compared for equality: there is no tolerance.
+"""Digests: the extension and the PyTorch twin against the definition in csrc/digest.h, written again here
+with Python's integers, and the two ends of every kind of copy against each other. Numbers are compared for
+equality: there is no tolerance.
 
     pytest tests/reshard/test_digest.py"""
 
@@ -108,7 +109,8 @@ def test_threads_do_not_change_the_digest():
 
 
 def test_any_changed_element_is_found(executor):
-    """Each bit of an element in each place of a small matrix; swapped elements and rows; signs of two elements."""
+    """Each bit of an element in each place of a small matrix; swapped elements and rows; signs of two
+    elements."""
     values = matrix(4, 9, torch.bfloat16)
     before = Digest([values]).full()
     bits = values.view(torch.int16)
@@ -135,7 +137,8 @@ def test_any_changed_element_is_found(executor):
 
 
 def test_samples_see_every_stale_stretch(executor):
-    """An eighth of the rows that was not copied is found by every version, wherever it begins; so is a change of all values by one unit."""
+    """An eighth of the rows that was not copied is found by every version, wherever it begins; so is a change
+    of all values by one unit."""
     old, new = matrix(64, 512, torch.bfloat16, seed=1), matrix(64, 512, torch.bfloat16, seed=2)
     for version in range(10):
         expected = Digest([new]).sampled(version)

@@ -1,4 +1,5 @@
-"""Adapters in every layout are rectangles of the same canonical tensors, cut as the matrices that they adapt. Torch only.
+"""Adapters in every layout are rectangles of the same canonical tensors, cut as the matrices that they adapt.
+Torch only.
 
 pytest tests/reshard/test_lora_atlas.py"""
 
@@ -52,7 +53,8 @@ def cut(atlas: Atlas, full: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("model, mesh", cases())
 def test_the_product_of_a_ranks_parts_is_its_part_of_the_product(model, mesh):
-    """B A of the canonical adapters, added to W by PEFT's names and then cut, is what a rank computes of what it holds."""
+    """B A of the canonical adapters, added to W by PEFT's names and then cut, is what a rank computes of what
+    it holds."""
     shape, (spec, qkv_layout) = SHAPES[model], MESHES[mesh]
     full, peft = random(adapter_sizes(shape, LORA)), peft_atlas(shape, LORA)
     deltas = {}
@@ -78,7 +80,8 @@ def test_the_product_of_a_ranks_parts_is_its_part_of_the_product(model, mesh):
 
 @pytest.mark.parametrize("model, mesh", cases())
 def test_any_layout_holds_every_element_of_every_adapter(model, mesh):
-    """`make_plan` proves it: what PEFT gets is filled by the ranks of a layout, and so is any other layout."""
+    """`make_plan` proves it: what PEFT gets is filled by the ranks of a layout, and so is any other
+    layout."""
     shape, (spec, qkv_layout) = SHAPES[model], MESHES[mesh]
     sources = {
         rank: with_adapters(atlas, LORA)
@@ -108,7 +111,9 @@ def test_training_starts_equal_in_every_layout_and_as_peft_does(mesh):
     for name, tensor in full.items():
         if name.endswith("lora_B.weight"):
             assert not tensor.any()
-        else:  # kaiming_uniform_(a=sqrt(5)) of torch's Linear, and so of PEFT: U(-1 / sqrt(in), 1 / sqrt(in)), variance 1 / (3 in)
+        # kaiming_uniform_(a=sqrt(5)) of torch's Linear, and so of PEFT: U(-1 / sqrt(in), 1 / sqrt(in)),
+        # variance 1 / (3 in)
+        else:
             assert tensor.abs().max() <= tensor.shape[1] ** -0.5 and tensor.var() * 3 * tensor.shape[
                 1
             ] == pytest.approx(1, abs=0.35)

@@ -1,6 +1,8 @@
-"""Plans move every element to its place, whatever the two layouts, and refuse atlases that do not determine it. Bit-exact.
+"""Plans move every element to its place, whatever the two layouts, and refuse atlases that do not determine
+it. Bit-exact.
 
-Shards of both sides are cut by hand (cuts.py); a plan between the atlases is executed with slices on tensors full of NaN.
+Shards of both sides are cut by hand (cuts.py); a plan between the atlases is executed with slices on tensors
+full of NaN.
 
     pytest tests/reshard/test_plan.py"""
 
@@ -107,7 +109,8 @@ def test_own_rank_wins_and_other_replicas_share_the_sending():
 
 
 def test_replicas_of_the_same_node_send_even_if_others_have_sent_less(monkeypatch):
-    """Two data-parallel replicas of TP=2, one per node of four ranks; engines of TP=1 on the free ranks 2 and 3 of each node."""
+    """Two data-parallel replicas of TP=2, one per node of four ranks; engines of TP=1 on the free ranks 2 and
+    3 of each node."""
     shape = make_shape("qwen3")
     sources = {rank: megatron_atlas(shape, 2, rank % 4) for rank in (0, 1, 4, 5)}
     engines = [2, 3, 6, 7]
@@ -139,7 +142,8 @@ def test_a_dropped_source_piece_is_named():
     source.pop("decoder.layers.1.mlp.linear_fc2.weight")
     with pytest.raises(
         PlanError,
-        match=r"\[rank 5\] model.layers.1.mlp.down_proj.weight: no source holds model.layers.1.mlp.down_proj.weight\[0:32, 0:48\]",
+        match=r"\[rank 5\] model.layers.1.mlp.down_proj.weight: no source holds "
+        r"model.layers.1.mlp.down_proj.weight\[0:32, 0:48\]",
     ):
         make_plan({0: source}, {5: vllm_atlas(shape, 1, 0)})
     halves = {0: megatron_atlas(shape, 2, 0)}  # tensor-parallel rank 1 forgotten

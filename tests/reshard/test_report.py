@@ -1,4 +1,5 @@
-"""`megarl reshard-plan` without torch, weights or data, on every configuration file; and how fast plans of real sizes are.
+"""`megarl reshard-plan` without torch, weights or data, on every configuration file; and how fast plans of
+real sizes are.
 
 pytest tests/reshard/test_report.py"""
 
@@ -65,7 +66,8 @@ def output(capsys, *argv: str) -> str:
 
 
 def test_real_sizes_are_planned(model):
-    """0.05 s for 7B, 2 s for 128 experts; a plan that compares every piece with every other would run into the suite's deadline."""
+    """0.05 s for 7B, 2 s for 128 experts; a plan that compares every piece with every other would run into
+    the suite's deadline."""
     shape = ModelShape.load(model(QWEN_7B))
     plan = make_plan(
         megatron_atlases(shape, MeshSpec(tuple(range(8)), tp=4, pp=2)), vllm_atlases(shape, range(8), 2)
@@ -190,7 +192,10 @@ def test_what_is_wrong_is_named_without_looking_at_data_or_weights(model, capsys
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_file_without_torch(path, model):
-    script = "import sys; sys.modules.update(torch=None, vllm=None, megatron=None); import megarl.cli; sys.exit(megarl.cli.main(sys.argv[1:]))"
+    script = (
+        "import sys; sys.modules.update(torch=None, vllm=None, megatron=None); import "
+        "megarl.cli; sys.exit(megarl.cli.main(sys.argv[1:]))"
+    )
     small = {**QWEN_7B, "num_hidden_layers": 2}
     argv = ["reshard-plan", f"@{path}", "--model", model(small)]
     done = subprocess.run(

@@ -1,6 +1,8 @@
-"""Any Megatron layout into any vLLM layout equals gather-then-split, bit for bit, in 2,000 random cases; mutated plans never do.
+"""Any Megatron layout into any vLLM layout equals gather-then-split, bit for bit, in 2,000 random cases;
+mutated plans never do.
 
-The oracle (oracle.py) is numpy and shares no code with megarl.reshard. Exact: copies change nothing, and one rounding is one rounding.
+The oracle (oracle.py) is numpy and shares no code with megarl.reshard. Exact: copies change nothing, and one
+rounding is one rounding.
 
     pytest tests/reshard/test_resharding.py        600 of them; -m slow the others"""
 
@@ -45,8 +47,8 @@ class Case:
 
 
 def in_dtype(arrays: Arrays, dtype: str) -> Arrays:
-    """The numbers 0, 1, ... as values of a dtype, all different. bfloat16, which numpy has not, is its 16 bits; float64 gets thirds,
-    so that float32 rounds them."""
+    """The numbers 0, 1, ... as values of a dtype, all different. bfloat16, which numpy has not, is its 16
+    bits; float64 gets thirds, so that float32 rounds them."""
     third = 1 / 3 if dtype == "float64" else 0
     return {
         name: (array + third if third else array).astype("uint16" if dtype == "bfloat16" else dtype)
@@ -117,7 +119,8 @@ def make_case(rng: random.Random, family: str | None = None) -> Case:
 
 
 def execute(case: Case, plan: ReshardPlan) -> dict[int, Arrays]:
-    """The plan as numpy copies into arrays that hold what padding holds, and the check that nothing is written twice."""
+    """The plan as numpy copies into arrays that hold what padding holds, and the check that nothing is
+    written twice."""
     out = {
         rank: {
             name: in_dtype(in_dtype({"": np.full((p.rows, p.cols), -1)}, case.dtypes[0]), case.dtypes[1])[""]

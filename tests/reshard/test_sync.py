@@ -1,4 +1,5 @@
-"""A weight sync between two ranks, against the model that the shards were cut from; and what each kind of failure leaves.
+"""A weight sync between two ranks, against the model that the shards were cut from; and what each kind of
+failure leaves.
 
 pytest tests/reshard/test_sync.py"""
 

@@ -68,7 +68,8 @@ def ranks(tmp_path_factory):
 
 
 def padded_to_seven(got: dict[str, torch.Tensor], vocab: int) -> dict[str, torch.Tensor]:
-    """Padding rows keep what was there: the plan does not write them. They are set to 0 here, to compare the rest."""
+    """Padding rows keep what was there: the plan does not write them. They are set to 0 here, to compare the
+    rest."""
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in got and vocab < len(got[name]):
             assert (got[name][vocab:] == 7).all()
@@ -156,7 +157,8 @@ def test_load_reads_each_shard(tmp_path, shape, tp, pp):
 
 
 def test_both_ends_cut_messages_alike_and_stage_only_what_they_must():
-    """Rows of a matrix at one end, columns at the other; vectors; a conversion. At most 1,000 bytes at a time."""
+    """Rows of a matrix at one end, columns at the other; vectors; a conversion. At most 1,000 bytes at a
+    time."""
     wire = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     shapes = [(64, 40), (7, 1), (3, 40), (30, 40)]
     rows = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, wire, strict=True)]
@@ -168,8 +170,8 @@ def test_both_ends_cut_messages_alike_and_stage_only_what_they_must():
     assert [chunk.starts for chunk in here] == [chunk.starts for chunk in there]
     assert max(chunk.starts[-1] for chunk in here) <= 1000
     assert all(chunk.in_place() is None for chunk in here)
-    # 64 rows of 80 bytes: 5 x 12 and the 4 left (320 bytes); 30 of 160: 5 x 6. The vector and the 3 rows (480 bytes) are one chunk
-    # each: the second is large enough to be alone.
+    # 64 rows of 80 bytes: 5 x 12 and the 4 left (320 bytes); 30 of 160: 5 x 6. The vector and the 3 rows (480
+    # bytes) are one chunk each: the second is large enough to be alone.
     in_place = [chunk.in_place() for chunk in there]
     assert [None if message is None else message.numel() for message in in_place] == [960] * 5 + [
         320,
@@ -239,14 +241,15 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"/a do not fit its config.json: lm_head.weight is missing; model.norm.weight is missing; "
+        match=r"/a do not fit its config.json: model.norm.weight is missing; lm_head.weight is missing; "
         r"model.layers.0.self_attn.q_proj.bias is not a tensor of a qwen3 model\.",
     ):
         load_hf(source, atlas, tensors, SHAPE)
     source = write_source(tmp_path / "b", model | {"model.norm.weight": torch.zeros(16)})
     with pytest.raises(
         ValueError,
-        match=r"model.norm.weight in .*/b has shape \[16\], but by config.json it has at least 32 rows",
+        match=r"/b do not fit .*: model.norm.weight in model.safetensors is 16x1 there and 32x1 by "
+        r"config.json",
     ):
         load_hf(source, atlas, tensors, SHAPE)
     with pytest.raises(
@@ -320,7 +323,9 @@ def test_classifiers_without_one_label_or_without_a_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"/a do not fit its config.json: score.weight is missing\."):
         load_hf(tmp_path / "a", hf_atlas(shape), tensors, shape)
     with pytest.raises(
-        ValueError, match=r"score.weight in .*/b has shape \[2, 32\]: num_labels \(2\) must be 1"
+        ValueError,
+        match=r"/b do not fit .*: score.weight in model.safetensors has shape \[2, 32\]: num_labels "
+        r"\(2\) must be 1",
     ):
         load_hf(tmp_path / "b", hf_atlas(shape), tensors, shape)
 

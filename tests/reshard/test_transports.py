@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from megarl.reshard.transports import shared_memory
+from megarl.reshard.transports import cuda_ipc, shared_memory
 from megarl.reshard.transports.choose import Place, choose, place_here
 from megarl.reshard.transports.exported import export, open_exported
 
@@ -42,7 +42,8 @@ def shared_memory_files() -> set[str]:
 
 
 def test_another_process_reads_what_is_there_now():
-    """Views of one buffer, with strides and offsets, and of a storage of another dtype; written before and after the export."""
+    """Views of one buffer, with strides and offsets, and of a storage of another dtype; written before and
+    after the export."""
     buffer, half = torch.arange(40.0), torch.arange(6, dtype=torch.bfloat16).view(6, 1)
     tensors = {
         "all": buffer.view(8, 5),
@@ -132,3 +133,30 @@ def test_a_forced_transport_is_taken_or_refused_with_one_that_works():
 def test_this_process_is_where_it_is():
     assert choose(place_here(0, "cpu"), place_here(3, "cpu"))[0] == "direct"
     assert choose(place_here(0, "cpu"), place_here(0, "cpu", "engine of rank 0"))[0] == "shared-memory"
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_gpus_memory_is_opened_on_the_device_that_reads_it(monkeypatch, owner):
+    """Stand-ins for CUDA, which is not here: the device that a handle is opened on decides whose kernels can
+    read it. torch/csrc/StorageSharing.cpp, THPStorage_newSharedCuda: `device_guard(device)`."""
+    opened = []
+
+    def new_shared(device, *handle):
+        opened.append((device, handle))
+        return torch.arange(6, dtype=torch.uint8).untyped_storage()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: f"GPU-{device}")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, other: (here, other) == (1, 0))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(new_shared))
+    tensor = cuda_ipc.open_shared(cuda_ipc.CudaMemory(f"GPU-{owner}", (b"handle", 6), 6))
+    assert opened == [(1, (b"handle", 6))] and tensor.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_gpu_that_cannot_be_read_is_said_before_anything_is_opened(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda_ipc, "device_index", lambda uuid: 0)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, other: False)
+    with pytest.raises(RuntimeError, match="^GPU 1 cannot read GPU 0 .* Use --reshard-transport messages.$"):
+        cuda_ipc.open_shared(cuda_ipc.CudaMemory("GPU-0", (), 6))

@@ -1,4 +1,5 @@
-"""Tiny reward models with random weights, and their scores by transformers alone: one sample at a time, so without padding."""
+"""Tiny reward models with random weights, and their scores by transformers alone: one sample at a time, so
+without padding."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def write_actor(folder: Path) -> Path:
 def write_classifier(
     folder: Path, name: str, actor: Path, chat_template: str | None = None
 ) -> PreTrainedModel:
-    """A classifier with the actor's tokenizer, and its own chat template if one is given. Weights far from zero: scores spread by 1."""
+    """A classifier with the actor's tokenizer, and its own chat template if one is given. Weights far from
+    zero: scores spread by 1."""
     torch.manual_seed(1)
     config = CONFIGS[name]
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()

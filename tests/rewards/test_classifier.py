@@ -2,7 +2,8 @@
 
     pytest tests/rewards/test_classifier.py
 
-Scores spread by 0.1 to 1 and agree to 1e-5: sums in fp32 in another order. A wrong token or a padding that is seen shows as 0.01 or more."""
+Scores spread by 0.1 to 1 and agree to 1e-5: sums in fp32 in another order. A wrong token or a padding that is
+seen shows as 0.01 or more."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def sequences(count=23, longest=60):
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_scores(name, actor, tmp_path):
-    """Decoders are scored at the end-of-sequence token even if that also pads; an encoder does not see padding."""
+    """Decoders are scored at the end-of-sequence token even if that also pads; an encoder does not see
+    padding."""
     model = models.write_classifier(tmp_path / "rm", name, actor)
     classifier, samples = Classifier(str(tmp_path / "rm")), sequences()
     wanted = torch.tensor(models.reference_scores(model, samples))

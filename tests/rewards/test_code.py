@@ -51,7 +51,8 @@ CASES = [
     ("\x00\ud800", ASSERTS, 0),
     ("", STDIN, 0),
     (
-        "import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b):\n    for _ in range(5000): a = [a]\n    return a",
+        "import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b):\n    for _ in range(5000): a = "
+        "[a]\n    return a",
         CALL,
         0,
     ),
@@ -73,7 +74,8 @@ def test_programs_are_judged_by_their_tests(reward, response, tests, wanted):
 def test_a_program_does_not_pass_by_printing_what_it_saw(reward):
     """It prints the mark that it found in its caller's variables, and an answer that it cannot know."""
     forger = (
-        "import sys\ndef add(a, b):\n    mark = sys._getframe(1).f_globals['_mark']\n    print('\\n' + mark + '0')\n"
+        "import sys\ndef add(a, b):\n    mark = sys._getframe(1).f_globals['_mark']\n    "
+        "print('\\n' + mark + '0')\n"
         "    sys.stdout.flush()\n    import os; os._exit(0)"
     )
     assert reward("x", forger, CALL, {}) == 0.0
@@ -132,7 +134,8 @@ ESCAPES = {
     "reads the environment of the rank": ("print(open('/proc/{pid}/environ').read())", "PermissionError"),
     "reads its own first environment": ("print(open('/proc/self/environ').read())", "PermissionError"),
     "asks for keys": (
-        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall({keyctl}, 0, -3, 0, 0) < 0 and os.strerror({{}}"
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall({keyctl}, 0, -3, "
+        "0, 0) < 0 and os.strerror({{}}"
         "[ctypes.get_errno()])",
         "KeyError: 1",
     ),
@@ -169,7 +172,10 @@ def test_programs_cannot_get_out(escape, tmp_path, monkeypatch):
 @confined
 def test_time_is_limited_and_nothing_goes_on_after_it():
     before = time.monotonic()
-    program = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(1000)\ntime.sleep(1000)"
+    program = (
+        "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n   "
+        "     time.sleep(1000)\ntime.sleep(1000)"
+    )
     assert run_confined(program, "", timeout_s=0.5, memory_limit_bytes=2**30).exit_code is None
     assert time.monotonic() - before < 30
     time.sleep(0.2)
@@ -213,7 +219,8 @@ def test_a_machine_that_cannot_confine_is_refused_unless_told(monkeypatch):
     monkeypatch.setattr(sandbox, "missing", lambda: ("namespaces",))
     with pytest.raises(
         ValueError,
-        match=r"--reward code: this machine cannot confine programs: namespaces missing.*--allow-unsandboxed-code",
+        match=r"--reward code: this machine cannot confine programs: namespaces "
+        r"missing.*--allow-unsandboxed-code",
     ):
         CodeReward(DataConfig(train_data=("x",)))
     with pytest.raises(RuntimeError, match="cannot confine"):

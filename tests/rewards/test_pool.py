@@ -4,7 +4,9 @@ pytest tests/rewards/test_pool.py"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 from megarl.config.schema import DataConfig
 from megarl.rewards import RewardSample
 from megarl.rewards.pool import RewardPool
+from megarl.rewards.printed import FIRST_BYTES, LAST_BYTES
 
 OWN = """
 import os, subprocess, sys, time
@@ -106,7 +109,8 @@ def is_running(pid: int) -> bool:
 
 def test_nothing_is_left_when_the_rank_is_killed(data, tmp_path):
     program = (
-        "import sys, time; from megarl.config.schema import DataConfig; from megarl.rewards.pool import RewardPool\n"
+        "import sys, time; from megarl.config.schema import DataConfig; from megarl.rewards.pool "
+        "import RewardPool\n"
         "pool = RewardPool(DataConfig(train_data=('x',), reward_function=sys.argv[1]), 2)\n"
         "print(*(w.process.pid for w in pool._workers), flush=True); time.sleep(1000)"
     )
@@ -146,3 +150,115 @@ def test_closing_ends_the_processes(data):
     pool.close()
     pool.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+FORKS = """
+import os, time
+def reward(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "child first" and os.fork():  # the child returns with the pool's pipes
+        time.sleep(0.3)
+    if solution_str == "parent first" and os.fork() == 0:
+        time.sleep(0.1)
+    if solution_str == "child raises" and os.fork() == 0:
+        raise KeyError("in the child")
+    if solution_str == "child ends" and os.fork() == 0:
+        os._exit(0)
+    return float(extra_info["reward"])
+"""
+
+
+@pytest.mark.parametrize("num_workers", (1, 3))
+def test_a_reward_that_forks_costs_its_own_reward_alone(tmp_path, num_workers):
+    """Without numbers in the replies the child's reply is taken for that of the next sample, and so on to the
+    last."""
+    (tmp_path / "reward.py").write_text(FORKS)
+    texts = [
+        "child first",
+        "",
+        "",
+        "parent first",
+        "",
+        "child ends",
+        "",
+        "child raises",
+        "",
+        "",
+        "parent first",
+    ]
+    data = DataConfig(
+        train_data=("x",), reward_function=f"{tmp_path}/reward.py:reward", reward_timeout_s=20.0
+    )
+    asked = [
+        RewardSample("x", text, sample_id=100 + i, extra_info={"reward": i}) for i, text in enumerate(texts)
+    ]
+    with RewardPool(data, num_workers) as pool:
+        for _ in range(3):
+            verdicts = pool.score(asked)
+            time.sleep(0.2)  # a child that is late for this call is in the way of the next
+            assert [v.sample_id for v in verdicts] == [s.sample_id for s in asked]
+            assert [v.digest for v in verdicts] == [s.digest for s in asked]
+            for i, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
+                if text in ("", "child ends"):
+                    assert verdict.reward == i and verdict.failure is None, (text, verdict)
+                elif (
+                    text != "child first" and verdict.reward is not None
+                ):  # the child replied after the call had ended
+                    assert verdict.reward == i
+                else:
+                    assert verdict.reward is None and f"sample {100 + i}, " in verdict.failure, (
+                        text,
+                        verdict,
+                    )
+                    assert "forked and returned in the child" in verdict.failure
+
+
+def test_a_file_that_forks_while_it_is_loaded_is_refused(tmp_path):
+    (tmp_path / "reward.py").write_text("import os, time\nif os.fork(): time.sleep(0.3)\n" + FORKS)
+    with (
+        pytest.raises(ValueError, match="forks while it is loaded"),
+        RewardPool(DataConfig(train_data=("x",), reward_function=f"{tmp_path}/reward.py:reward"), 1) as pool,
+    ):
+        pool.score([RewardSample("x", "", extra_info={"reward": 1})] * 3)
+
+
+LOUD = """
+import os, sys
+def reward(data_source, solution_str, ground_truth, extra_info):
+    kind, _, number = solution_str.partition(" ")
+    text = f"begin {number} " + "x" * int(number) + f" end {number}"
+    if kind == "python": print(text, flush=True)
+    if kind == "raw":
+        for start in range(0, len(text), 1000): os.write(2, text[start:start + 1000].encode())
+    if kind == "dies":
+        os.write(1, text.encode())
+        os._exit(1)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("kind", ("python", "raw", "dies"))
+def test_what_a_reward_prints_is_cut(data, tmp_path, capfd, kind):
+    """The beginning and the end of each call are passed on, the rest is counted: 7 MB become 8 kB."""
+    (tmp_path / "reward.py").write_text(LOUD)
+    data = dataclasses.replace(data, reward_timeout_s=60)
+    sizes = [10, 7_000_000, 20, 500_000]
+    with RewardPool(data, 1) as pool:
+        capfd.readouterr()
+        verdicts = pool.score(samples(*(f"{kind} {size}" for size in sizes)))
+        told = capfd.readouterr().err  # all of it is there when the call returns
+    assert [verdict.reward for verdict in verdicts] == [None if kind == "dies" else 1.0] * len(sizes)
+    for size in sizes:
+        assert f"begin {size} x" in told and f"x end {size}" in told
+    counted = re.findall(r"(\d+) of (\d+) bytes that one call printed are left out here", told)
+    assert [int(total) - int(left_out) for left_out, total in counted] == [FIRST_BYTES + LAST_BYTES] * 2
+    assert len(told) < 2 * (FIRST_BYTES + LAST_BYTES) + 500
+
+
+def test_what_a_call_that_hangs_has_printed_is_told(data, tmp_path, capfd):
+    (tmp_path / "reward.py").write_text(
+        "import time\ndef reward(**sample):\n    print('x' * 9000 + 'reached here', flush=True)\n   "
+        " time.sleep(1000)\n"
+    )
+    with RewardPool(data, 1) as pool:
+        assert pool.score(samples("1"))[0].reward is None
+    assert "reached here" in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""Rewards: the rules on ordinary and nasty answers, the user's own function, and what happens when one misbehaves."""
+"""Rewards: the rules on ordinary and nasty answers, the user's own function, and what happens when one
+misbehaves."""
 
 import threading
 import time
@@ -119,7 +120,8 @@ def test_math_ends_on_an_endless_expression(monkeypatch):
     monkeypatch.setattr("megarl.rewards.math.TIMEOUT_S", 1)
     start = time.monotonic()
     assert judge(load_reward(settings("math")), r"\boxed{9^{9^{9^{9}}}}", "17") == 0
-    # One timeout for parsing, one for each of the two comparisons the library may try; without any it takes minutes at least.
+    # One timeout for parsing, one for each of the two comparisons the library may try; without any it takes
+    # minutes at least.
     assert time.monotonic() - start < 20
 
 
@@ -299,6 +301,18 @@ def test_value_that_is_no_finite_number_is_refused(value):
     ) as error:
         judge(lambda **columns: value, "", "17")
     assert repr(value) in str(error.value) and type(value).__name__ in str(error.value)
+
+
+@pytest.mark.parametrize("value", [1e39, -3.5e38, np.float64(1e300), 10**300])
+def test_value_that_float32_cannot_hold_is_refused(value):
+    """As an infinity it would count as failed, without a reason."""
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)sample 7, data_source 'x'.* returned -?\S+, and advantages are computed in float32",
+    ):
+        base.judge(lambda **columns: value, base.RewardSample("x", "", "17", sample_id=7))
+    for largest in (3.4028234663852886e38, -3.4028234663852886e38):
+        assert judge(lambda **columns: largest, "", "17") == largest
 
 
 @pytest.mark.parametrize(

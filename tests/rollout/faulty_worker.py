@@ -1,4 +1,5 @@
-"""vLLM's worker with faults in the copy of the weights, one per line of the file $FAULTS names, taken in order.
+"""vLLM's worker with faults in the copy of the weights, one per line of the file $FAULTS names, taken in
+order.
 
 none    slow    flip (a bit of one destination tensor, after the copy)    kill (the process, in the middle)"""
 
@@ -30,7 +31,9 @@ def copy_with_faults(self: Puller, destination: Destination) -> None:
     if fault == "flip":
         view = destination._views[min(destination._views)][0]  # the first tensor of the plan: the embedding
         view.view(torch.int32)[3:4] ^= (
-            1  # a whole row: 1/130 of the tensor; sampled digests find a 32nd for certain, --check-weight-sync all
+            # a whole row: 1/130 of the tensor; sampled digests find a 32nd for certain, --check-weight-sync
+            # all
+            1
         )
     if file.exists():
         file.write_text("\n".join(rest) or "none")

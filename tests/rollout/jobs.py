@@ -1,4 +1,5 @@
-"""What the engine scripts share: tiny random models in Hugging Face folders, jobs on them, and transformers as the reference."""
+"""What the engine scripts share: tiny random models in Hugging Face folders, jobs on them, and transformers
+as the reference."""
 
 from __future__ import annotations
 
@@ -58,8 +59,9 @@ _LOCAL = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     }
 }
-# Biases and tied embeddings; the same with layers for two stages of two chunks; q/k norms; neither, a vocabulary that needs no padding and a scaled
-# rotary embedding; a window of tokens; windows in every other layer; experts whose width vLLM pads.
+# Biases and tied embeddings; the same with layers for two stages of two chunks; q/k norms; neither, a
+# vocabulary that needs no padding and a scaled rotary embedding; a window of tokens; windows in every other
+# layer; experts whose width vLLM pads.
 CONFIGS = {
     "qwen2": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON),
     "qwen2_deep": Qwen2Config(vocab_size=130, tie_word_embeddings=True, **_COMMON | {"num_hidden_layers": 4}),
@@ -119,7 +121,8 @@ CONFIGS |= {
 
 
 def reference_model(name: str, seed: int, std: float = 0.15) -> PreTrainedModel:
-    """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot hide."""
+    """Random weights that are far from uniform: log-probs spread over several nats, so a wrong weight cannot
+    hide."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         (CONFIGS | UNTABLED)[name], dtype=torch.float32, attn_implementation="sdpa"
@@ -213,6 +216,36 @@ def sampled_log_probs(
 ) -> torch.Tensor:
     """[len(response)] log pi(token) of the reference."""
     return log_probs(model, prompt, response, temperature).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def largest_shortfall(
+    model: PreTrainedModel, asked: list[list[int]], keys: list[int], responses: list, temperature: float = 1.0
+) -> float:
+    """By how much a sampled token misses the maximum of log-prob + noise, at most.
+
+    The noise is computed from what megarl/rollout/draws.py says, without its code. 0 but for rounding, as
+    each sampled token must be the maximum; some 5 with any other noise."""
+    worst = 0.0
+    for prompt, key, r in zip(asked, keys, responses, strict=True):
+        for index, scores in enumerate(log_probs(model, prompt, r.token_ids, temperature).double()):
+            noise_key = _mixed(_split_mix(key, len(prompt) + index))  # vLLM's kernel mixes the seed once more
+            bits = [_split_mix(noise_key, token) >> 11 for token in range(len(scores))]
+            bits = torch.tensor(bits, dtype=torch.float64)
+            scores = scores - (-((bits + 0.5) / 2**53).log()).log()
+            worst = max(worst, (scores.max() - scores[r.token_ids[index]]).item())
+    return worst
+
+
+def _split_mix(start: int, number: int) -> int:
+    """Return output `number`, from 0, of the generator SplitMix64 (Steele, Lea, Flood 2014) in Python's
+    integers."""
+    return _mixed((start + (number + 1) * 0x9E3779B97F4A7C15) % 2**64)
+
+
+def _mixed(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
 
 
 def largest_gap(

@@ -1,4 +1,5 @@
-"""Which model is trained in which layouts and served by which engines: read by run_layouts.py and by the tests that judge it."""
+"""Which model is trained in which layouts and served by which engines: read by run_layouts.py and by the
+tests that judge it."""
 
 DENSE_2, EXPERTS_2 = ("one", "tp2", "pp2"), ("one", "pp2", "ep2", "tp2_sp", "tp2_sp_ep2")
 DENSE_4, EXPERTS_4 = ("tp4", "tp2_pp2"), ("tp4_sp", "ep4", "tp2_sp_ep2_etp2", "pp2_ep2")
@@ -18,7 +19,9 @@ def has_experts(name: str) -> bool:
     return name.startswith(("qwen3_moe", "mixtral", "deepseek"))
 
 
-COVERING = {  # (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and untied
+# (model, ranks of an engine) -> layouts of the trainer, on two ranks: every family and layout, tied and
+# untied
+COVERING = {
     ("qwen2", 2): ("tp2", "pp2"),
     ("qwen2_deep", 2): ("pp2_vpp2",),
     ("qwen3", 1): ("one", "tp2", "pp2"),
@@ -35,7 +38,8 @@ EVERYTHING_4 = {
 }
 """On four ranks tp4 has more ranks than the models have key heads, on both sides."""
 OUTSIDE = {("qwen3_moe", 2): ("pp2", "ep2")}
-"""An engine in processes of its own takes 15 s to start; test_out_of_process.py has one of each of the dense kinds."""
+"""An engine in processes of its own takes 15 s to start; test_out_of_process.py has one of each of the dense
+kinds."""
 EVERYTHING_OUTSIDE = {
     tp: {(name, tp): ("pp2", "tp2_sp", "ep2") if has_experts(name) else DENSE_2 for name in NAMES}
     for tp in (1, 2)

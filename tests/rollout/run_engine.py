@@ -20,9 +20,11 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.vllm_atlas import TABLES
+from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import RolloutEngine
 
-SEEDS = [1000 + i for i in range(16)]
+KEYS = [draw_key(7, "train", visit, index) for visit in range(8) for index in range(2)]
+LONG = {"count": 12, "vocab_size": 150, "seed": 6, "length": (120, 200)}
 COUNTING = {"scheduler_cls": "counting.CountingScheduler"}
 
 
@@ -48,7 +50,8 @@ def refusal(call) -> str:
 
 
 def whole_story(folder: Path) -> dict:
-    """Qwen3, fp32, block_size=32: first sync, sampling, greedy, seeds, stops, stale prefixes, a failed sync."""
+    """Qwen3, fp32, block_size=32: first sync, sampling, greedy, seeds, stops, stale prefixes, a failed
+    sync."""
     model = jobs.make_folder(folder / "qwen3", "qwen3")
     config = jobs.job(model, block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=COUNTING)
     with engine_for(config, "qwen3", seed=1) as (engine, reference):
@@ -59,16 +62,21 @@ def whole_story(folder: Path) -> dict:
         }
         report["bytes"], report["version"] = engine.sync(7), engine.llm.get_weight_version()
         asked = jobs.prompts(16, 150)
-        sampled = engine.generate(asked, SEEDS, temperature=0.7)
+        sampled = engine.generate(asked, KEYS, temperature=0.7)
         report |= {"sampled": sampled, "counts": dict(counting.COUNTS)}
         report["gap"] = {
             "T=0.7": jobs.largest_gap(reference, asked, sampled, 0.7),
-            "T=1.3": jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.3), 1.3),
+            "T=1.3": jobs.largest_gap(reference, asked, engine.generate(asked, KEYS, temperature=1.3), 1.3),
         }
+        report["shortfall"] = jobs.largest_shortfall(reference, asked, KEYS, sampled, 0.7)
+        report["long"] = engine.generate(jobs.prompts(**LONG), KEYS[:12], temperature=1.0)
         report["gap_if_temperature_were_ignored"] = jobs.largest_gap(reference, asked, sampled, 1.0)
         report |= (
-            greedy(engine, reference, asked) | seeds(engine, asked, sampled) | prefixes(engine, reference)
+            greedy(engine, reference, asked)
+            | keys(engine, asked, sampled)
+            | continued(engine, asked, sampled)
         )
+        report |= prefixes(engine, reference)
         engine.llm.start_weight_update()
         report["failed_sync"] = [
             refusal(lambda: engine.sync(9)),
@@ -77,7 +85,7 @@ def whole_story(folder: Path) -> dict:
         engine.llm.finish_weight_update()
         engine.sync(10)
         report["works_again"] = jobs.largest_gap(
-            reference, asked, engine.generate(asked, SEEDS, temperature=1.0)
+            reference, asked, engine.generate(asked, KEYS, temperature=1.0)
         )
         report["refused"] = [
             refusal(lambda: engine.generate([[11], [12]], [0], temperature=1.0)),
@@ -88,24 +96,21 @@ def whole_story(folder: Path) -> dict:
 
 
 def vllm_as_it_is(folder: Path) -> dict:
-    """The same samples by vLLM's own scheduler and sampler."""
-    own = {
-        "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler",
-        "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
-    }
+    """The same samples by vLLM's own scheduler."""
+    own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
     config = jobs.job(
         folder / "qwen3", block_size=32, sampling={"stop_token_ids": jobs.STOP_IDS}, engine_args=own
     )
     with engine_for(config, "qwen3", seed=1) as (engine, _):
         engine.sync(7)
         return {
-            "sampled": engine.generate(jobs.prompts(16, 150), SEEDS, temperature=0.7),
+            "sampled": engine.generate(jobs.prompts(16, 150), KEYS, temperature=0.7),
             "counts": dict(counting.COUNTS),
         }
 
 
 def greedy(engine: RolloutEngine, reference, asked) -> dict:
-    responses = engine.generate(asked, SEEDS, temperature=0.0)
+    responses = engine.generate(asked, KEYS, temperature=0.0)
     best = [jobs.log_probs(reference, p, r.token_ids).argmax(-1).tolist() for p, r in zip(asked, responses)]
     return {
         "greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)),
@@ -113,16 +118,60 @@ def greedy(engine: RolloutEngine, reference, asked) -> dict:
     }
 
 
-def seeds(engine: RolloutEngine, asked, sampled) -> dict:
-    """The same samples alone, in reverse, and among others; other samples with other seeds."""
-    alone = [engine.generate([p], [s], temperature=0.7)[0].token_ids for p, s in zip(asked[:4], SEEDS)]
-    backwards = engine.generate(asked[::-1], SEEDS[::-1], temperature=0.7)[::-1]
-    others = engine.generate(asked, [s + 1 for s in SEEDS], temperature=0.7)
+def long_prompts(folder: Path) -> dict:
+    """Twelve prompts of 120 to 199 tokens; an engine step takes 64, so each is prefilled in chunks."""
+    config = jobs.job(
+        folder / "qwen3",
+        block_size=32,
+        sampling={"stop_token_ids": jobs.STOP_IDS},
+        max_num_batched_tokens=64,
+        engine_args=COUNTING,
+    )
+    with engine_for(config, "qwen3", seed=1) as (engine, reference):
+        engine.sync(7)
+        asked = jobs.prompts(**LONG)
+        responses = engine.generate(asked, KEYS[:12], temperature=1.0)
+        gap = jobs.largest_gap(reference, asked, responses)
+        return {"responses": responses, "gap": gap, "tokens": sum(map(len, asked))}
+
+
+def continued(engine: RolloutEngine, asked, sampled) -> dict:
+    """Each response is cut after some tokens, which are admitted anew as a prefix; also under top-p and
+    top-k."""
+
+    def rest(whole: list, kept: list[int], **sampling) -> list:
+        return engine.generate(
+            asked, KEYS, prefixes=[r.token_ids[:n] for r, n in zip(whole, kept)], **sampling
+        )
+
+    def finished() -> None:
+        engine.generate([[11]], [0], temperature=1.0, prefixes=[[11] * 24])
+
+    narrowed = {"temperature": 1.3, "top_p": 0.9, "top_k": 20}
+    narrow = engine.generate(asked, KEYS, **narrowed)
+    kept = [[min(n, len(r.token_ids) - 1) for r in of] for of in (sampled, narrow) for n in (0, 1, 7)]
+    ends = [rest(sampled, of, temperature=0.7) for of in kept[:3]] + [
+        rest(narrow, of, **narrowed) for of in kept[3:]
+    ]
+    same = []
+    for whole, of, rests in zip([sampled] * 3 + [narrow] * 3, kept, ends):
+        for r, n, end in zip(whole, of, rests):
+            same.append(
+                ([*r.token_ids[:n], *end.token_ids], end.finish_reason) == (r.token_ids, r.finish_reason)
+            )
+    return {"continued": same, "kept": kept, "finished_prefix": refusal(finished)}
+
+
+def keys(engine: RolloutEngine, asked, sampled) -> dict:
+    """The same samples alone, in reverse, and among others; other samples with other keys."""
+    alone = [engine.generate([p], [s], temperature=0.7)[0].token_ids for p, s in zip(asked[:4], KEYS)]
+    backwards = engine.generate(asked[::-1], KEYS[::-1], temperature=0.7)[::-1]
+    others = engine.generate(asked, [s + 1 for s in KEYS], temperature=0.7)
     twins = engine.generate([asked[0]] * 40, list(range(40)), temperature=0.7)  # more than max_num_seqs
     return {
         "alone": alone == [r.token_ids for r in sampled[:4]],
         "backwards": [r.token_ids for r in backwards] == [r.token_ids for r in sampled],
-        "same_with_other_seeds": sum(a.token_ids == b.token_ids for a, b in zip(others, sampled)),
+        "same_with_other_keys": sum(a.token_ids == b.token_ids for a, b in zip(others, sampled)),
         "different_twins": len({tuple(r.token_ids) for r in twins}),
     }
 
@@ -145,18 +194,38 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
 
 
 def too_little_cache(folder: Path) -> dict:
-    """Qwen2, tied: 16 requests of up to 44 tokens in a cache of 12 blocks of 32, so requests wait and are preempted."""
+    """Qwen2, tied: 16 requests of up to 44 tokens in a cache of 12 blocks of 32, so requests wait and are
+    preempted."""
     per_block = 2 * 2 * 2 * 32 * 4 * 32  # keys and values, layers, heads, head_dim, bytes, tokens
     model = jobs.make_folder(folder / "qwen2", "qwen2")
     config = jobs.job(model, block_size=32, kv_cache_memory_bytes=13 * per_block, engine_args=COUNTING)
     with engine_for(config, "qwen2", seed=3) as (engine, reference):
         engine.sync(0)
         asked = jobs.prompts(16, 130, length=(19, 21))
-        responses = engine.generate(asked, SEEDS, temperature=1.0)
+        responses = engine.generate(asked, KEYS, temperature=1.0)
         return {
             "gap": jobs.largest_gap(reference, asked, responses),
             "counts": dict(counting.COUNTS),
             "responses": responses,
+            "shortfall": jobs.largest_shortfall(reference, asked, KEYS, responses),
+        }
+
+
+def exact_noise(folder: Path) -> dict:
+    """--rollout-use-fp64-gumbel."""
+    config = jobs.job(folder / "qwen2", block_size=32, engine_args={"use_fp64_gumbel": True})
+    with engine_for(config, "qwen2", seed=3) as (engine, reference):
+        engine.sync(0)
+        asked = jobs.prompts(16, 130)
+        sampled = engine.generate(asked, KEYS, temperature=1.0)
+        ends = engine.generate(
+            asked[:4], KEYS[:4], temperature=1.0, prefixes=[r.token_ids[:-1] for r in sampled[:4]]
+        )
+        return {
+            "sampled": sampled,
+            "gap": jobs.largest_gap(reference, asked, sampled),
+            "ends": [end.token_ids for end in ends],
+            **keys(engine, asked, engine.generate(asked, KEYS, temperature=0.7)),
         }
 
 
@@ -167,7 +236,7 @@ def stop_strings(folder: Path) -> dict:
     with engine_for(config, "llama", seed=3) as (engine, reference):
         engine.sync(0)
         asked = jobs.prompts(16, 128)
-        responses = engine.generate(asked, SEEDS, temperature=1.0)
+        responses = engine.generate(asked, KEYS, temperature=1.0)
         return {
             "responses": responses,
             "gap": jobs.largest_gap(reference, asked, responses),
@@ -176,12 +245,13 @@ def stop_strings(folder: Path) -> dict:
 
 
 def bf16(folder: Path) -> dict:
-    """A bf16 engine from fp32 sources. Errors are means over tokens, against the rounded weights in fp32 arithmetic."""
+    """A bf16 engine from fp32 sources. Errors are means over tokens, against the rounded weights in fp32
+    arithmetic."""
     config = jobs.job(jobs.make_folder(folder / "bf16", "qwen3"), dtype="bfloat16")
     with engine_for(config, "qwen3", seed=4) as (engine, reference):
         per_parameter = engine.sync(0) / sum(p.numel() for p in reference.parameters())
         asked = jobs.prompts(16, 150)
-        responses = engine.generate(asked, SEEDS, temperature=1.0)
+        responses = engine.generate(asked, KEYS, temperature=1.0)
         exact = [
             jobs.sampled_log_probs(reference.bfloat16().float(), p, r.token_ids)
             for p, r in zip(asked, responses)
@@ -208,13 +278,14 @@ def without_a_table(folder: Path) -> dict:
             ):
                 new.data.copy_(old.data)
             num_bytes = engine.sync(version)
-            gaps.append(jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=1.0)))
+            gaps.append(jobs.largest_gap(reference, asked, engine.generate(asked, KEYS, temperature=1.0)))
     TABLES["qwen3_moe"] = table
     return {"gaps": gaps, "bytes_per_parameter": num_bytes / sum(p.numel() for p in reference.parameters())}
 
 
 def norms(folder: Path) -> dict:
-    """Our norms and vLLM's own, both against float64: largest relative errors, worst over shapes, fp32 and bf16."""
+    """Our norms and vLLM's own, both against float64: largest relative errors, worst over shapes, fp32 and
+    bf16."""
     from vllm import ir
 
     from megarl.rollout.plugin import CPU_NORMS
@@ -254,7 +325,17 @@ def norms(folder: Path) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    scenarios = (whole_story, vllm_as_it_is, too_little_cache, stop_strings, bf16, without_a_table, norms)
+    scenarios = (
+        whole_story,
+        vllm_as_it_is,
+        long_prompts,
+        too_little_cache,
+        exact_noise,
+        stop_strings,
+        bf16,
+        without_a_table,
+        norms,
+    )
     (folder / "report.json").write_text(
         json.dumps({scenario.__name__: scenario(folder) for scenario in scenarios})
     )

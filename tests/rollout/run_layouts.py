@@ -1,6 +1,6 @@
-"""Run under torchrun: Megatron in one layout after the other feeds an engine, which is compared with transformers after each of
-three syncs of changing weights. Engines are in the ranks' processes, or rank 0 has one in processes of its own. Each rank writes what
-it saw; test_layouts.py judges.
+"""Run under torchrun: Megatron in one layout after the other feeds an engine, which is compared with
+transformers after each of three syncs of changing weights. Engines are in the ranks' processes, or rank 0 has
+one in processes of its own. Each rank writes what it saw; test_layouts.py judges.
 
     torchrun --nproc-per-node 2 tests/rollout/run_layouts.py FOLDER JOB       a job of layouts.JOBS"""
 
@@ -50,7 +50,8 @@ MESHES = {
     "pp2_ep2": MeshSpec(FOUR, pp=2, ep=2),
 }
 STD = 0.08
-"""Of the weights: log-probs of about 5 and a rounding error of 2e-6, so that 1e-5 is a limit and wrong weights are far above it."""
+"""Of the weights: log-probs of about 5 and a rounding error of 2e-6, so that 1e-5 is a limit and wrong
+weights are far above it."""
 
 
 def parallel(layout: str, mesh: MeshSpec) -> ParallelConfig:
@@ -65,7 +66,8 @@ def parallel(layout: str, mesh: MeshSpec) -> ParallelConfig:
 
 
 class OutsideEngine:
-    """Rank 0's engine in processes of its own, and on every rank what it asks of a source: the methods of RolloutEngine."""
+    """Rank 0's engine in processes of its own, and on every rank what it asks of a source: the methods of
+    RolloutEngine."""
 
     def __init__(
         self,
@@ -119,7 +121,8 @@ def gap(reference, asked: list[list[int]], responses: list[Response]) -> list[fl
 
 
 def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store: str, where: str) -> dict:
-    """Layout -> largest error of a log-prob after each sync, on this rank; and what it would be with the weights of another sync."""
+    """Layout -> largest error of a log-prob after each sync, on this rank; and what it would be with the
+    weights of another sync."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",

@@ -1,8 +1,10 @@
-"""One of two ranks. Rank 0 drives an engine in processes of its own; the weights come from rank 1, or from shards on both ranks.
+"""One of two ranks. Rank 0 drives an engine in processes of its own; the weights come from rank 1, or from
+shards on both ranks.
 
     python tests/rollout/run_out_of_process.py FOLDER RANK PORT FAMILY TP faults|crash
 
-Writes FOLDER/<family>-<tp>-<rank>.json. "faults": what is planted by faulty_worker.py. "crash": rank 0 leaves while the engine is up."""
+Writes FOLDER/<family>-<tp>-<rank>.json. "faults": what is planted by faulty_worker.py. "crash": rank 0 leaves
+while the engine is up."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.sync import SyncError, WeightSync, sync_plan
 from megarl.rollout.out_of_process import OutOfProcessEngine
 
-SEEDS = [1000 + i for i in range(16)]
+KEYS = [1000 + i for i in range(16)]
 
 
 class Trainer:
@@ -109,13 +111,16 @@ class Story:
         dist.barrier()
 
     def generate(self) -> list:
-        return self.engine.generate(self.asked, SEEDS, temperature=1.3) if self.engine is not None else []
+        return self.engine.generate(self.asked, KEYS, temperature=1.3) if self.engine is not None else []
 
     def gap(self) -> float:
+        """How far log-probs and draws are from their references."""
         if self.engine is None:
             return 0.0
-        return jobs.largest_gap(
-            jobs.reference_model(self.trainer.name, self.trainer.seed), self.asked, self.generate(), 1.3
+        reference, responses = jobs.reference_model(self.trainer.name, self.trainer.seed), self.generate()
+        return max(
+            jobs.largest_gap(reference, self.asked, responses, 1.3),
+            jobs.largest_shortfall(reference, self.asked, KEYS, responses, 1.3),
         )
 
     def three_syncs(self, name: str) -> None:

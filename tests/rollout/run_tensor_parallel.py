@@ -1,4 +1,5 @@
-"""One of two ranks of a job: an engine with TP=2, fed from Megatron shards with TP=2. Two such jobs run side by side.
+"""One of two ranks of a job: an engine with TP=2, fed from Megatron shards with TP=2. Two such jobs run side
+by side.
 
     python tests/rollout/run_tensor_parallel.py FOLDER RANK PORT OWN_NAME OTHER_NAME
 
@@ -22,9 +23,10 @@ import jobs
 
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.megatron_atlas import megatron_atlas
+from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import RolloutEngine
 
-SEEDS = [1000 + i for i in range(16)]
+KEYS = [draw_key(7, "train", visit, index) for visit in range(8) for index in range(2)]  # as in run_engine.py
 
 
 def wait_for(path: Path) -> None:
@@ -71,7 +73,7 @@ def main() -> None:
     report = {"bytes": [engine.sync(1)]}
     torch.manual_seed(rank)  # the ranks' own generators differ: sampling must not use them
     asked = jobs.prompts(16, 150)
-    sampled = engine.generate(asked, SEEDS, temperature=0.7)
+    sampled = engine.generate(asked, KEYS, temperature=0.7)
     report |= {
         "sampled": sampled,
         "gap": jobs.largest_gap(reference, asked, sampled, 0.7),
@@ -85,7 +87,7 @@ def main() -> None:
         report["bytes"].append(engine.sync(seed))
         report["gap"] = max(
             report["gap"],
-            jobs.largest_gap(reference, asked, engine.generate(asked, SEEDS, temperature=0.7), 0.7),
+            jobs.largest_gap(reference, asked, engine.generate(asked, KEYS, temperature=0.7), 0.7),
         )
     (folder / f"{own}-{rank}.json").write_text(json.dumps(report))
     for name in (own, other):  # until here both jobs have an engine

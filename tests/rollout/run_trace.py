@@ -1,4 +1,5 @@
-"""One process: vLLM's tables against traces of its loaders, and traces of unknown models against vLLM's own loading.
+"""One process: vLLM's tables against traces of its loaders, and traces of unknown models against vLLM's own
+loading.
 
 python tests/rollout/run_trace.py FOLDER"""
 
@@ -40,7 +41,8 @@ _SIZES = dict(
     max_position_embeddings=128,
     pad_token_id=0,
 )
-UNKNOWN = {  # no table knows these: fused tensors in the checkpoint, norms of other names, experts beside shared ones
+# no table knows these: fused tensors in the checkpoint, norms of other names, experts beside shared ones
+UNKNOWN = {
     "phi3": transformers.Phi3Config(tie_word_embeddings=False, **_SIZES),
     "gemma2": transformers.Gemma2Config(head_dim=32, **_SIZES),
     "olmo2": transformers.Olmo2Config(tie_word_embeddings=False, **_SIZES),

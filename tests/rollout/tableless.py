@@ -1,4 +1,5 @@
-"""Importing this takes away all tables of vLLM's layouts, in the trainer's process; its worker does so in vLLM's."""
+"""Importing this takes away all tables of vLLM's layouts, in the trainer's process; its worker does so in
+vLLM's."""
 
 from __future__ import annotations
 

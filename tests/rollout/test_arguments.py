@@ -24,6 +24,7 @@ from megarl.config.schema import (
     DataConfig,
     ModelConfig,
     MoEConfig,
+    PlacementConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
@@ -31,6 +32,7 @@ from megarl.config.schema import (
 )
 from megarl.rollout.engine import engine_arguments, routed_experts
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from tests.rollout import jobs
 
 SHAPE = ModelShape(
     model_type="qwen3",
@@ -100,6 +102,30 @@ def test_training_depends_on_these_arguments():
 )
 def test_the_engine_computes_as_the_actor_trains(bf16, dtype, expected):
     assert engine_arguments(job(bf16, dtype=dtype), SHAPE, on_cpu=True)["dtype"] == expected
+
+
+def test_bf16_logits_stay_fp32_on_a_gpu(tmp_path):
+    """The trainer's are. On a CPU they stay as they are: vLLM would convert the whole output layer at every
+    token (model_executor/layers/logits_processor.py)."""
+    from vllm.config import ModelConfig as EngineModelConfig
+
+    jobs.make_folder(tmp_path, "qwen3")
+    for bf16 in (True, False):
+        on_gpu, on_cpu = (engine_arguments(job(bf16), SHAPE, on_cpu=cpu) for cpu in (False, True))
+        assert "hf_overrides" not in on_cpu and ("hf_overrides" in on_gpu) == bf16
+        names = ("dtype", "hf_overrides", "skip_tokenizer_init")
+        given = {name: on_gpu[name] for name in names if name in on_gpu}
+        taken = EngineModelConfig(model=str(tmp_path), **given)
+        assert (taken.dtype, taken.head_dtype) == (getattr(torch, on_gpu["dtype"]), torch.float32)
+    assert engine_arguments(job(True, dtype="float32"), SHAPE, on_cpu=False).get("hf_overrides") is None
+
+
+def test_an_engines_groups_wait_as_long_as_the_jobs(monkeypatch):
+    """Instead of PyTorch's half hour. vLLM's names are those of the installed version."""
+    config = dataclasses.replace(job(), placement=PlacementConfig(call_timeout_s=7200))
+    arguments = engine_arguments(config, SHAPE, on_cpu=False)
+    names = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+    assert {arguments[name] for name in names} == {7260} and set(names) <= engine_args().annotations.keys()
 
 
 def test_other_engine_arguments_pass_through_but_not_those_that_training_needs():

@@ -1,4 +1,5 @@
-"""Switching buffers under a model that computes: tied weights, a packed matrix, and what was not written stays."""
+"""Switching buffers under a model that computes: tied weights, a packed matrix, and what was not written
+stays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The engine against transformers, on tiny random models of three families, with real vLLM.
 
-Two programs run: run_engine.py, one engine after the other, and run_tensor_parallel.py, two jobs of two ranks at once. The
-tests judge what they report. Log-probs in fp32 agree to 1e-4 (the step-0 gate's limit; 1e-5 is seen), where any wrong weight,
-mask or temperature shows as 0.1 or more: the random models' log-probs spread over several nats.
+Two programs run: run_engine.py, one engine after the other, and run_tensor_parallel.py, two jobs of two ranks
+at once. The tests judge what they report. Log-probs in fp32 agree to 1e-4 (the step-0 gate's limit; 1e-5 is
+seen), where any wrong weight, mask or temperature shows as 0.1 or more: the random models' log-probs spread
+over several nats.
 
     pytest tests/rollout/test_engine.py"""
 
@@ -137,10 +138,35 @@ def test_greedy_takes_the_most_likely_token(story):
     assert story["greedy_is_argmax"] and story["gap_greedy"] <= FP32_LIMIT
 
 
-def test_a_sample_depends_on_its_seed_and_nothing_else(story):
-    assert story["alone"] and story["backwards"]
-    assert story["same_with_other_seeds"] <= 2  # a response may be one token long
-    assert story["different_twins"] >= 35
+@pytest.mark.parametrize("noise", ["whole_story", "exact_noise"])
+def test_a_sample_depends_on_its_key_and_nothing_else(report, noise):
+    told = report[noise]
+    assert told["alone"] and told["backwards"]
+    assert told["same_with_other_keys"] <= 2  # a response may be one token long
+    assert told["different_twins"] >= 35
+
+
+def test_a_token_is_the_maximum_of_log_prob_and_noise_of_key_and_position(report, story):
+    """By an independent computation; log-probs that differ by rounding move the maximum by no more than
+    that."""
+    assert story["shortfall"] <= FP32_LIMIT and report["too_little_cache"]["shortfall"] <= FP32_LIMIT
+    assert sum(len(tokens) for tokens, *_ in story["sampled"]) > 100
+
+
+def test_a_prefix_that_is_admitted_anew_goes_on_as_it_would_have(report, story):
+    assert all(story["continued"]) and len(story["continued"]) == 6 * 16
+    assert max(story["kept"][2]) == max(story["kept"][5]) == 7 and not any(story["kept"][0])
+    assert story["finished_prefix"] == "prefix 0 has 24 tokens; the whole response has at most 24."
+    exact = report["exact_noise"]
+    assert exact["ends"] == [[tokens[-1]] for tokens, *_ in exact["sampled"][:4]]
+
+
+def test_prompts_longer_than_an_engine_step_give_the_same_samples(report, story):
+    """The same tokens as from an engine that takes each prompt at once; their log-probs are sums in another
+    order."""
+    told = report["long_prompts"]
+    assert told["tokens"] > 20 * 64 and told["gap"] <= FP32_LIMIT
+    assert [tokens for tokens, *_ in told["responses"]] == [tokens for tokens, *_ in story["long"]]
 
 
 def test_responses_end_with_the_token_that_stops_them(story):
@@ -169,7 +195,7 @@ def test_stop_strings_stay_in_the_response(report):
 
 def test_refusals_name_the_prompt_and_the_limit(story):
     assert story["refused"] == [
-        "2 prompts and 1 seeds must pair up.",
+        "2 prompts, 1 keys and 2 prefixes must pair up.",
         "prompt 1 has 201 tokens; 1 to --max-prompt-length (200) are possible.",
     ]
     assert story["nothing"] == []
@@ -179,11 +205,12 @@ def test_the_trainers_random_state_survives(story):
     assert story["kept_random_state"]
 
 
-# ------------------------------------------------------------------ our scheduler and sampler
+# ------------------------------------------------------------------ our scheduler
 
 
-def test_scheduler_and_sampler_change_nothing(report, story):
-    """Tokens, log-probs and finish reasons are those of vLLM's own classes, bit for bit, on most steps by the short way."""
+def test_the_scheduler_changes_nothing(report, story):
+    """Tokens, log-probs and finish reasons are those of vLLM's own, bit for bit, on most steps by the short
+    way."""
     assert story["sampled"] == report["vllm_as_it_is"]["sampled"]
     assert story["counts"]["short"] >= 2 * story["counts"]["long"]
     assert report["vllm_as_it_is"]["counts"] == {}
@@ -219,7 +246,8 @@ def test_two_ranks_draw_the_same_samples_as_one(two_jobs, story):
 
 @pytest.mark.slow
 def test_a_sync_of_aliased_weights_moves_nothing(two_jobs):
-    """One query group per rank: linear_qkv is vLLM's as it is. Three versions were written into the shards and sampled from (`gap`)."""
+    """One query group per rank: linear_qkv is vLLM's as it is. Three versions were written into the shards
+    and sampled from (`gap`)."""
     assert two_jobs["clean", 0]["bytes"] == two_jobs["clean", 1]["bytes"] == [0, 0, 0]
     assert len(set(two_jobs["crash", 0]["bytes"])) == 1 and two_jobs["crash", 0]["bytes"][0] > 100_000
 

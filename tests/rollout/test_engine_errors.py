@@ -1,4 +1,5 @@
-"""An exception that vLLM logs in another process arrives at the rank with its traceback, and is not printed beside it."""
+"""An exception that vLLM logs in another process arrives at the rank with its traceback, and is not printed
+beside it."""
 
 from __future__ import annotations
 

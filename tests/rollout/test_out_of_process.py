@@ -1,9 +1,11 @@
-"""Engines in processes of their own against transformers, fed from the shared memory of two trainer processes, with real vLLM.
+"""Engines in processes of their own against transformers, fed from the shared memory of two trainer
+processes, with real vLLM.
 
     pytest tests/rollout/test_out_of_process.py
 
-run_out_of_process.py runs once with a tied Qwen2 and vLLM TP=1, and with planted faults; once with an untied Qwen3 and vLLM TP=2, and
-ends by a crash. Log-probs in fp32 agree to 1e-5; a wrong weight shows as 0.1 or more."""
+run_out_of_process.py runs once with a tied Qwen2 and vLLM TP=1, and with planted faults; once with an untied
+Qwen3 and vLLM TP=2, and ends by a crash. Log-probs in fp32 agree to 1e-5; a wrong weight shows as 0.1 or
+more."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ SHM = Path("/dev/shm")
 
 
 def run(folder: Path, family: str, tp: int, end: str) -> dict:
-    """Reports of both ranks, exit codes, and what is in /dev/shm that was not there before and is not another job's."""
+    """Reports of both ranks, exit codes, and what is in /dev/shm that was not there before and is not another
+    job's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,6 +1,8 @@
-"""The tables of vLLM's layouts are what its loaders do, and a model without a table is traced to what vLLM itself loads.
+"""The tables of vLLM's layouts are what its loaders do, and a model without a table is traced to what vLLM
+itself loads.
 
-One process (run_trace.py, about 12 s) does the work. Everything is exact: atlases are integers, copies change nothing.
+One process (run_trace.py, about 12 s) does the work. Everything is exact: atlases are integers, copies change
+nothing.
 
     pytest tests/rollout/test_trace.py"""
 

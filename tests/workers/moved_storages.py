@@ -1,4 +1,5 @@
-"""The copies of megarl.megatron.offload between two places of host memory: what leaves is freed, what comes back lies elsewhere."""
+"""The copies of megarl.megatron.offload between two places of host memory: what leaves is freed, what comes
+back lies elsewhere."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def config(folder: Path, backend: str, **reward_models) -> TrainConfig:
         model=ModelConfig(model=str(folder / "actor")),
         batch=BatchConfig(train_iters=1),
         data=DataConfig(train_data=(str(folder / "rows.jsonl"),)),
-        run=RunConfig(save="unused"),
+        run=RunConfig(save="unused", num_rollouts_to_log=2),
         sampling=SamplingConfig(max_prompt_length=32, max_response_length=128),
         reward=ParallelConfig(offload=("parameters",)),
         reward_models=RewardModelConfig(

@@ -1,5 +1,6 @@
-"""Four gloo ranks bring samples and columns from mesh to mesh, in many random rounds; each rank judges what it got against values that
-it makes itself from the sample's number. Started by test_data_plane.py; ends with code 0 if all was right.
+"""Four gloo ranks bring samples and columns from mesh to mesh, in many random rounds; each rank judges what
+it got against values that it makes itself from the sample's number. Started by test_data_plane.py; ends with
+code 0 if all was right.
 
     python tests/workers/run_data_plane.py FOLDER RANK ROUNDS"""
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from megarl.batch import TOKEN_COLUMNS, Batch
 from megarl.config.mesh import MeshSpec, replicas, share_keys
 from megarl.packing import Sample, homes_of, plan_mini_batches
+from megarl.invariants import InvariantError
+from megarl.workers import data, exchange
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane, Rollouts
 
@@ -55,7 +58,8 @@ def tokens_of(seed: int, sample: Sample) -> list[int]:
 
 
 def column_of(seed: int, name: str, sample: Sample) -> torch.Tensor:
-    """[length] fp32 of any bits: denormals, infinities and NaNs with a payload, which a conversion or a sum would change."""
+    """[length] fp32 of any bits: denormals, infinities and NaNs with a payload, which a conversion or a sum
+    would change."""
     rng = random.Random(f"{name} {seed} {sample.sample_id}")
     return torch.tensor(
         [rng.randrange(-(2**31), 2**31) for _ in range(sample.length)], dtype=torch.int32
@@ -170,17 +174,18 @@ def check_columns(
     assert batch.columns.keys() <= {"rollout_log_probs", *columns, *FORMATS.get(share, ())}
 
 
-def raises(text: str, call, *arguments) -> None:
+def raises(text: str, call, *arguments, error: type[Exception] = ValueError) -> None:
     try:
         call(*arguments)
-    except ValueError as error:
-        assert text in str(error), f"{text!r} is not in {error}"
+    except error as raised:
+        assert text in str(raised), f"{text!r} is not in {raised}"
     else:
         raise AssertionError(f"no error with {text!r}")
 
 
 def refused(rank: int, role: DataRole) -> None:
-    """What all ranks can know is refused by all ranks, and nothing is under way afterwards: the rounds that follow would see it."""
+    """What all ranks can know is refused by all ranks, and nothing is under way afterwards: the rounds that
+    follow would see it."""
     samples = [Sample(i, 7, 3, (i % 4,)) for i in range(8)]
     role.plane.rollouts["train"] = rolled_out(-1, samples, rank)
     plans = {
@@ -195,6 +200,45 @@ def refused(rank: int, role: DataRole) -> None:
     for share, plan in plans.items():
         role.distribute(share, samples, plan)
     raises("column values is not there yet", role.exchange, ["values"], "critic", "actor")
+
+
+def swapped(rank: int, role: DataRole) -> None:
+    """Rows of samples of equal length are swapped where they leave, and where they arrive: the ranks that get
+    them say so."""
+    samples = [Sample(i, 7, 3, (i % 4,)) for i in range(8)]
+    role.plane.rollouts["train"] = rolled_out(-2, samples, rank)
+    plans = {
+        share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None)
+        for share in ("actor", "critic")
+    }
+    rows_of, move_rows = exchange._rows_of, data.move_rows
+
+    def rotated(held, name, *arguments):
+        rows = rows_of(held, name, *arguments)
+        return (
+            rows
+            if name == "tokens"
+            else dict(zip(rows, [*list(rows.values())[1:], *list(rows.values())[:1]]))
+        )
+
+    def rotated_on_arrival(*arguments, **keywords):
+        moved = move_rows(*arguments, **keywords)
+        return moved._replace(columns={name: column.roll(7) for name, column in moved.columns.items()})
+
+    exchange._rows_of = rotated
+    raises(
+        "rollout_log_probs of sample", role.distribute, "actor", samples, plans["actor"], error=InvariantError
+    )
+    exchange._rows_of = rows_of
+    for share, plan in plans.items():
+        role.distribute(share, samples, plan)
+    write(-2, ["values"], "critic", {s.sample_id: s for s in samples}, rank, role.plane)
+    exchange._rows_of = rotated
+    raises("values of sample", role.exchange, ["values"], "critic", "actor", error=InvariantError)
+    exchange._rows_of, data.move_rows = rows_of, rotated_on_arrival
+    raises("values of sample", role.exchange, ["values"], "critic", "actor", error=InvariantError)
+    data.move_rows = move_rows
+    role.exchange(["values"], "critic", "actor")
 
 
 def main() -> None:
@@ -219,6 +263,7 @@ def main() -> None:
     dist.batch_isend_irecv = counted
     role = DataRole(DataPlane(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40), formats=FORMATS)
     refused(rank, role)
+    swapped(rank, role)
     for seed in range(rounds):
         one_round(seed, rank, role)
     assert len(messages) > 3 * rounds

@@ -1,4 +1,5 @@
-"""One rank, no engine: two PPO steps by calls on the roles, with and without offload. Writes a JSON report for test_offload.py.
+"""One rank, no engine: two PPO steps by calls on the roles, with and without offload. Writes a JSON report
+for test_offload.py.
 
 python tests/workers/run_offload.py OUT_FOLDER
 """
@@ -22,6 +23,7 @@ from megarl.batch import Batch
 from megarl.config.loader import load_config
 from megarl.config.schema import OFFLOAD_PARTS
 from megarl.data.sums_model import write_model_folder
+from megarl.flow import FlowError
 from megarl.packing import Sample, plan_mini_batches
 from megarl.workers.data_plane import Share
 from megarl.workers.worker import build_roles
@@ -177,7 +179,27 @@ def run(config, moves: bool) -> dict:
             )
     out["num_moves"] = {name: roles[name].model.memory._copies.num_moves for name in MODELS} if moves else {}
     out["errors"] = errors(roles["critic"].model)
+    plane.shares[roles["actor"].share_key] = Share(
+        make_batch().select_samples(order), plans
+    )  # a step without any call yet
+    out["too_early"] = too_early(roles)
     return out
+
+
+def too_early(roles) -> dict[str, str]:
+    """What each call says that reads columns which no call has written."""
+    ids, rewards = list(range(8)), [1.0] * 8
+    told = {}
+    for role, method, arguments in (
+        ("actor", "advantages", (ids, ids, rewards, 0.01)),
+        ("actor", "update", ()),
+        ("critic", "update", ()),
+    ):
+        try:
+            getattr(roles[role], method)(*arguments)
+        except FlowError as error:
+            told[f"{role}.{method}"] = error.findings[0]
+    return told
 
 
 def errors(model) -> dict[str, str]:

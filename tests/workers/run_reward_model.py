@@ -2,7 +2,8 @@
 
     python tests/workers/run_reward_model.py FOLDER
 
-FOLDER holds actor/, judge/ and rows.jsonl (see test_reward_model.py). Writes FOLDER/report.json, then leaves while a judge is up."""
+FOLDER holds actor/, judge/ and rows.jsonl (see test_reward_model.py). Writes FOLDER/report.json, then leaves
+while a judge is up."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -96,9 +98,17 @@ def kill_at_start(folder: Path) -> dict:
     return {"error": report["error"], "seconds": report["at"] - times["killed"]}
 
 
+def hot(role: RewardModelRole) -> list[dict]:
+    options = role.judge.options
+    role.judge.options = replace(options, judge_temperature=1e4)
+    records = role.score(ROWS)
+    role.judge.options = options
+    return records
+
+
 def main(folder: Path) -> None:
     role = judge_role(folder)
-    report = {"scores": role.score(ROWS)}
+    report = {"scores": role.score(ROWS), "hot": [hot(role), hot(role)]}
     role.judge._tokenizer = AutoTokenizer.from_pretrained(
         folder / "actor"
     )  # the same words, and a chat template
@@ -107,6 +117,7 @@ def main(folder: Path) -> None:
     report["killed at start"] = kill_at_start(folder)
     role = judge_role(folder)
     report |= {"restarted": role.score(ROWS), "pids": role.judge.pids}
+    report["hot"].append(hot(role))
     (folder / "report.json").write_text(json.dumps(report))
     os._exit(7)
 

@@ -1,5 +1,6 @@
-"""Shares of a step on meshes with different layouts: samples and columns arrive bit for bit, on every rank that needs them, whatever
-meshes they go between (four gloo processes, run_data_plane.py); and what cannot be moved is refused before anything is sent.
+"""Shares of a step on meshes with different layouts: samples and columns arrive bit for bit, on every rank
+that needs them, whatever meshes they go between (four gloo processes, run_data_plane.py); and what cannot be
+moved is refused before anything is sent.
 
     pytest tests/workers/test_data_plane.py"""
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.invariants import InvariantError
 from megarl.config.mesh import MeshSpec, replicas, share_keys
 from megarl.packing import Route, Sample, plan_mini_batches
 from megarl.workers.data import DataRole
@@ -119,7 +121,8 @@ def test_a_job_of_one_rank_sends_nothing(role):
     "text, share, samples, planned, dp_size",
     [
         (
-            r"sample 1 is wanted by share 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no rank holds it",
+            r"sample 1 is wanted by share 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no "
+            r"rank holds it",
             "actor",
             [SAMPLES[0], Sample(1, 3, 1)],
             SAMPLES,
@@ -208,6 +211,45 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
     refuses(r"sample 4 is wanted by share 'odd' .*, but is not in share 'actor'", ["values"], "actor", "odd")
 
 
+@pytest.mark.parametrize(
+    "words, change",
+    [
+        (
+            "values of sample 1 are not those written for it",
+            lambda batch: setattr(batch, "values", batch.values.roll(1)),
+        ),
+        ("returns of sample 1", lambda batch: setattr(batch, "returns", batch.returns.roll(3))),
+        ("rollout_log_probs of sample 0", lambda batch: batch.rollout_log_probs[2].add_(1e-6)),
+        ("tokens of sample 1", lambda batch: batch.tokens[5].add_(1)),
+        ("tokens of sample 1", lambda batch: setattr(batch, "response_mask", batch.response_mask.roll(-1))),
+        ("tokens of sample 1", lambda batch: setattr(batch, "sample_ids", batch.sample_ids.flip(0))),
+    ],
+)
+def test_a_column_that_changed_since_it_was_written_makes_no_micro_batch(role, words, change):
+    role.distribute("actor", SAMPLES, plan(SAMPLES))
+    share = role.plane.shares["actor"]
+    for name in ("values", "returns"):
+        share.set_column(name, torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, 3.0]))
+    micro = share.micro_batch([1, 0])
+    assert micro.column("values").tolist() == [3.0, 1.0, 2.0]
+    change(share.batch)
+    with pytest.raises(InvariantError, match=words):
+        share.micro_batch([1, 0])
+
+
+def test_columns_of_other_tokens_are_refused(role):
+    role.distribute("actor", SAMPLES, plan(SAMPLES))
+    share = role.plane.shares["actor"]
+    values = torch.arange(6.0)
+    share.set_column("values", values)
+    digests = share.digests_for(["values"])
+    share.take_columns({"values": values}, digests)
+    with pytest.raises(
+        InvariantError, match="tokens of sample 0 are not those that the columns were made of"
+    ):
+        share.take_columns({"values": values}, digests | {"tokens": {0: 1, 1: digests["tokens"][1]}})
+
+
 def test_a_rank_with_nothing_takes_part_without_columns():
-    out = move_rows(None, ["values", "returns"], Route(), [], {})
+    out = move_rows(None, ["values", "returns"], Route(), [], {}).columns
     assert {name: column.numel() for name, column in out.items()} == {"values": 0, "returns": 0}

@@ -1,8 +1,9 @@
 """Offload around the calls of a PPO step with actor, critic and reference on one rank.
 
-Residence is compared with a table written by hand, sizes with the number of parameters. On a CPU no byte moves by itself; here copies between
-two places of host memory (moved_storages.py) take the place of those to a GPU: what leaves is freed, what comes back lies elsewhere, so that
-whatever is forgotten, or reached by an old address, shows in the weights. They must be equal to the bit to those of a run without offload.
+Residence is compared with a table written by hand, sizes with the number of parameters. On a CPU no byte
+moves by itself; here copies between two places of host memory (moved_storages.py) take the place of those to
+a GPU: what leaves is freed, what comes back lies elsewhere, so that whatever is forgotten, or reached by an
+old address, shows in the weights. They must be equal to the bit to those of a run without offload.
 
     pytest tests/workers/test_offload.py"""
 
@@ -73,12 +74,14 @@ def test_during_each_call_the_device_has_what_it_needs_and_no_more(report, name,
                     if part in parts and (role != "reference" or part == "parameters")
                     else 0
                 )
-                # Megatron pads its buffers: each parameter to 64 elements, the whole to a multiple of the ranks.
+                # Megatron pads its buffers: each parameter to 64 elements, the whole to a multiple of the
+                # ranks.
                 assert wanted <= num_bytes <= 1.02 * wanted, (call, role, part)
 
 
 def test_peak_is_that_of_one_role_instead_of_all(report):
-    """Of the second step: the first has no moments until it updates. Actor and critic of 16 bytes per parameter, the reference of 4."""
+    """Of the second step: the first has no moments until it updates. Actor and critic of 16 bytes per
+    parameter, the reference of 4."""
     n = report["stay"]["num_parameters"]
     assert report["stay"]["peaks"][1] == pytest.approx(
         16 * n["actor"] + 16 * n["critic"] + 4 * n["reference"], rel=0.02
@@ -112,7 +115,8 @@ def test_what_the_next_call_needs_comes_while_this_one_computes(report):
 
 
 def test_what_comes_ahead_takes_no_more_than_its_limit(report):
-    """Room for the parameters of one model: so parameters come ahead, the optimizer's 8 bytes per parameter do not."""
+    """Room for the parameters of one model: so parameters come ahead, the optimizer's 8 bytes per parameter
+    do not."""
     limit, n = report["stay"]["bytes_of_parameters"], report["stay"]["num_parameters"]
     arrived = report["ahead_of_parameters"]["arrived"]
     assert ["reference.log_probs", "actor parameters"] in arrived and [
@@ -157,8 +161,9 @@ def test_parameters_stay_the_same_tensors(report):
 
 
 def test_each_part_comes_back_once_per_phase(report):
-    """Per step: the actor's parameters for log-probs and for update (sync follows it), its gradients and optimizer once; the reference's
-    parameters once; the critic's parameters stay from values to update. At the start and at the end the test itself loads all."""
+    """Per step: the actor's parameters for log-probs and for update (sync follows it), its gradients and
+    optimizer once; the reference's parameters once; the critic's parameters stay from values to update. At
+    the start and at the end the test itself loads all."""
     moves = report["move"]["num_moves"]
     at_start, steps, at_end = (
         {"actor": 3, "reference": 1, "critic": 0},
@@ -195,8 +200,23 @@ def test_metrics_name_what_each_role_leaves_on_the_device(report):
 )
 def test_use_of_what_is_away_names_role_and_part(report, use, part):
     assert report["account"]["errors"][use] == (
-        f'[critic] {part}: in host memory (--offload) when a call used it. Declare it on the role\'s method, @needs("{part}"), or call '
+        f"[critic] {part}: in host memory (--offload) when a call used it. Declare it on the "
+        f'role\'s method, @needs("{part}"), or call '
         f'memory.load(["{part}"]) first.'
+    )
+
+
+def test_a_call_whose_columns_nobody_has_written_names_the_call_that_does(report):
+    """In a loop by hand there is no flow that would be checked. Both roles are on this rank; the actor's KL
+    wants the reference."""
+    told = report["stay"]["too_early"]
+    assert told.keys() == {"actor.advantages", "actor.update", "critic.update"}
+    assert told["actor.advantages"] == (
+        "actor.advantages reads old_log_probs, which this rank does not have. Call roles.actor.log_probs() "
+        "before it."
+    )
+    assert told["critic.update"] == (
+        "critic.update reads values, which this rank does not have. Call roles.critic.values() before it."
     )
 
 
@@ -218,7 +238,8 @@ def test_a_transfer_follows_storages_that_have_moved():
 
 
 def test_pieces_of_host_memory_hold_a_part_whatever_its_storages(monkeypatch):
-    """The copies to a GPU, with CUDA's names meaning the CPU. Storages that end within, at and beyond pieces of 64 bytes."""
+    """The copies to a GPU, with CUDA's names meaning the CPU. Storages that end within, at and beyond pieces
+    of 64 bytes."""
     monkeypatch.setattr(offload, "PIECE_BYTES", 64)
     with cpu_megatron():
         copies = offload._Copies(torch.device("cpu"))
@@ -236,7 +257,8 @@ def test_pieces_of_host_memory_hold_a_part_whatever_its_storages(monkeypatch):
 
 
 def test_the_hybrid_optimizer_needs_a_gpu():
-    """Its precision-aware path asks Transformer Engine for its version, so what Megatron makes of the flags is tested in tests/gpu."""
+    """Its precision-aware path asks Transformer Engine for its version, so what Megatron makes of the flags
+    is tested in tests/gpu."""
     from megarl.config.schema import OptimizerConfig
     from megarl.megatron.optimizer import build_optimizer, megatron_config
 

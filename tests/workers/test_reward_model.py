@@ -2,9 +2,10 @@
 
     pytest tests/workers/test_reward_model.py
 
-run_reward_model.py runs once, with real vLLM; 30 s on a free core. Its judge is a Qwen3 whose layers add nothing and whose output layer
-is set by hand: it continues a text that ends in the digit d with d+1, d+2, and one that ends otherwise with the end of the sequence; what
-it is worth follows from the response's last character alone."""
+run_reward_model.py runs once, with real vLLM; 30 s on a free core. Its judge is a Qwen3 whose layers add
+nothing and whose output layer is set by hand: it continues a text that ends in the digit d with d+1, d+2, and
+one that ends otherwise with the end of the sequence; what it is worth follows from the response's last
+character alone."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ OTHER_TEMPLATE = "{% for m in messages %}{{m.role}}: {{m.content}}<|end|>{% endf
 
 
 def test_a_classifier_with_another_chat_template_reads_text(folder):
-    """The dataset's messages and the response without its end-of-sequence token, through the classifier's template."""
+    """The dataset's messages and the response without its end-of-sequence token, through the classifier's
+    template."""
     model = models.write_classifier(
         folder / "transformers", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE
     )
@@ -207,7 +209,18 @@ def test_a_judges_answers_become_scores(judged):
 def test_a_judge_with_a_chat_template_answers_as_the_assistant(judged):
     by_id = {record["sample_id"]: record for record in judged["with a chat template"]}
     assert [by_id[sample]["score"] for sample in (11, 5, 8, 2)] == [0.875, 0.875, 0.875, None]
-    assert by_id[5]["answer"] == "78" and "answer" not in by_id[11]  # the first eight are logged
+    assert by_id[5]["answer"] == "78" and [*by_id] == [11, 5, 8, 2]
+    logged = ["answer" in record for record in by_id.values()]
+    assert logged == [True, True, False, False]  # the first two of the step
+
+
+@pytest.mark.slow
+def test_a_judges_draws_follow_from_the_sample_alone(judged):
+    """Its 320 tokens are about equally likely then. Asked again, and by another process, it says the same."""
+    first, again, restarted = judged["hot"]
+    assert first == again == restarted
+    answers = [record["answer"] for record in first if "answer" in record]
+    assert len(answers) == len({*answers}) == 2
 
 
 @pytest.mark.slow

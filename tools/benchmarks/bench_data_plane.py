@@ -1,4 +1,5 @@
-"""The data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns between two meshes over gloo.
+"""The data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns
+between two meshes over gloo.
 
 python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--length 8192] [--repeats 5]
                                             [--exchange-samples 256] [--skip-exchange]
@@ -8,7 +9,8 @@ dispatch   the commands of both `distribute` calls: pickled, put into a real c10
 memory     growth of the driver's peak resident set over all of this, and over plans of one sixteenth of the tokens per sample
 route      what one rank needs to work out its messages (the busiest of a job of 64 ranks)
 exchange   four processes: rollouts -> actor TP2 DP2 and critic DP4, then columns from the critic to the actor. Beside it, in the same
-           processes, as many bytes in one contiguous message per pair: what gloo alone takes. Taking turns; medians"""
+           processes, as many bytes in one contiguous message per pair: what gloo alone takes. Taking turns;
+           medians"""
 
 from __future__ import annotations
 
@@ -176,6 +178,8 @@ def exchange_side(arguments: argparse.Namespace) -> dict[str, float]:
             process.start()
         for process in ranks:
             process.join()
+        if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
+            raise RuntimeError(f"the exchange failed on ranks {failed}; the messages are above")
         return json.loads((Path(folder) / "result.json").read_text())
 
 
@@ -197,7 +201,8 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
         )
         for share, mesh in meshes.items()
     }
-    role = DataRole(DataPlane(), meshes, share_keys(meshes))
+    vocab_sizes = dict.fromkeys(meshes, 3)  # prompts of token 1, responses of token 2
+    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_sizes)
     mine = [s for s in samples if rank in s.holders]
     role.plane.rollouts["train"] = Rollouts(
         [],
@@ -262,7 +267,8 @@ def messages_alone(
     destination: str,
     bytes_per_token: int,
 ) -> float:
-    """Contiguous messages of the sizes that the data plane sends. Returns the bytes that this rank received."""
+    """Contiguous messages of the sizes that the data plane sends. Returns the bytes that this rank
+    received."""
     holders = (
         {s.sample_id: s.holders for s in samples}
         if source is None

@@ -1,12 +1,14 @@
-"""The quickstart's GRPO with megarl and with TRL's GRPOTrainer: same checkpoint, data, recipe and cores, in one go.
+"""The quickstart's GRPO with megarl and with TRL's GRPOTrainer: same checkpoint, data, recipe and cores, in
+one go.
 
-    python tools/benchmarks/bench_e2e.py --json out.json [--seed 0] [--steps 20] [--repeats 2] [--trl-python PATH]
-                                         [--checkpoint HF_FOLDER --data FOLDER]
+    python tools/benchmarks/bench_e2e.py --json out.json [--seed 0] [--steps 20] [--repeats 2] [--trl-python
+                                         PATH] [--checkpoint HF_FOLDER --data FOLDER] [--without-trl]
 
-Without --checkpoint the quickstart's warm-up makes one. TRL runs in an environment of its own, made if --trl-python is not given
-(in runs/trl-venv, kept), and in the fastest of the configurations that are tried first. Then the two take turns. Each turn is two
-runs: `speed` without evaluation, for step times, start-up and memory, and `learning`, evaluated after every step, for the seconds
-of training that it takes to reach the target. README.md beside this file says what is the same on both sides and what is not."""
+Without --checkpoint the quickstart's warm-up makes one. TRL runs in an environment of its own, made if
+--trl-python is not given (in runs/trl-venv, kept), and in the fastest of the configurations that are tried
+first. Then the two take turns. Each turn is two runs: `speed` without evaluation, for step times, start-up
+and memory, and `learning`, evaluated after every step, for the seconds of training that it takes to reach the
+target. README.md beside this file says what is the same on both sides and what is not."""
 
 from __future__ import annotations
 
@@ -56,11 +58,12 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
     bench = Bench(arguments)
-    trl_configurations = bench.choose_trl_configuration()
+    sides = {"megarl": bench.megarl} if arguments.without_trl else {"megarl": bench.megarl, "trl": bench.trl}
+    trl_configurations = [] if arguments.without_trl else bench.choose_trl_configuration()
     runs = []
     for repeat in range(arguments.repeats):
         for kind in ("speed", "learning"):
-            for side, start in (("megarl", bench.megarl), ("trl", bench.trl)):
+            for side, start in sides.items():
                 load = os.getloadavg()[0]
                 record = start(
                     f"{kind}_{repeat}", steps=arguments.steps, eval_interval=int(kind == "learning")
@@ -105,6 +108,7 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         help=f"an environment with trl {TRL_VERSION}; default: make one in {TRL_VENV}",
     )
+    parser.add_argument("--without-trl", action="store_true", help="run megarl alone, and compare nothing")
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -119,11 +123,13 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (arguments.checkpoint is None) != (arguments.data is None):
         parser.error(
-            "--checkpoint and --data go together: the model's tokenizer and the data must fit. Give both or neither."
+            "--checkpoint and --data go together: the model's tokenizer and the data must fit. Give "
+            "both or neither."
         )
     if arguments.steps <= SKIPPED_STEPS:
         parser.error(
-            f"--steps ({arguments.steps}) must be above {SKIPPED_STEPS}: the first {SKIPPED_STEPS} are left out."
+            f"--steps ({arguments.steps}) must be above {SKIPPED_STEPS}: the first {SKIPPED_STEPS} "
+            "are left out."
         )
     return arguments
 
@@ -134,8 +140,13 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.seed = arguments.seed
         self.out = arguments.out or ROOT / "runs" / time.strftime("bench_e2e_%Y%m%d_%H%M%S")
+        self.trl_python = None if arguments.without_trl else arguments.trl_python or make_trl_environment()
+        if self.trl_python is not None and not has_trl(self.trl_python):
+            raise SystemExit(
+                f"--trl-python ({self.trl_python}): has no trl {TRL_VERSION}. Run `{self.trl_python} -m pip "
+                f"install trl=={TRL_VERSION}`, or leave --trl-python out to have {TRL_VENV} made."
+            )
         self.out.mkdir(parents=True)
-        self.trl_python = arguments.trl_python or make_trl_environment()
         self.checkpoint, self.data = arguments.checkpoint, arguments.data
         if self.checkpoint is None:
             self.checkpoint, self.data = warm_up(self.out / "quickstart", self.seed)
@@ -230,7 +241,8 @@ class Bench:
         return record | {"wall_s": measured.wall_s, "peak_memory_bytes": measured.peak_memory_bytes}
 
     def choose_trl_configuration(self) -> list[dict]:
-        """Try TRL on one and two threads and in two processes, then the best of these with a static cache. Keeps the fastest.
+        """Try TRL on one and two threads and in two processes, then the best of these with a static cache.
+        Keeps the fastest.
 
         Each is tried twice and judged by its better run: what else the machine does can only cost time."""
         tried: dict[tuple, list[float]] = {configuration: [] for configuration in TRL_CONFIGURATIONS}
@@ -258,15 +270,17 @@ class Bench:
             for found in importlib.metadata.distributions()
             if found.name in MEGARL_PACKAGES
         }
-        return {"megarl": mine, "trl": next(run["versions"] for run in runs if run["side"] == "trl")}
+        return {"megarl": mine, "trl": next((run["versions"] for run in runs if run["side"] == "trl"), {})}
 
 
 def run_patiently(
     command: list[str], log: Path, env: dict[str, str]
 ) -> tuple[measured_process.Measured, int]:
-    """Run a command that may be started again: TRL's processes abort now and then when gloo closes, which is not to cost it the comparison.
+    """Run a command that may be started again: TRL's processes abort now and then when gloo closes, which is
+    not to cost it the comparison.
 
-    Returns: the run that ended well, and how many did not. Raises: ProcessFailed after TRL_ATTEMPTS of those."""
+    Returns: the run that ended well, and how many did not. Raises: ProcessFailed after TRL_ATTEMPTS of
+    those."""
     for failures in range(TRL_ATTEMPTS):
         try:
             return measured_process.run(command, log, env), failures
@@ -285,14 +299,17 @@ def describe(configuration: tuple[int, int, str | None]) -> str:
     return f"{processes} process(es) x {threads} thread(s), {cache or 'dynamic'} cache"
 
 
-def make_trl_environment() -> Path:
-    """TRL with the PyTorch that megarl has, and whatever else pip chooses for it. Which index pip asks is pip's own configuration."""
-    python = TRL_VENV / "bin" / "python"
+def has_trl(python: Path) -> bool:
+    """Whether this interpreter has the version of TRL that is compared."""
     check = f"import importlib.metadata as m; raise SystemExit(m.version('trl') != '{TRL_VERSION}')"
-    if not (
-        python.exists()
-        and subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
-    ):
+    return subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
+
+
+def make_trl_environment() -> Path:
+    """TRL with the PyTorch that megarl has, and whatever else pip chooses for it. Which index pip asks is
+    pip's own configuration."""
+    python = TRL_VENV / "bin" / "python"
+    if not (python.exists() and has_trl(python)):
         logger.info("making %s with trl %s", TRL_VENV, TRL_VERSION)
         torch = importlib.metadata.version("torch").partition("+")[0]
         subprocess.run([sys.executable, "-m", "venv", "--clear", TRL_VENV], check=True)
@@ -381,7 +398,7 @@ def seconds_to_target(run: dict) -> float | None:
 
 def summarize(runs: list[dict], recipe: dict) -> dict:
     sides = {}
-    for side in ("megarl", "trl"):
+    for side in dict.fromkeys(run["side"] for run in runs):
         speed = [run for run in runs if run["side"] == side and run["kind"] == "speed"]
         learning = [run for run in runs if run["side"] == side and run["kind"] == "learning"]
         steps = [step for run in speed for step in run["steps"][SKIPPED_STEPS:]]
@@ -408,6 +425,8 @@ def summarize(runs: list[dict], recipe: dict) -> dict:
             "wall_s": median(run["wall_s"] for run in speed),
             "peak_memory_bytes": max(run["peak_memory_bytes"] for run in speed),
         }
+    if "trl" not in sides:
+        return sides
     pairs = zip(sides["megarl"]["step_s_of_each_repeat"], sides["trl"]["step_s_of_each_repeat"], strict=True)
     return sides | {
         "step_time_ratio": sides["megarl"]["step_s"] / sides["trl"]["step_s"],
@@ -429,7 +448,7 @@ def machine() -> dict:
 def table(result: dict) -> str:
     """The summary for people, one row per quantity."""
     summary = result["summary"]
-    sides = [summary["megarl"], summary["trl"]]
+    sides = [summary[side] for side in ("megarl", "trl") if side in summary]
 
     def row(name: str, *values: str) -> str:
         return f"{name:34s}" + "".join(f"{value:>16s}" for value in values)
@@ -439,7 +458,7 @@ def table(result: dict) -> str:
 
     lines = [
         "",
-        row("", "megarl", f"TRL {result['versions']['trl']['trl']}"),
+        row("", "megarl", *([f"TRL {result['versions']['trl']['trl']}"] if "trl" in summary else [])),
         row("samples/s", *(f"{s['samples_per_s']:.0f}" for s in sides)),
         row("seconds per step (median)", *(f"{s['step_s']:.3f}" for s in sides)),
         *(
@@ -461,13 +480,18 @@ def table(result: dict) -> str:
         row("whole run, seconds", *(f"{s['wall_s']:.1f}" for s in sides)),
         row("peak memory, GiB", *(f"{s['peak_memory_bytes'] / 2**30:.2f}" for s in sides)),
         "",
-        f"step time megarl / TRL: {summary['step_time_ratio']:.2f} (each repeat: {several(summary['step_time_ratio_of_each_repeat'], '{:.2f}')})",
-        "TRL ran in the fastest of:",
+    ]
+    if "trl" in summary:
+        each = several(summary["step_time_ratio_of_each_repeat"], "{:.2f}")
+        lines.append(f"step time megarl / TRL: {summary['step_time_ratio']:.2f} (each repeat: {each})")
+        lines.append("TRL ran in the fastest of:")
+    lines += [
         *(
             f"  {describe(tuple(c.values())[:3])}: {several(c['step_s'], '{:.3f}')} s per step"
             for c in result["trl_configurations"]
         ),
-        f"{result['machine']['cores']} cores of {result['machine']['cpu']}; load average at the end {result['machine']['load_average_at_end'][0]:.1f}",
+        f"{result['machine']['cores']} cores of {result['machine']['cpu']}; load average at the end "
+        f"{result['machine']['load_average_at_end'][0]:.1f}",
     ]
     return "\n".join(lines) + "\n"
 

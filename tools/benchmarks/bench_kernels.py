@@ -1,13 +1,15 @@
-"""Every kernel beside what others use for the same, in one process, taking turns: time, peak extra memory and error against float64.
+"""Every kernel beside what others use for the same, in one process, taking turns: time, peak extra memory and
+error against float64.
 
     python tools/benchmarks/bench_kernels.py --json out.json [--repeats 5] [--threads 2] [--small]
                                              [--only head,head_entropy,head_half,log_probs,policy_loss,gae]
     pip install --no-deps liger-kernel cut-cross-entropy      # contenders; a missing one is reported as missing
 
-Contenders take turns, so that a drift of clocks hits them all; a number is the median of the repeats. Memory is counted in a run of its
-own: on a CPU the growth of the peak resident size over what was resident before, on CUDA that of the allocated bytes, gradients included.
-The error is that of log-probs (absolute, largest) and gradients (relative Frobenius norm) against float64 on the same inputs.
-Floors are the parts that nobody can leave out: the matrix products alone, or a copy of the data. The JSON is written after every case.
+Contenders take turns, so that a drift of clocks hits them all; a number is the median of the repeats. Memory
+is counted in a run of its own: on a CPU the growth of the peak resident size over what was resident before,
+on CUDA that of the allocated bytes, gradients included. The error is that of log-probs (absolute, largest)
+and gradients (relative Frobenius norm) against float64 on the same inputs. Floors are the parts that nobody
+can leave out: the matrix products alone, or a copy of the data. The JSON is written after every case.
 README.md beside this file has results."""
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ def log_probs_case(small: bool) -> Case:
     buffer = source.clone()
 
     def fresh() -> Tensor:
-        """In-place contenders destroy their input. Everybody gets it this way; the copy alone is the floor."""
+        """In-place contenders destroy their input. Everybody gets it this way; the copy alone is the
+        floor."""
         return buffer.detach().copy_(source).requires_grad_()
 
     def differentiate(

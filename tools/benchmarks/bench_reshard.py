@@ -1,9 +1,12 @@
-"""How long it takes to bring a trainer's weights into vLLM, in several ways, on the same weights and in one go.
+"""How long it takes to bring a trainer's weights into vLLM, in several ways, on the same weights and in one
+go.
 
-    python tools/benchmarks/bench_reshard.py --json out.json [--model FOLDER] [--threads 2] [--repeats 7] [--only-copies | --only-megarl]
-                                             [--device cuda] [--model-shape 0.5b|7b]
+    python tools/benchmarks/bench_reshard.py --json out.json [--model FOLDER] [--threads 2] [--repeats 7]
+                                             [--only-copies | --only-megarl] [--device cuda] [--model-shape
+                                             0.5b|7b]
 
-Megatron's layout with two tensor-parallel ranks becomes vLLM's with one. In turns, `--repeats` times, medians are reported:
+Megatron's layout with two tensor-parallel ranks becomes vLLM's with one. In turns, `--repeats` times, medians
+are reported:
 
     copy          megarl's plan over both ranks' shards, in one address space (as shared memory and CUDA IPC give it)
     digest        sampled and full digests of what the copy writes
@@ -12,11 +15,13 @@ Megatron's layout with two tensor-parallel ranks becomes vLLM's with one. In tur
     memcpy        as many bytes in one block: the C library's memcpy with as many threads, and PyTorch's copy_
     send/recv     megarl's Transfer between two processes over gloo, for what cannot be addressed
     reload        vLLM's own reload_weights from the model folder (in the page cache)
-    gather + load the path of other trainers: two processes all-gather every full tensor over gloo, rename and split it, copy it into
-                  buckets, clone the bucket on the receiving side, and call vLLM's model.load_weights
+    gather + load the path of other trainers: two processes all-gather every full tensor over gloo, rename and
+                  split it, copy it into buckets, clone the bucket on the receiving side, and call vLLM's
+                  model.load_weights
 
-Without --model, tools/make_random_model.py writes one to runs/random-0.5b. On --device cuda the copies are compared with the device's
-own copy, on random weights of --model-shape. Extra memory is the growth of the peak resident set during a sync."""
+Without --model, tools/make_random_model.py writes one to runs/random-0.5b. On --device cuda the copies are
+compared with the device's own copy, on random weights of --model-shape. Extra memory is the growth of the
+peak resident set during a sync."""
 
 from __future__ import annotations
 
@@ -85,7 +90,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_phases(arguments: argparse.Namespace) -> dict:
-    """First bf16, with every way; then an fp32 trainer, copies only. Two phases, because both together need too much memory."""
+    """First bf16, with every way; then an fp32 trainer, copies only. Two phases, because both together need
+    too much memory."""
     with_others = arguments.device == "cpu" and not arguments.only_copies
     roles = ROLES[:3] if arguments.only_megarl else ROLES
     phases = {"bfloat16": roles if with_others else ROLES[:1], "float32": ROLES[:1]}
@@ -201,7 +207,8 @@ def print_table(result: dict) -> None:
             value = ways[way]["seconds"] / (ways[reference]["seconds"] if reference else 1e-3)
             result.setdefault("targets", {})[what] = {"value": value, "least": least, "most": most}
             print(
-                f"{what:34}{value:10.3f}   target: {f'>= {least}' if least else f'<= {most}'}{'' if least <= value <= most else ', MISSED'}"
+                f"{what:34}{value:10.3f}   target: "
+                f"{f'>= {least}' if least else f'<= {most}'}{'' if least <= value <= most else ', MISSED'}"
             )
 
 

@@ -1,4 +1,5 @@
-"""From hidden states to a policy loss and back, forward and backward of the output layer, as everybody does it (bench_kernels.py)."""
+"""From hidden states to a policy loss and back, forward and backward of the output layer, as everybody does
+it (bench_kernels.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def eager_policy_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, weight
 
 
 def head_case(small: bool, entropy_coef: float = 0.0, idle: float = 0.0) -> Case:
-    """The case "output layer". A share `idle` of the sequences has no advantage, as groups of equal rewards have not."""
+    """The case "output layer". A share `idle` of the sequences has no advantage, as groups of equal rewards
+    have not."""
     num_tokens, num_hidden, vocab_size = (32768, 4096, 152064) if CUDA else (2048, 1024, 32000)
     if small:
         num_tokens, num_hidden, vocab_size = 128, 64, 1000
@@ -140,7 +142,8 @@ class Head:
         )
 
     def liger(self) -> dict[str, Tensor]:
-        """Its mean over all tokens; it walks over sequences, which have no padding here. Its log-probs stay inside."""
+        """Its mean over all tokens; it walks over sequences, which have no padding here. Its log-probs stay
+        inside."""
         module = importlib.import_module("liger_kernel.chunked_loss")
         shape = (-1, self.tokens_per_sequence)
         clips = dict(epsilon_low=CLIPS["clip_eps_low"], epsilon_high=CLIPS["clip_eps_high"])

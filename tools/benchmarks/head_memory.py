@@ -1,10 +1,12 @@
-"""How the memory of the output layer, forward and backward, grows with the number of tokens: a process of its own per number and way.
+"""How the memory of the output layer, forward and backward, grows with the number of tokens: a process of its
+own per number and way.
 
-    python tools/benchmarks/head_memory.py --json out.json [--tokens 1024 2048 4096 8192] [--num-hidden 256] [--vocab-size 32000]
+    python tools/benchmarks/head_memory.py --json out.json [--tokens 1024 2048 4096 8192] [--num-hidden 256]
+    [--vocab-size 32000]
 
-Extra memory is the growth of the peak resident size over what was resident before, on CUDA that of the allocated bytes, after a run
-that has loaded everything; the gradients of hidden states and weight are in it, and shown. Then the growth per token, beside what the
-gradient of the hidden states takes of it."""
+Extra memory is the growth of the peak resident size over what was resident before, on CUDA that of the
+allocated bytes, after a run that has loaded everything; the gradients of hidden states and weight are in it,
+and shown. Then the growth per token, beside what the gradient of the hidden states takes of it."""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def main() -> int:
         "extra_bytes": {},
     }
     print(
-        f"extra MiB, forward and backward, H={arguments.num_hidden} V={arguments.vocab_size}; T = {arguments.tokens}"
+        f"extra MiB, forward and backward, H={arguments.num_hidden} V={arguments.vocab_size}; T = "
+        f"{arguments.tokens}"
     )
     for way in WAYS:
         extra = [in_a_process(arguments, way, num_tokens) for num_tokens in arguments.tokens]

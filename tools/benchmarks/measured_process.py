@@ -1,4 +1,5 @@
-"""Run a command as a benchmark sees it: when each line came, how long it took, how much memory it and its children held."""
+"""Run a command as a benchmark sees it: when each line came, how long it took, how much memory it and its
+children held."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Measured:
     """time.time() of the start."""
     wall_s: float = 0.0
     peak_memory_bytes: int = 0
-    """Largest sum of the peak resident memories (VmHWM) of all processes alive at one time. Shared pages count in each of them."""
+    """Largest sum of the peak resident memories (VmHWM) of all processes alive at one time. Shared pages
+    count in each of them."""
     lines: list[tuple[float, str]] = field(default_factory=list)
     """(time.time() of its arrival, text) of every line of stdout and stderr."""
 
@@ -32,7 +34,8 @@ class ProcessFailed(RuntimeError):
 
 
 def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
-    """Run to the end, output into `log`. Raises: ProcessFailed with the end of the log if the exit code is not 0."""
+    """Run to the end, output into `log`. Raises: ProcessFailed with the end of the log if the exit code is
+    not 0."""
     measured = Measured(time.time())
     with log.open("w") as file:
         process = subprocess.Popen(

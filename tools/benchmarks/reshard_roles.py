@@ -1,4 +1,5 @@
-"""The processes of bench_reshard.py. Each sets itself up, says which ways it can run, and runs one when told to."""
+"""The processes of bench_reshard.py. Each sets itself up, says which ways it can run, and runs one when told
+to."""
 
 from __future__ import annotations
 
@@ -351,8 +352,8 @@ def reload(arguments: argparse.Namespace, _: torch.dtype, __: int) -> tuple[dict
 
 
 def gather(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tuple[dict, Callable]:
-    """Rank 0 also holds the engine, with the plain parameters that it has on a GPU: on a CPU vLLM packs them where load_weights no
-    longer reaches. So this path is spared what `reload` does besides."""
+    """Rank 0 also holds the engine, with the plain parameters that it has on a GPU: on a CPU vLLM packs them
+    where load_weights no longer reaches. So this path is spared what `reload` does besides."""
     shape = model_shape(arguments)
     _, sources = shard(arguments, shape, dtype, rank)
     model = None
@@ -422,6 +423,8 @@ def split_to_hf(shape: ModelShape, name: str, parts: list[Tensor]) -> Iterator[t
         full = torch.cat(parts).view(groups, heads + 2, head_dim, -1)
         for letter, part in zip("qkv", full.split([heads, 1, 1], dim=1), strict=True):
             yield f"{prefix}self_attn.{letter}_proj.{kind}", part.reshape(-1, full.shape[-1])
+    elif "q_layernorm" in name or "k_layernorm" in name:  # Qwen3's, of queries and keys
+        yield f"{prefix}self_attn.{name.rpartition('_layernorm')[0][-1]}_norm.weight", parts[0]
     elif "linear_proj" in name:
         yield f"{prefix}self_attn.o_proj.weight", torch.cat(parts, dim=1)
     elif "linear_fc1" in name:

@@ -1,12 +1,15 @@
-"""TRL's side of bench_e2e.py: one GRPO run of TRL's own GRPOTrainer, in TRL's own environment. Imports nothing of megarl.
+"""TRL's side of bench_e2e.py: one GRPO run of TRL's own GRPOTrainer, in TRL's own environment. Imports
+nothing of megarl.
 
     python trl_grpo.py JOB.json RESULT.json        # or: python -m torch.distributed.run --nproc-per-node 2 trl_grpo.py ...
 
-JOB.json is what bench_e2e.py writes: files, the recipe of megarl's configuration, and which of TRL's settings to take.
+JOB.json is what bench_e2e.py writes: files, the recipe of megarl's configuration, and which of TRL's settings
+to take.
 
-One *step* is what megarl calls so: one generation and all optimizer updates on it. Its clock starts when the step before has
-ended, or its evaluation, and runs until its last update is done: data loading, TRL's bookkeeping and this file's callbacks count.
-Evaluation does not, and leaves the random state as it was."""
+One *step* is what megarl calls so: one generation and all optimizer updates on it. Its clock starts when the
+step before has
+ended, or its evaluation, and runs until its last update is done: data loading, TRL's bookkeeping and this
+file's callbacks count. Evaluation does not, and leaves the random state as it was."""
 
 from __future__ import annotations
 
@@ -155,10 +158,11 @@ def build_trainer(job: dict, recorder: Recorder) -> TimedTrainer:
 def grpo_config(job: dict) -> GRPOConfig:
     """The recipe in TRL's words, and everything off that only costs time.
 
-    loss_type bnpo is the loss that equals megarl's token-mean: it divides by the response tokens of the mini-batch at hand, which
-    one process holds whole. dapo, TRL's default, divides by the tokens of the whole generation (128 samples) times the mini-batch's
-    share of the *samples*, so the weight of a token depends on how long the responses of the other update are. On two processes
-    bnpo takes the mean of two token-means: nearly the same, and as fast.
+    loss_type bnpo is the loss that equals megarl's token-mean: it divides by the response tokens of the
+    mini-batch at hand, which one process holds whole. dapo, TRL's default, divides by the tokens of the whole
+    generation (128 samples) times the mini-batch's share of the *samples*, so the weight of a token depends
+    on how long the responses of the other update are. On two processes bnpo takes the mean of two
+    token-means: nearly the same, and as fast.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return GRPOConfig(
@@ -198,7 +202,8 @@ def grpo_config(job: dict) -> GRPOConfig:
 def build_optimizer(
     model: torch.nn.Module, job: dict
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """PyTorch's fused AdamW, and megarl's schedule: it warms up by step, not by update, and does not begin at 0."""
+    """PyTorch's fused AdamW, and megarl's schedule: it warms up by step, not by update, and does not begin at
+    0."""
     if job["weight_decay"]:
         raise ValueError(
             f"weight_decay ({job['weight_decay']}) must be 0: TRL would decay norms and biases too."
@@ -241,8 +246,9 @@ def read_rows(file: str, tokenizer, order: list[int] | None = None) -> list[dict
 
 
 def held_out(trainer: TimedTrainer, job: dict) -> Callable[[], float]:
-    """Accuracy on the held-out rows: one sampled answer each, by plain transformers generation. All processes call it, the first one
-    works, and all leave together, so that none waits for another in the step that follows."""
+    """Accuracy on the held-out rows: one sampled answer each, by plain transformers generation. All processes
+    call it, the first one works, and all leave together, so that none waits for another in the step that
+    follows."""
     tokenizer, score = trainer.processing_class, load_reward(job["reward_file"], job["reward_name"])
     rows = read_rows(job["eval_data"], tokenizer)
     inputs = tokenizer(

@@ -1,4 +1,5 @@
-"""Contenders for the same job take turns in one process: time, peak extra memory and error against float64 (bench_kernels.py)."""
+"""Contenders for the same job take turns in one process: time, peak extra memory and error against float64
+(bench_kernels.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Case:
 def compare(case: Case, repeats: int, limit_s: int) -> dict:
     """Run all contenders of a case in turns, `repeats` times each, and print a table.
 
-    Returns: title, and by contender's name either the reason why it is missing, or its seconds, extra bytes and errors.
+    Returns: title, and by contender's name either the reason why it is missing, or its seconds, extra bytes
+    and errors.
     """
     print(f"\n{case.title}", flush=True)
     expected, results, running = case.float64(), {}, []
@@ -76,7 +78,10 @@ def line(name: str, result: dict, first_s: float | None) -> str:
         return f"  {name:26} missing: {result['missing']}"
     ratio = f"{result['median_s'] / first_s:6.2f}x" if first_s else "       "
     shown = "  ".join(f"{key} {value:.1e}" for key, value in result["errors"].items())
-    return f"  {name:26} {result['median_s'] * 1e3:10.3f} ms {ratio}  +{result['extra_bytes'] / 2**20:8.1f} MiB  {shown}"
+    return (
+        f"  {name:26} {result['median_s'] * 1e3:10.3f} ms {ratio}  "
+        f"+{result['extra_bytes'] / 2**20:8.1f} MiB  {shown}"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -29,7 +29,8 @@ def place_here(rank: int, device: str, process: str | None = None) -> Place:
 
 
 def ranks_per_node() -> int | None:
-    """How many consecutive ranks share a node, as torchrun says; None if there was no torchrun, or nodes have unequal numbers."""
+    """How many consecutive ranks share a node, as torchrun says; None if there was no torchrun, or nodes have
+    unequal numbers."""
     local, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
     return local if local and local * nodes == int(os.environ.get("WORLD_SIZE", "-1")) else None
 
@@ -48,7 +49,8 @@ def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str
         return wanted, "--reshard-transport"
     works = ", ".join(name for name, reason in why_not.items() if reason is None)
     raise ValueError(
-        f"--reshard-transport ({wanted}): weights of rank {source.rank} cannot get to the engine of rank {destination.rank} "
+        f"--reshard-transport ({wanted}): weights of rank {source.rank} cannot get to the engine of "
+        f"rank {destination.rank} "
         f"this way: {why_not[wanted]}. For this pair works: {works}. Try auto."
     )
 

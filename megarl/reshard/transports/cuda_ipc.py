@@ -1,8 +1,9 @@
 """A CUDA storage as an IPC handle that other processes of the node open.
 
-PyTorch's own handle names the allocation and the place in it, keeps the memory while a peer has it open, and works for the caching
-allocator's blocks (and for expandable segments). Handles are made once per storage; a new address is a new export, so after an
-offload the next sync exports anew. Reads go over NVLink or PCIe peer access, on the reader's stream."""
+PyTorch's own handle names the allocation and the place in it, keeps the memory while a peer has it open, and
+works for the caching allocator's blocks (and for expandable segments). Handles are made once per storage; a
+new address is a new export, so after an offload the next sync exports anew. Reads go over NVLink or PCIe peer
+access, on the reader's stream."""
 
 from __future__ import annotations
 
@@ -30,15 +31,21 @@ def share(storage: torch.UntypedStorage) -> CudaMemory:
 
 
 def open_shared(segment: CudaMemory) -> Tensor:
-    """The storage as uint8 [num_bytes] on its own device. Raises: RuntimeError if this process cannot see or read that device."""
-    device = device_index(segment.device_uuid)
-    here = torch.cuda.current_device()
-    if device != here and not torch.cuda.can_device_access_peer(here, device):
+    """The storage as uint8 [num_bytes] for kernels of the current device, wherever the memory is.
+
+    The handle is opened on the current device. CUDA maps it there, and enables peer access if the memory is
+    another device's (cudaIpcMemLazyEnablePeerAccess in c10/cuda/CUDACachingAllocator.cpp). An address that
+    was opened on the memory's own device is of no use to a kernel on this one. PyTorch says that the tensor
+    is on the current device.
+
+    Raises: RuntimeError if this process cannot see or read the device that has the memory."""
+    owner, here = device_index(segment.device_uuid), torch.cuda.current_device()
+    if owner != here and not torch.cuda.can_device_access_peer(here, owner):
         raise RuntimeError(
-            f"GPU {here} cannot read GPU {device} of the same node directly. Use --reshard-transport messages."
+            f"GPU {here} cannot read GPU {owner} of the same node directly. Use --reshard-transport messages."
         )
-    storage = torch.UntypedStorage._new_shared_cuda(device, *segment.handle)
-    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+    storage = torch.UntypedStorage._new_shared_cuda(here, *segment.handle)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def device_uuid(device: int) -> str:
@@ -51,6 +58,7 @@ def device_index(uuid: str) -> int:
         if device_uuid(device) == uuid:
             return device
     raise RuntimeError(
-        f"GPU {uuid}, which holds the weights, is not among the {torch.cuda.device_count()} that this process sees. "
+        f"GPU {uuid}, which holds the weights, is not among the {torch.cuda.device_count()} that "
+        "this process sees. "
         "Let it see all of the node's (CUDA_VISIBLE_DEVICES), or use --reshard-transport messages."
     )

@@ -1,4 +1,5 @@
-"""What a source tells its destinations once: which storages hold its weights, and where in them each tensor lies."""
+"""What a source tells its destinations once: which storages hold its weights, and where in them each tensor
+lies."""
 
 from __future__ import annotations
 
@@ -27,16 +28,19 @@ class Placed:
 
 @dataclass(frozen=True)
 class Exported:
-    """Tensors of one process. Plain data: it can be pickled and compared; after a move of any tensor it differs."""
+    """Tensors of one process. Plain data: it can be pickled and compared; after a move of any tensor it
+    differs."""
 
     segments: tuple[shared_memory.SharedMemory | cuda_ipc.CudaMemory, ...]
     tensors: dict[str, Placed]
 
 
 def export(tensors: dict[str, Tensor]) -> Exported:
-    """Share the storages of these [rows, cols] tensors and describe them. CPU storages move, so build no CopyPlan before.
+    """Share the storages of these [rows, cols] tensors and describe them. CPU storages move, so build no
+    CopyPlan before.
 
-    Megatron's parameters lie in a few contiguous buffers, so there are few storages however many tensors there are."""
+    Megatron's parameters lie in a few contiguous buffers, so there are few storages however many tensors
+    there are."""
     number_of: dict[int, int] = {}
     segments, placed = [], {}
     for name, tensor in tensors.items():
@@ -57,7 +61,8 @@ def export(tensors: dict[str, Tensor]) -> Exported:
 
 
 def open_exported(exported: Exported) -> dict[str, Tensor]:
-    """The tensors, as views of the other process's memory: to be read only, and only while a sync is under way."""
+    """The tensors, as views of the other process's memory: to be read only, and only while a sync is under
+    way."""
     opened = [
         (cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s)
         for s in exported.segments

@@ -1,7 +1,8 @@
 """A CPU storage as shared memory that other processes of the node map.
 
-PyTorch moves the storage itself, so every view of it follows: parameters, DDP buckets, the optimizer's shards. It keeps an open
-file that has no name any more; peers reach it as /proc/<pid>/fd/<fd>. So nothing is ever left in /dev/shm, however the job ends."""
+PyTorch moves the storage itself, so every view of it follows: parameters, DDP buckets, the optimizer's
+shards. It keeps an open file that has no name any more; peers reach it as /proc/<pid>/fd/<fd>. So nothing is
+ever left in /dev/shm, however the job ends."""
 
 from __future__ import annotations
 
@@ -31,15 +32,19 @@ class SharedMemory:
 
 
 def share(storage: torch.UntypedStorage) -> SharedMemory:
-    """Move `storage` into shared memory in place; again: only describe it. It stays there as long as it lives.
+    """Move `storage` into shared memory in place; again: only describe it. It stays there as long as it
+    lives.
 
-    Raises: OSError if the node has not enough shared memory (a write into missing pages would kill the process)."""
+    Raises: OSError if the node has not enough shared memory (a write into missing pages would kill the
+    process)."""
     if not storage.is_shared():
         free = os.statvfs(_FOLDER)
         if storage.nbytes() > free.f_bavail * free.f_frsize:
             raise OSError(
-                f"{storage.nbytes():,} bytes of weights must be shared with another process and {_FOLDER} has "
-                f"{free.f_bavail * free.f_frsize:,} left. Give the container more (docker run --shm-size), or use "
+                f"{storage.nbytes():,} bytes of weights must be shared with another process and "
+                f"{_FOLDER} has "
+                f"{free.f_bavail * free.f_frsize:,} left. Give the container more (docker run "
+                "--shm-size), or use "
                 "--reshard-transport messages."
             )
     fd, num_bytes = (

@@ -1,8 +1,11 @@
-"""On the PYTHONPATH of a job under test: every process of it imports this at its start, and one of them fails where FAULT says.
+"""On the PYTHONPATH of a job under test: every process of it imports this at its start, and one of them fails
+where FAULT says.
 
-FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target` ("module:Class.method"),
-writes the file `hit`, and then does `action`: raise, SIGKILL and SIGSTOP (of itself), sleep, or wait until the file `struck` is there,
-while the test does something to another process."""
+FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target`
+("module:Class.method"), writes the file `hit`, and then does `action`: raise, SIGKILL and SIGSTOP (of
+itself), sleep, or wait until the file `struck` is there, while the test does something to another process.
+
+SILENT_FAULT is the name of a fault of silent.py that raises nothing by itself."""
 
 import importlib.abc
 import importlib.util
@@ -25,12 +28,13 @@ def this_process() -> str:
     return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "driver"
 
 
-class Fault(importlib.abc.MetaPathFinder):
-    """Wraps the target when its module has been imported."""
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `plant(module)` when the module has been imported."""
 
-    def __init__(self, action: str, target: str, call: int, hit: str, struck: str, **_):
-        self.action, self.call, self.hit, self.struck, self.calls = action, call, Path(hit), Path(struck), 0
-        self.module, self.path = target.split(":")
+    module: str
+
+    def plant(self, owner) -> None:
+        raise NotImplementedError
 
     def find_spec(self, name, path=None, target=None):
         if name != self.module:
@@ -45,6 +49,21 @@ class Fault(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = execute_and_plant
         return spec
+
+
+class Silent(AfterImport):
+    """A fault of silent.py."""
+
+    def __init__(self, module: str, plant):
+        self.module, self.plant = module, plant
+
+
+class Fault(AfterImport):
+    """Wraps the target, and does what FAULT says at one of its calls."""
+
+    def __init__(self, action: str, target: str, call: int, hit: str, struck: str, **_):
+        self.action, self.call, self.hit, self.struck, self.calls = action, call, Path(hit), Path(struck), 0
+        self.module, self.path = target.split(":")
 
     def plant(self, owner) -> None:
         *parents, name = self.path.split(".")
@@ -80,3 +99,8 @@ if "FAULT" in os.environ:
     wanted = json.loads(os.environ["FAULT"])
     if wanted.pop("process") == this_process():
         sys.meta_path.insert(0, Fault(**wanted))
+if "SILENT_FAULT" in os.environ:
+    from silent import PLANTS
+
+    if (fault := PLANTS.get(os.environ["SILENT_FAULT"])) and this_process().startswith(fault.process):
+        sys.meta_path.insert(0, Silent(fault.module, fault.plant))

@@ -1,4 +1,5 @@
-"""What a person watching the run sees: a live display on a terminal, else one line per step, `name=value`, easy to grep.
+"""What a person watching the run sees: a live display on a terminal, else one line per step, `name=value`,
+easy to grep.
 
 step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
 """
@@ -25,7 +26,8 @@ _RECENT_STEPS = 20
 
 
 class Progress:
-    """Steps of one run, shown on `stream` (default: stdout). `terminal`: live display or lines; default: as the stream is one."""
+    """Steps of one run, shown on `stream` (default: stdout). `terminal`: live display or lines; default: as
+    the stream is one."""
 
     def __init__(self, num_steps: int, stream: TextIO | None = None, terminal: bool | None = None):
         self._num_steps, self._stream = num_steps, sys.stdout if stream is None else stream
@@ -67,7 +69,8 @@ class Progress:
             self._line(text)
 
     def time_left(self) -> str:
-        """h:mm:ss from the mean of the recent steps, all that lies between them (evaluation, export) included; "?" before there are two."""
+        """h:mm:ss from the mean of the recent steps, all that lies between them (evaluation, export)
+        included; "?" before there are two."""
         if len(self._ends) < 2:
             return "?"
         per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

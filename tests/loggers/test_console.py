@@ -8,7 +8,7 @@ import threading
 import time
 from io import StringIO
 
-from megarl.driver.progress import Progress, clock
+from megarl.loggers.console import Progress, clock
 
 METRICS = {
     "step": 3,
@@ -77,7 +77,8 @@ def drain(master: int, chunks: list[bytes]) -> None:
 
 def test_off_a_terminal_nothing_heavy_is_imported():
     code = (
-        "import sys, megarl.driver.run, megarl.driver.torchrun; from megarl.driver.progress import Progress; Progress(1).note('x'); "
+        "import sys, megarl.driver.run, megarl.driver.torchrun; from megarl.loggers.console import "
+        "Progress; Progress(1).note('x'); "
         "print([m for m in ('torch', 'rich', 'tensorboard', 'numpy', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,157 @@
+"""Bytes of activations that a Megatron role holds on a rank while it computes.
+
+Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count what a layer keeps for its backward pass by the
+tensors that each operation saves: for b sequences of s tokens, hidden size h, a heads and two bytes an
+element, s b h (10 + 24 / t + 5 a s / (h t)) with tensor parallelism t, s b h 34 / t with sequence parallelism
+and without the scores of attention, and 2 s b h of a layer that is recomputed.
+
+This is the same count for what megarl runs, with T packed tokens in place of s b: no dropout masks, attention
+that keeps no scores, fewer key than query heads, a gated MLP of any width, norms and rotary embeddings as
+they are computed here. `LAYER` lists the tensors. The output layer keeps one buffer of logits, as its
+gradients are made chunk by chunk (kernels/linear_head.py). What an operation needs only while it runs is not
+counted, but for the layers that a backward pass recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import MeshSpec, parallel_of
+from megarl.config.schema import ParallelConfig, TrainConfig
+from megarl.reshard.atlas import dimensions, has
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Tensors of one size that a layer keeps for its backward pass, per token.
+
+    Args:
+        size: of one of them, by the names of `dimensions`.
+        count: how many.
+        split: what divides them: tp, sp (tp with sequence parallelism only), etp, or nothing.
+        module: of --recompute-modules that leaves them out.
+        needs: the flag of the layer's ModelShape without which there are none.
+        per_expert: one for each expert that a token goes to.
+        only: "cpu": PyTorch's own norm and attention keep them, Transformer Engine's do not. "cpu bf16":
+            copies in fp32, of bf16 only."""
+
+    size: str
+    count: int
+    split: str = ""
+    module: str | None = None
+    needs: str | None = None
+    per_expert: bool = False
+    only: str | None = None
+
+
+LAYER = (
+    Saved("hidden", 2, "sp"),  # inputs of the two norms
+    Saved("hidden", 2, "sp", only="cpu"),  # normalized, before the norm's weight
+    Saved("hidden", 2, "sp", only="cpu bf16"),
+    Saved("hidden", 2, "sp", module="layernorm"),  # outputs of the norms, which the next product takes
+    Saved("query", 1, "tp"),  # linear_qkv's output
+    Saved("key", 2, "tp"),
+    Saved("query", 1, "tp"),  # queries and keys with rotary embeddings
+    Saved("key", 1, "tp"),
+    Saved("query", 2, "tp", needs="qk_layernorm"),  # queries and keys around their norms
+    Saved("key", 1, "tp", needs="qk_layernorm"),
+    Saved("head", 4),  # cosines and sines
+    Saved("attention", 1, "tp"),  # attention's output, which linear_proj takes
+    Saved("attention", 1, "tp", only="cpu"),  # the same of each sequence by itself
+    Saved("ffn", 5, "tp", module="mlp", needs="is_dense"),  # gate, up, the activated gate, their product
+)
+"""Of a layer on one rank, as `saved_tensors_hooks` count them (tests/checks/test_activations.py)."""
+
+_LOGIT_ELEMENTS_CPU, _MIN_ROWS_CPU = 2**23, 256
+_LOGIT_BYTES_CUDA, _MIN_ROWS_CUDA, _MAX_ROWS_CUDA = 5 * 2**29, 1024, 8192
+"""As in kernels/linear_head.py, which imports torch; a test compares."""
+
+
+def role_activations(
+    config: TrainConfig, role: str, shape: ModelShape, mesh: MeshSpec, on_cpu: bool
+) -> tuple[int, int]:
+    """(bytes during log-probs or values, bytes during an update) on the rank that has most, with a full
+    micro-batch."""
+    parallel, bf16 = parallel_of(config, role), config.model.bf16
+    rank_tokens = micro_batch_tokens(config, mesh) // mesh.cp
+    layers = [
+        layer_bytes(shape.of_layer(layer), parallel, mesh, bf16, on_cpu) for layer in range(shape.num_layers)
+    ]
+    of_head = head_bytes(shape, mesh, rank_tokens, bf16, on_cpu)
+    stage = -(-len(layers) // mesh.pp)
+    kept = max(
+        rank_tokens * _kept(layers[start : start + stage], shape, parallel, mesh, bf16)
+        for start in range(0, len(layers), stage)
+    )
+    # 1F1B: the first stage has as many micro-batches in flight as there are stages; interleaved stages have a
+    # part of one more each.
+    in_flight = mesh.pp * (1 + (mesh.pp - 1) / (mesh.pp * mesh.vpp) if mesh.vpp > 1 else 1)
+    return rank_tokens * max(layers) + of_head, int(kept * in_flight) + rank_tokens * _recomputed(
+        layers, parallel
+    ) + of_head
+
+
+def micro_batch_tokens(config: TrainConfig, mesh: MeshSpec) -> int:
+    """Tokens of the largest micro-batch: --max-tokens-per-micro-batch, less if a mini-batch has fewer, more
+    if one sequence has more."""
+    longest, batch = config.sampling.max_prompt_length + config.sampling.max_response_length, config.batch
+    return max(
+        longest, min(batch.max_tokens_per_micro_batch, -(-batch.global_batch_size // mesh.dp) * longest)
+    )
+
+
+def layer_bytes(kind: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16: bool, on_cpu: bool) -> int:
+    """What one layer keeps per token of this rank, without full recomputation."""
+    sizes, itemsize, total = dimensions(kind), 2 if bf16 else 4, 0.0
+    recomputed = (
+        parallel.recompute_modules or ("core_attn",) if parallel.recompute_granularity == "selective" else ()
+    )
+    ways = {"": 1, "tp": mesh.tp, "sp": mesh.tp if parallel.sequence_parallel else 1, "etp": mesh.expert_tp}
+    for saved in LAYER:
+        wanted = saved.only is None or on_cpu and (bf16 or saved.only == "cpu")
+        if wanted and has(kind, saved.needs) and saved.module not in recomputed:
+            copies = saved.count * (kind.moe_router_topk if saved.per_expert else 1)
+            total += (
+                copies * sizes[saved.size] * (4 if saved.only == "cpu bf16" else itemsize) / ways[saved.split]
+            )
+    return int(total)
+
+
+def head_bytes(shape: ModelShape, mesh: MeshSpec, tokens: int, bf16: bool, on_cpu: bool) -> int:
+    """The last norm, hidden states with their gradient, and the buffer of logits; a value head has no
+    logits."""
+    itemsize, columns = 2 if bf16 else 4, shape.padded_vocab_size() // mesh.tp
+    logits = (
+        0
+        if shape.value_head
+        else min(tokens, logit_rows(columns, on_cpu)) * columns * (4 if on_cpu or not bf16 else 6)
+    )
+    return 4 * tokens * shape.hidden_size * itemsize + logits
+
+
+def logit_rows(num_columns: int, on_cpu: bool) -> int:
+    """Rows of the buffer of logits."""
+    if on_cpu:
+        return max(_LOGIT_ELEMENTS_CPU // num_columns, _MIN_ROWS_CPU)
+    return min(max(_LOGIT_BYTES_CUDA // (4 * num_columns) // 128 * 128, _MIN_ROWS_CUDA), _MAX_ROWS_CUDA)
+
+
+def _kept(layers: list[int], shape: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16: bool) -> int:
+    """Per token, of the layers of one stage, between forward and backward pass. Of recomputed layers their
+    inputs stay."""
+    if parallel.recompute_granularity != "full":
+        return sum(layers)
+    of_input = shape.hidden_size * (2 if bf16 else 4) // (mesh.tp if parallel.sequence_parallel else 1)
+    number = min(parallel.recompute_num_layers or 1, len(layers))
+    if parallel.recompute_method == "block":  # the first layers are recomputed, one by one
+        return number * of_input + sum(layers[number:])
+    return -(-len(layers) // number) * of_input
+
+
+def _recomputed(layers: list[int], parallel: ParallelConfig) -> int:
+    """Per token, what the backward pass holds of the layers that it recomputes together."""
+    if parallel.recompute_granularity != "full":
+        return 0
+    return max(layers) * (
+        1 if parallel.recompute_method == "block" else min(parallel.recompute_num_layers or 1, len(layers))
+    )

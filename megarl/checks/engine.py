@@ -1,0 +1,41 @@
+"""What this machine's vLLM build cannot run of a model that Megatron can train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.checks.machine import Machine
+from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape
+from megarl.config.installed import cpu_head_sizes
+from megarl.config.reward_models import reward_models
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import TrainConfig
+
+
+def engine_findings(config: TrainConfig, machine: Machine) -> Iterator[str]:
+    """One line per model whose heads vLLM's attention on a CPU has no kernel for. For a configuration without
+    findings."""
+    sizes = None if machine.has_gpu or not config.algorithm.needs_rollout else cpu_head_sizes()
+    if sizes is None:
+        return
+    for flag, folder in dict.fromkeys(_folders(config)):
+        try:
+            shape = ModelShape.load(folder)
+        except ConfigError:
+            continue  # of a judge that only vLLM knows
+        if shape.is_gqa and shape.head_dim not in sizes:
+            yield (
+                f"{flag} ({folder}): its head_dim is {shape.head_dim}, and vLLM's attention on a "
+                f"CPU has kernels for {', '.join(map(str, sizes))} "
+                "only. Use another model, or a GPU."
+            )
+
+
+def _folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """(flag, folder) of every model that vLLM runs."""
+    for of_actor in configs_of_actors(config).values():
+        yield "--model", of_actor.model.model
+        yield from (
+            ("--reward-model", model.path) for model in reward_models(of_actor) if model.backend == "judge"
+        )

@@ -1,0 +1,45 @@
+"""Whether the weights of every model folder can be loaded, by the headers of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.check_actors import of_all_actors
+from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import reward_models, value_model_shape
+from megarl.config.schema import TrainConfig
+from megarl.reshard.hf_folder import folder_problem
+
+_ADVICE = "Copy or convert the folder again, or give another one."
+
+
+def weight_findings(config: TrainConfig, trains: bool = True) -> list[str]:
+    """One line per folder whose files are missing or damaged, or whose tensors are not the model's. For a
+    configuration without findings.
+
+    trains: False for `megarl eval`, which loads the policies alone."""
+    return of_all_actors(config, lambda of_actor: list(_of_actor(of_actor, trains)))
+
+
+def _of_actor(config: TrainConfig, trains: bool) -> Iterator[str]:
+    for flag, folder, shape in _folders(config, trains):
+        if (problem := folder_problem(folder, shape)) is not None:
+            yield f"{flag} ({folder}): {problem.removesuffix('.')}. {_ADVICE}"
+
+
+def _folders(config: TrainConfig, trains: bool) -> Iterator[tuple[str, str, ModelShape | None]]:
+    """(flag, folder, shape) of all that is loaded. The shape is None where transformers or vLLM knows the
+    tensors, and Megatron does not."""
+    model = config.model
+    if not model.random_init:
+        yield "--model", model.model, ModelShape.load(model.model)
+    if not trains:
+        return
+    if config.critic is not None and model.critic_model and not model.random_init:
+        yield "--critic-model", model.critic_model, ModelShape.load(model.critic_model, value_head=True)
+    for reward in reward_models(config):
+        yield (
+            "--reward-model",
+            reward.path,
+            value_model_shape(reward.path) if reward.backend == "megatron" else None,
+        )

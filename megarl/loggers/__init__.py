@@ -1,0 +1,31 @@
+"""Where a run's metrics and samples go: files in the run folder, the console, and the trackers that
+--log-with names.
+
+A new logger is a file with a class that has the four methods of `Logger`, and a line in LOGGERS."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from megarl.loggers.base import Logger, LoggerContext
+
+LOGGERS = {
+    "tensorboard": "megarl.loggers.tensorboard:TensorBoard",
+    "wandb": "megarl.loggers.wandb:WeightsAndBiases",
+    "mlflow": "megarl.loggers.mlflow:MLflow",
+}
+"""Name in --log-with -> module and class."""
+
+__all__ = ["LOGGERS", "Logger", "LoggerContext", "open_loggers"]
+
+
+def open_loggers(names: Sequence[str], context: LoggerContext) -> list[Logger]:
+    """Start the loggers with these names, in this order."""
+    return [_load(LOGGERS[name])(context) for name in names]
+
+
+def _load(place: str) -> type:
+    # Each imports its library when it is used: the driver starts without them.
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

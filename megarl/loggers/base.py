@@ -1,0 +1,64 @@
+"""The interface of loggers, and what each is given when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+Samples = Sequence[Mapping[str, object]]
+"""Rows of rollouts/*.jsonl: prompt, response, reward, ... of a sample each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggerContext:
+    """What a logger knows about the run."""
+
+    folder: Path
+    """The run folder."""
+    project: str
+    """--log-project: what trackers put several runs under."""
+    name: str
+    """--log-name: how trackers call the run."""
+    first_step: int | None = None
+    """The first step that a resumed run records. None: a new run. What was logged of it and of later steps is
+    void."""
+
+
+class Logger(Protocol):
+    """Receives what a run records. All calls come from one thread of the driver, in the order of the
+    steps."""
+
+    def log_config(self, arguments: str) -> None:
+        """Record the resolved arguments, the text of resolved.args. Called once, first."""
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+        """Record the metrics of a step, evaluation included. Values may be NaN or infinite.
+
+        Args:
+            wall_time: seconds since the epoch when the step ended."""
+
+    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+        """Record sampled responses of a step: the logged ones of training, or the first held-out row's
+        answers."""
+
+    def close(self) -> None:
+        """Write everything that is still in memory. Called once, last."""
+
+
+def flags_of(arguments: str) -> dict[str, str]:
+    """Split the text of resolved.args into flag -> value; a flag without a value is "true", --no-flag is
+    "false".
+
+    Comments are left out. Example: "--lr 1e-4\\n--no-shuffle\\n" is {"lr": "1e-4", "shuffle": "false"}."""
+    flags: dict[str, str] = {}
+    for line in arguments.splitlines():
+        if not line.startswith("--"):
+            continue
+        name, _, value = line.removeprefix("--").partition(" ")
+        if not value and name.startswith("no-"):
+            flags[name.removeprefix("no-")] = "false"
+        else:
+            flags[name] = value or "true"
+    return flags

@@ -1,0 +1,98 @@
+"""The files that every run has: metrics.jsonl, rollouts/step_<step>.jsonl and rollouts/eval.jsonl. A resumed
+run reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from megarl.config.writing import writing
+from megarl.loggers.base import Samples
+
+METRICS = "metrics.jsonl"
+_ROLLOUTS = re.compile(r"step_(\d+)\.jsonl")
+
+
+class JsonLines:
+    """Writes the files of one run folder. Every call leaves whole lines on the disk.
+
+    Args:
+        mode: of metrics.jsonl; "x" for a new run, "a" for one that is resumed."""
+
+    def __init__(self, folder: Path, mode: Literal["x", "a"]) -> None:
+        self._metrics, self._rollouts = folder / METRICS, folder / "rollouts"
+        with writing(self._metrics):
+            self._file = open(self._metrics, mode, buffering=1, encoding="utf-8")
+
+    def log_config(self, arguments: str) -> None:
+        """Do nothing: resolved.args is what makes a folder a run's, and is written before."""
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+        with writing(self._metrics):
+            self._file.write(to_json_line({"step": step, **metrics}) + "\n")
+
+    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+        path = self._rollouts / ("eval.jsonl" if purpose == "eval" else f"step_{step:06d}.jsonl")
+        first = {"step": step} if purpose == "eval" else {}
+        with writing(path), open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**first, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+
+    def take_back(self, step: int) -> dict[str, float]:
+        """Remove the last row of metrics.jsonl if it belongs to this step. Returns its metrics, or {}."""
+        last = (self._metrics.read_bytes().splitlines(keepends=True) or [b"{}"])[-1]
+        row = json.loads(last)
+        if row.pop("step", None) != step:
+            return {}
+        os.truncate(self._metrics, self._metrics.stat().st_size - len(last))
+        self._file.seek(0, os.SEEK_END)  # a new run's file was not opened to append
+        return row | {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
+
+    def close(self) -> None:
+        with writing(self._metrics):
+            self._file.close()
+
+
+def to_json_line(metrics: Mapping[str, float | int]) -> str:
+    """Return one strict JSON object, which every reader can parse.
+
+    JSON has no NaN or infinity: such a value is null, and the extra key `nonfinite` maps its name to what it
+    was ("nan", "inf", "-inf"), so that a run that diverges keeps its record."""
+    nonfinite = {name: str(float(value)) for name, value in metrics.items() if not math.isfinite(value)}
+    row: dict[str, object] = {name: None if name in nonfinite else value for name, value in metrics.items()}
+    if nonfinite:
+        row["nonfinite"] = nonfinite
+    return json.dumps(row, allow_nan=False)
+
+
+def cut_after(folder: Path, step: int) -> None:
+    """Remove what a run folder has of steps after `step`: rows, held-out answers and samples; 0 removes
+    everything."""
+    for path in (folder / METRICS, folder / "rollouts" / "eval.jsonl"):
+        if path.exists():
+            _keep_rows(path, step)
+    for path in (folder / "rollouts").glob("step_*.jsonl"):
+        if (match := _ROLLOUTS.fullmatch(path.name)) and int(match[1]) > step:
+            path.unlink()
+
+
+def _keep_rows(path: Path, last: int) -> None:
+    """Keep the rows of steps up to `last`, without a line that a killed job did not finish."""
+    kept = [
+        line for line in path.read_bytes().splitlines(keepends=True) if last > 0 and _step_of(line) <= last
+    ]
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(b"".join(kept))
+    os.replace(new, path)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
+    return step if isinstance(step, int) else float("inf")

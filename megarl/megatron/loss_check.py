@@ -1,0 +1,179 @@
+"""What the first update of a step must show, whatever the algorithm: checked on all ranks together, before a
+weight changes.
+
+    weights   the token weights of the loss, summed over micro-batches and ranks, are what its aggregation promises
+    ratio     log-probs (values) are those of the pass before the updates: nothing has changed since
+
+A weight is measured, not computed: it is the slope of the loss at a token, times what Megatron's schedule
+multiplies the loss with before it goes backward. `TrainedModel` adds the sums to the one all-reduce that
+every update has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import MicroBatch
+from megarl.invariants import InvariantError
+
+_WEIGHT_TOLERANCE = 1e-5
+"""Relative, of a sum in float64 of fp32 numbers that are right to 1e-7."""
+_NAMED = 3  # tokens in a message, at most
+
+
+@dataclass(frozen=True)
+class PassLimit:
+    """How much a token may differ between the pass before the updates and the first update.
+
+    Args:
+        of_mean: the mean of the absolute differences is judged, and not the largest.
+        limit: largest that is right.
+        reason: why this limit, for people."""
+
+    of_mean: bool
+    limit: float
+    reason: str
+
+
+class LossCheck:
+    """What one update shows on this rank, added up over its micro-batches.
+
+    Args:
+        role: whose update it is.
+        kind: what a loss is of: log-prob or value.
+        promised: what the weights must add up to; None: nobody says.
+        num_tokens, num_sequences: of the whole mini-batch, as the loss is told.
+        limit: None: the numbers of before the step are not this model's, so nothing is compared."""
+
+    def __init__(
+        self,
+        role: str,
+        kind: str,
+        promised: float | None,
+        num_tokens: int,
+        num_sequences: int,
+        limit: PassLimit | None,
+    ) -> None:
+        self.role, self.kind, self.promised, self.limit = role, kind, promised, limit
+        self.num_tokens, self.num_sequences = num_tokens, num_sequences
+        self.counts = False
+        """Whether this rank's sums are counted: on one of those that compute the same loss."""
+        self._weight: torch.Tensor | float = 0.0
+        self._pending: torch.Tensor | float = 0.0
+        self._amounts: torch.Tensor | float = 0.0  # [2] tokens and sequences
+        self._gaps: torch.Tensor | float = 0.0  # [2] tokens above the limit and the sum of all differences
+        self._seen: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+
+    def add_tokens(self, response_lengths: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """Tokens that a loss is called for, by the response lengths of their samples, and the sum of their
+        weights in it."""
+        lengths = response_lengths.double()
+        self._amounts = self._amounts + torch.stack(
+            [torch.ones_like(lengths).sum(), lengths.reciprocal().sum()]
+        )
+        if weight is not None:
+            self._pending = self._pending + weight
+
+    def add_passes(
+        self, micro: MicroBatch, rows: torch.Tensor, now: torch.Tensor, before: torch.Tensor
+    ) -> None:
+        """[C] numbers of the update and of the pass before it. rows: which of the micro-batch's response
+        tokens they are."""
+        gap = (now.detach() - before).abs()
+        self._gaps = self._gaps + torch.stack(
+            [(~(gap <= self.limit.limit)).sum().double(), gap.sum().double()]
+        )
+        self._seen.append((micro, rows, now.detach(), before))
+
+    def end_of_forward(self, loss: torch.Tensor) -> None:
+        """Call with a micro-batch's loss, before its backward pass."""
+        weight, self._pending = self._pending, 0.0
+        if loss.requires_grad and isinstance(weight, torch.Tensor):
+            loss.register_hook(lambda scale: self._add_weight(scale.double() * weight))
+
+    def _add_weight(self, weight: torch.Tensor) -> None:
+        self._weight = self._weight + weight
+
+    def sums(self, device: torch.device) -> torch.Tensor:
+        """[5] fp64, to be summed over ranks."""
+        parts = torch.zeros(5, dtype=torch.float64, device=device)
+        if self.counts:
+            parts[0] += self._weight
+            parts[1:3] += self._amounts
+            parts[3:] += self._gaps
+        return parts
+
+    def judge(self, sums: torch.Tensor, factors: Collection[float], group: dist.ProcessGroup) -> None:
+        """Raise InvariantError, on all ranks in the same words, if something is wrong. Then it is collective
+        over the group.
+
+        Args:
+            sums: over all ranks of the group.
+            factors: what gradients are multiplied by where ranks sum theirs."""
+        weight, tokens, sequences, above, gap = sums.tolist()
+        if (round(tokens), round(sequences)) != (self.num_tokens, self.num_sequences):
+            raise InvariantError(
+                f"{self.role}: the loss was computed for {tokens:.0f} tokens of {sequences:.6g} "
+                "sequences, and "
+                f"divided for {self.num_tokens} of {self.num_sequences}"
+            )
+        if wrong := [factor for factor in factors if factor != 1]:
+            raise InvariantError(
+                f"{self.role}: gradients are multiplied by {wrong[0]:.6g} where the ranks sum "
+                "theirs. The loss is "
+                "divided already, by counts of all ranks, so this must be 1."
+            )
+        if self.promised is not None and not abs(weight - self.promised) <= _WEIGHT_TOLERANCE * self.promised:
+            raise InvariantError(
+                f"{self.role}: the weights that the loss gave {tokens:.0f} tokens add up to "
+                f"{weight:.6g} over all "
+                f"ranks, and its aggregation promises {self.promised:.6g}. The gradient would be "
+                "wrong by the factor "
+                f"{weight / self.promised:.6g}. Was the loss divided by counts of one rank or "
+                "micro-batch, or scaled "
+                "after it was computed?"
+            )
+        if self.limit is not None and (
+            not gap / tokens <= self.limit.limit if self.limit.of_mean else above > 0
+        ):
+            raise InvariantError(self._disagreement(tokens, group, gap / tokens))
+
+    def _disagreement(self, tokens: float, group: dist.ProcessGroup, mean: float) -> str:
+        mine: list[tuple[float, str]] = []
+        for micro, rows, now, before in self._seen if self.counts else ():
+            gaps = (now - before).abs().nan_to_num(nan=torch.inf)
+            for at in gaps.topk(min(_NAMED, len(gaps))).indices.tolist():
+                if gaps[at] > self.limit.limit or self.limit.of_mean:
+                    mine.append(
+                        (float(gaps[at]), self._told(micro, int(rows[at]), float(now[at]), float(before[at])))
+                    )
+        ranks: list = [None] * group.size()
+        dist.all_gather_object(ranks, mine, group=group)
+        worst = sorted((token for rank in ranks for token in rank), reverse=True)[:_NAMED]
+        name, value = ("mean", mean) if self.limit.of_mean else ("largest", worst[0][0])
+        return "\n".join(
+            [
+                f"{self.role}: the first update of the step does not see the {self.kind}s of before "
+                f"it: the {name} "
+                f"difference of {tokens:.0f} response tokens is {value:.3g}, and the limit "
+                f"{self.limit.limit:g} "
+                f"({self.limit.reason}). Weights and samples are the same, so training would be "
+                "silently wrong. Do both "
+                "passes have the same temperature and the same micro-batches, is dropout on, or "
+                "were weights or the "
+                "column written in between?",
+                *(f"  {text}" for _, text in worst),
+            ]
+        )
+
+    def _told(self, micro: MicroBatch, row: int, now: float, before: float) -> str:
+        batch, position = micro.batch, int(micro.response_positions[row])
+        sample = int(torch.searchsorted(batch.cu_seqlens, position, right=True)) - 1
+        return (
+            f"sample {int(batch.sample_ids[sample])}, token {int(batch.tokens[position])} at position "
+            f"{position - int(batch.cu_seqlens[sample])}: {before:.8g} before the step, "
+            f"{now:.8g} in the update"
+        )

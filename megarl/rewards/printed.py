@@ -1,0 +1,84 @@
+"""What a reward process prints, passed on to the log: of each call the first and the last bytes, the rest is
+counted.
+
+A function that prints its whole input would otherwise fill the log of a long run."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+FIRST_BYTES = LAST_BYTES = 4096
+"""Of one call."""
+_JOIN_S = 1.0
+
+
+class Printed:
+    """A pipe that a process prints into, and the thread that reads it. Give `writer` to the process as its
+    stderr, then call `follow`.
+
+    The thread lives as long as anybody has the other end of the pipe."""
+
+    def __init__(self, out: int = 2) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._out, self._lock = out, threading.Lock()
+        self._count, self._last = 0, b""
+        self._thread = threading.Thread(target=self._follow, name="reward_output", daemon=True)
+
+    def follow(self) -> None:
+        """After the process has started: close this process's copy of its end, and read."""
+        os.close(self.writer)
+        self._thread.start()
+
+    def end_call(self) -> None:
+        """Pass on what is left of this call's output; what comes from now on is the next one's."""
+        with self._lock:
+            self._take()
+            self._finish()
+
+    def close(self) -> None:
+        """After the process has ended. A child of its own may go on printing."""
+        self._thread.join(_JOIN_S)
+
+    def _follow(self) -> None:
+        is_open, poll = True, select.poll()
+        poll.register(self._reader, select.POLLIN)
+        while is_open:
+            poll.poll()
+            with self._lock:
+                is_open = self._take()
+        with self._lock:
+            self._finish()
+            os.close(self._reader)
+            self._reader = -1
+
+    def _take(self) -> bool:
+        """Read what is there. False: nobody can write any more."""
+        while self._reader >= 0:
+            try:
+                data = os.read(self._reader, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            room = max(0, FIRST_BYTES - self._count)
+            self._count += len(data)
+            self._write(data[:room])
+            self._last = (self._last + data[room:])[-LAST_BYTES:]
+        return False
+
+    def _finish(self) -> None:
+        left_out = self._count - FIRST_BYTES - len(self._last)
+        if left_out > 0:
+            self._write(
+                f"\n[reward] {left_out} of {self._count} bytes that one call printed are left out "
+                "here\n".encode()
+            )
+        self._write(self._last)
+        self._count, self._last = 0, b""
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._out, data) :]

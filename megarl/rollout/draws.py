@@ -1,0 +1,65 @@
+"""Which random numbers a sample draws: they follow from what the sample is, so no generator has a state to
+save or to lose.
+
+    key   = draw_key(run seed, purpose, visit, index)          one per sample
+    seed  = draw_seeds([key], [position])[0]                   one per token
+    token = argmax(log-probs + Gumbel noise of that seed)
+
+`position` is the number of tokens before the drawn one, prompt and response together. A response whose first
+tokens are admitted anew as a part of the prompt therefore goes on with the tokens that it would have had."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+KEY = "megarl_draw_key"
+"""Name of a request's key among vLLM's `SamplingParams.extra_args`."""
+
+_GAMMA, _MIX_1, _MIX_2 = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
+_27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
+
+
+def draw_key(run_seed: int, purpose: str, *numbers: int) -> int:
+    """Return the key of one sample, a hash of 63 bits.
+
+    Args:
+        purpose: "train", "eval", or the name of the judge that draws.
+        numbers: what the sample is within that purpose. Training: visit of its prompt, index in the group."""
+    text = "/".join(map(str, (run_seed, purpose, *numbers)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the noise seed of each next token: output number `position` of the generator SplitMix64 that
+    starts at the key.
+
+    Args:
+        keys: [B] uint64. positions: [B] integers, at least 0.
+    Returns: [B] int64."""
+    z = positions.astype(np.uint64)
+    z += np.uint64(1)
+    z *= _GAMMA
+    z += keys
+    z ^= z >> _30
+    z *= _MIX_1
+    z ^= z >> _27
+    z *= _MIX_2
+    z ^= z >> _31
+    return z.view(np.int64)
+
+
+def draw_arguments(key: int, on_cpu: bool) -> dict[str, object]:
+    """Return the arguments of vLLM's SamplingParams that make a request draw by its key.
+
+    On a CPU our sampler (cpu_sampler.py) reads the key. A `seed` would make vLLM keep a generator per
+    request, which fails as soon as a prompt is prefilled in chunks. On a GPU vLLM's Model Runner V2 needs
+    nothing of ours: in vllm/v1/worker/gpu/sample/gumbel.py the noise is a hash of (seed, position, token),
+    and the position is that of the last token in the sequence (`pos` in sampler.py beside it), whatever was
+    prompt and whatever was sampled."""
+    return {"extra_args": {KEY: key}} if on_cpu else {"seed": key}

@@ -1,0 +1,133 @@
+"""What a loss does to its tokens, found by calling it with numbers of our own.
+
+policy_weight, value_weight    the sum of the weights that it gives its tokens
+check_token_level              whether it is a sum over tokens, as `token_level` says"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
+
+_TOKEN_LEVEL_TOLERANCE = 1e-4
+"""Of sums of fp32 numbers in another order. A loss of whole sequences is off by a good part of itself."""
+
+
+def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
+    """The sum of the token weights of `loss`, a float64 scalar: its slope where all log-probs are equal, all
+    advantages -1, and there is no KL."""
+    zeros = torch.zeros_like(inputs.log_probs)
+    others = {name: None if getattr(inputs, name) is None else zeros for name in _OTHER_COLUMNS}
+    others["advantages"] = zeros - 1
+    return _slope(
+        lambda log_probs: algorithm.loss(replace(inputs, log_probs=log_probs, kl_coef=0.0, **others))[0],
+        zeros,
+    )
+
+
+def value_weight(algorithm: Algorithm, inputs: ValueLossInputs) -> torch.Tensor:
+    """The same of `value_loss`: its slope where all values are as before and 1 above the returns."""
+    zeros = torch.zeros_like(inputs.values)
+    return _slope(
+        lambda values: algorithm.value_loss(
+            replace(inputs, values=values, old_values=zeros, returns=zeros - 1)
+        )[0],
+        zeros,
+    )
+
+
+def _slope(loss, at: torch.Tensor) -> torch.Tensor:
+    leaf = at.clone().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(loss(leaf), leaf)
+    return slope.double().sum().abs()
+
+
+def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) -> bool:
+    """Whether the tokens were enough to find out that the loss is a sum over tokens.
+
+    The loss of all tokens must be that of two parts together, and so must its gradient, wherever the cut is.
+
+    Args:
+        inputs: shapes, lengths and counts; the numbers in it do not matter.
+        is_whole: they are of a whole micro-batch, for which the loss must work in any case.
+    Raises: ValueError saying what to set if the loss is no sum over tokens."""
+    count = len(inputs.log_probs)
+    if count < 2 or inputs.response_lengths[0] < 2:  # a cut behind the first token is then within a response
+        return False
+    position = torch.arange(count, dtype=torch.float64, device=inputs.log_probs.device)
+    # Numbers that look random and are far from on policy, where losses of sequences and of tokens are alike.
+    noise = {name: ((position + 1) * step % 1).to(inputs.log_probs.dtype) for name, step in _STEPS.items()}
+    columns = {
+        name: -0.1 - 2 * noise[name]
+        for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+    }
+    columns |= {"advantages": 2 * noise["advantages"] - 1, "entropy": noise["entropy"]}
+    columns = {
+        name: column
+        for name, column in columns.items()
+        if name in ("log_probs", "advantages") or getattr(inputs, name) is not None
+    }
+
+    def loss_and_slope(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        of_rows = {name: column[rows] for name, column in columns.items()}
+        of_rows["log_probs"] = of_rows["log_probs"].clone().requires_grad_()
+        with torch.enable_grad():
+            loss, _ = algorithm.loss(
+                replace(inputs, response_lengths=inputs.response_lengths[rows], **of_rows)
+            )
+        (slope,) = torch.autograd.grad(loss, of_rows["log_probs"])
+        return loss.detach(), slope
+
+    whole = loss_and_slope(slice(0, count)) if is_whole else None
+    try:
+        loss, slope = whole or loss_and_slope(slice(0, count))
+        for cut in {1, count // 2, count - 1}:
+            (first, first_slope), (second, second_slope) = (
+                loss_and_slope(slice(0, cut)),
+                loss_and_slope(slice(cut, count)),
+            )
+            size = slope.abs().sum() + loss.abs() + first.abs() + second.abs()
+            gap = (torch.cat([first_slope, second_slope]) - slope).abs().max()
+            if (
+                not (first + second - loss).abs() <= _TOKEN_LEVEL_TOLERANCE * size
+                or not gap <= _TOKEN_LEVEL_TOLERANCE * slope.abs().max()
+            ):
+                raise _not_token_level(
+                    algorithm,
+                    f"of {count} tokens it is {float(loss):.6g}, of the first {cut} and of the others "
+                    f"{float(first):.6g} and {float(second):.6g}, or its gradients differ as much",
+                )
+    except _NotTokenLevel:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise _not_token_level(
+            algorithm, f"for a part of a micro-batch's tokens it raises {type(error).__name__}: {error}"
+        ) from error
+    return True
+
+
+class _NotTokenLevel(ValueError):
+    """A loss that sees whole sequences, in an algorithm that says it does not."""
+
+
+def _not_token_level(algorithm: Algorithm, what: str) -> _NotTokenLevel:
+    name = type(algorithm).__name__
+    return _NotTokenLevel(
+        f"{name}.loss is no sum over tokens, and {name}.token_level is True: {what}. Set "
+        "`token_level: ClassVar[bool] "
+        "= False` in the class. Then the loss is called for all tokens of a micro-batch at once."
+    )
+
+
+_OTHER_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")
+_STEPS = {
+    "log_probs": 0.6180339887,
+    "old_log_probs": 0.7548776662,
+    "rollout_log_probs": 0.5698402910,
+    "ref_log_probs": 0.8191725134,
+    "advantages": 0.6710436067,
+    "entropy": 0.5497004779,
+}

@@ -1,0 +1,103 @@
+"""Recompute some samples' advantages by the algorithm's reference, at every step and on every rank.
+
+No digest sees a fault inside the computation: advantages in reversed order are written, sealed and moved as
+faithfully as right ones. So each rank draws samples of its own, looks everything up by their ids, and
+compares the numbers with those in the columns."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megarl.algorithms.base import Algorithm, ReferenceColumn, ReferenceInputs
+from megarl.batch import Batch
+from megarl.invariants import InvariantError
+
+NUM_TOKENS = 256
+"""Numbers after which a rank begins no further group: it recomputes all groups of a small step, and one group
+of a large step."""
+_ROUNDING = 16 * torch.finfo(torch.float32).eps
+"""Relative to the size of the terms of a sum: some ten operations in fp32, and a scan in another order than
+the reference's."""
+
+
+def check_advantages(
+    algorithm: Algorithm,
+    batch: Batch,
+    rewards: Mapping[int, float],
+    group_of: Mapping[int, int],
+    kl_coef: float,
+    seed: str,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Check the columns that the algorithm has just written. Collective over the ranks of `sum_over_ranks`,
+    if the algorithm needs sums.
+
+    Args:
+        rewards, group_of: sample id -> reward and group, of all samples of the step in the same order on
+            every rank.
+        seed: chooses the samples; the same seed chooses the same ones.
+    Raises: InvariantError with sample, expected and found."""
+    groups: dict[int, list[int]] = {}
+    for sample, group in group_of.items():
+        groups.setdefault(group, []).append(sample)
+    here, lengths, parts = batch.sample_ids.tolist(), batch.response_lengths.tolist(), {}
+
+    def column(sample: int, name: str) -> torch.Tensor:
+        if name not in parts:
+            parts[name] = dict(
+                zip(here, getattr(batch, name)[batch.response_mask].split(lengths), strict=True)
+            )
+        return parts[name][sample]
+
+    inputs = ReferenceInputs(
+        rewards=rewards,
+        positions={s: i for i, s in enumerate(rewards)},
+        columns=column,
+        kl_coef=kl_coef,
+        groups={s: groups[g] for s, g in group_of.items()},
+        samples=here,
+    )
+    if (sums := algorithm.reference_sums(inputs)) is not None:
+        inputs = replace(inputs, sums=sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist())
+    num_left = NUM_TOKENS
+    for samples in _draw(groups, group_of, here, seed):
+        if num_left <= 0:
+            return
+        for sample in samples:
+            expected = algorithm.reference_advantages(inputs, sample)
+            if expected is None:
+                return
+            for name, reference in expected.items():
+                num_left -= _compare(sample, name, reference, column(sample, name).tolist(), rewards[sample])
+
+
+def _draw(
+    groups: Mapping[int, Sequence[int]], group_of: Mapping[int, int], here: Sequence[int], seed: str
+) -> list[list[int]]:
+    """The samples on this rank, group by group in a random order."""
+    mine = set(here)
+    order = sorted({group_of[sample] for sample in here})
+    random.Random(seed).shuffle(order)
+    return [[sample for sample in groups[group] if sample in mine] for group in order]
+
+
+def _compare(
+    sample: int, name: str, reference: ReferenceColumn, found: Sequence[float], reward: float
+) -> int:
+    """Number of tokens compared. Raises: InvariantError for the first that differs by more than rounding."""
+    for position, (value, wanted, magnitude) in enumerate(
+        zip(found, reference.values, reference.magnitudes, strict=True)
+    ):
+        both_are_nan = math.isnan(value) and math.isnan(wanted)
+        if not both_are_nan and not abs(value - wanted) <= _ROUNDING * magnitude:  # true of one NaN, too
+            raise InvariantError(
+                f"{name} of sample {sample} (reward {reward:g}) is {value:.7g} at response token "
+                f"{position}, and its reference says "
+                f"{wanted:.7g}: it is not what the algorithm makes of this sample's reward"
+            )
+    return len(found)

@@ -1,0 +1,194 @@
+"""Every script under tools/ and examples/ runs in its smallest form, so that none rots unseen.
+
+A new script belongs in a table here.
+
+pytest tests/tools                 # that none is forgotten
+pytest tests/tools -m slow         # all of them"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = "tools/benchmarks"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to start a script."""
+
+    script: str
+    arguments: str = ""
+    """OUT is a new folder, PYTHON the interpreter, QUICKSTART what tools/quickstart.py would have written.
+
+    DATA is the data in it, MODEL its untrained model, BF16_MODEL that model in bf16."""
+    code: int = 0
+    says: str = ""
+    """A regular expression for what it prints."""
+    json: str | None = None
+    """A file that it leaves, with this key in it: "OUT/file.json key"."""
+
+
+CASES = [
+    # The compilation of CUDA: tests/reshard/test_cuda_kernels.py.
+    Case("tools/check_cuda.py", "--help", says="without nvcc it says so"),
+    Case("tools/compare_metrics.py", "compare OUT OUT", code=1, says="holds no metrics.jsonl"),
+    Case("tools/gpu_session.sh", "OUT '' tests", says=r"tests +exit +0 .* skipped"),
+    Case(
+        "tools/gpu_session.sh",
+        "OUT '' nothing",
+        code=2,
+        says="PART .nothing. must be one of build,",
+    ),
+    Case("tools/make_random_model.py", "--out OUT/model", json="OUT/model/config.json vocab_size"),
+    Case("tools/make_sums.py", "--out OUT/sums --seed 3", says="train.jsonl"),
+    Case(
+        "tools/quickstart.py",
+        "--small --seed 1 --out OUT/quickstart",
+        says="(?s)accuracy, greedy.*curves.png",
+    ),
+    Case(
+        "tools/soak_gate.py",
+        "--quickstart QUICKSTART --out OUT/soak --steps 2 --recipes grpo-lr-1e-4 --max-response-length 16",
+        says=r"(?m)^\| grpo-lr-1e-4 \| 2 \| .* \| 0 \|$",
+    ),
+    Case(
+        "tools/stress_tests.py",
+        "tests/test_leaving.py --runs 1 --conditions quiet delayed --folder OUT/stress",
+        says=r"failed, of all runs \| 0 of \d+ \| 0 of 0 \| 0 of 0 \| 0 of \d+",
+    ),
+    # What it installs, and how that can fail: tests/test_package.py.
+    Case("tools/setup_env.py", "--help", says="--device"),
+    Case(
+        f"{BENCH}/bench_data_plane.py",
+        "--samples 64 --length 64 --repeats 1 --exchange-samples 16 --json OUT/out.json",
+        json="OUT/out.json exchange",
+    ),
+    Case(
+        f"{BENCH}/bench_e2e.py",
+        "--without-trl --steps 3 --repeats 1 --checkpoint MODEL --data DATA --out OUT/r --json OUT/out.json",
+        says="seconds per step",
+        json="OUT/out.json summary",
+    ),
+    Case(
+        f"{BENCH}/bench_e2e.py",
+        "--trl-python PYTHON --out OUT/runs --json OUT/out.json",
+        code=1,
+        says=r"--trl-python \(.*\): has no trl 1\.16\.0\. Run `.* -m pip install trl==1\.16\.0`",
+    ),
+    Case(
+        f"{BENCH}/bench_kernels.py",
+        "--small --repeats 1 --threads 1 --json OUT/out.json",
+        says="liger",
+        json="OUT/out.json cases",
+    ),
+    Case(
+        f"{BENCH}/bench_reshard.py",
+        "--model BF16_MODEL --threads 1 --repeats 1 --json OUT/out.json",
+        says="gather",
+        json="OUT/out.json ways",
+    ),
+    Case(
+        f"{BENCH}/head_memory.py",
+        "--tokens 64 128 --num-hidden 32 --vocab-size 500 --json OUT/out.json",
+        says="bytes per token",
+    ),
+    Case(f"{BENCH}/trl_grpo.py", "a.json b.json", code=1, says="No module named '(datasets|trl)'"),
+]
+ELSEWHERE = {
+    "examples/own_loop.py": "tests/e2e/test_python_api.py",
+    "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
+}
+"""Script -> the test that runs it."""
+IMPORTED = {
+    f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
+    f"{BENCH}/measured_process.py": f"{BENCH}/bench_e2e.py",
+    f"{BENCH}/reshard_roles.py": f"{BENCH}/bench_reshard.py",
+    f"{BENCH}/turns.py": f"{BENCH}/bench_kernels.py",
+}
+"""Module -> a script of the cases that imports it."""
+
+
+def scripts(*folders: str) -> list[Path]:
+    return [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".sh")
+    ]
+
+
+def test_no_script_is_forgotten():
+    found = {str(path.relative_to(ROOT)) for path in scripts("tools", "examples")}
+    run = {case.script for case in CASES}
+    assert found == run | ELSEWHERE.keys() | IMPORTED.keys(), (
+        "add new scripts to a table of this file, with their smallest form"
+    )
+    for script, test in ELSEWHERE.items():
+        assert Path(script).name in (ROOT / test).read_text(), f"{test} does not mention {script} any more"
+    for module, script in IMPORTED.items():
+        assert script in run and re.search(
+            rf"^ *(import|from) {Path(module).stem}\b", (ROOT / script).read_text(), re.MULTILINE
+        ), module
+
+
+def test_scripts_of_the_tests_are_started_by_tests():
+    """What has a `__main__` under tests/ is a process of some test."""
+    texts = {path: path.read_text() for path in scripts("tests")}
+    for path, text in texts.items():
+        if "\nif __name__ == " in text:
+            users = [
+                other for other in texts if other != path and re.search(rf"\b{path.stem}\b", texts[other])
+            ]
+            assert users, f"no test starts {path.relative_to(ROOT)}"
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory) -> dict[str, Path]:
+    from megarl.convert import main as convert
+    from megarl.data.sums_files import make_sums
+
+    folder = tmp_path_factory.mktemp("quickstart")
+    data, model = folder / "data", folder / "data" / "model"
+    make_sums(data, seed=0)
+    (folder / "sft_mixed").mkdir()
+    (folder / "sft_mixed" / "hf").symlink_to(model)
+    assert convert(["--model", str(model), "--save", str(folder / "bf16"), "--dtype", "bfloat16"]) == 0
+    names = {"QUICKSTART": folder, "DATA": data, "MODEL": model, "BF16_MODEL": folder / "bf16"}
+    return names | {"PYTHON": Path(sys.executable)}
+
+
+def named(case: Case) -> pytest.param:
+    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]
+    return pytest.param(case, id=f"{Path(case.script).stem} {case.arguments}"[:60], marks=marks)
+
+
+@pytest.mark.parametrize("case", map(named, CASES))
+def test_the_smallest_form_runs(case, quickstart, tmp_path):
+    names = quickstart | {"OUT": tmp_path}
+    arguments = re.sub(rf"\b({'|'.join(names)})\b", lambda match: str(names[match[0]]), case.arguments)
+    start = "bash" if case.script.endswith(".sh") else sys.executable
+    done = subprocess.run(
+        f"{start} {ROOT / case.script} {arguments}",
+        shell=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1150,
+        check=False,
+    )
+    assert done.returncode == case.code, done.stdout
+    assert re.search(case.says, done.stdout), done.stdout
+    if case.json:
+        file, key = case.json.replace("OUT", str(tmp_path)).split()
+        assert json.loads(Path(file).read_text())[key]

@@ -1,0 +1,291 @@
+"""Run the tests that start processes, send signals or depend on time again and again, under conditions that a
+quiet machine does not show.
+
+    make test-stress                                              every such test, 20 times in each condition: days on two cores
+    make test-stress ARGS="tests/driver/test_stopping.py"         these alone
+    make test-stress ARGS="--budget-s 3600"                       as far as an hour goes; the same command again goes on from there
+
+    quiet      nothing beside it, that is, what else the machine does
+    busy       three busy loops beside it
+    one-core   all its processes on one core
+    delayed    SIGINT and SIGTERM reach every process up to 300 ms late, at random (tools/delay_signals.c)
+
+The tests of a file run together, in one pytest process. build/stress/ has state.json, the first failure of
+each test in each condition, and table.md. Exit code 1 if any test has failed in any of the runs that
+state.json knows; `--forget TEXT` drops the runs of tests whose name has this text, after a fix."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+CONDITIONS = ("quiet", "busy", "one-core", "delayed")
+KINDS = ("signals", "deadlines", "children")
+"""Of tests/processes.py: the most suspicious first."""
+DELAY_MS = 300
+RUN_LIMIT_S = 3600.0
+PYTEST = [sys.executable, "-P", "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider", "-q"]
+
+
+class State:
+    """What was run: test -> condition -> results, oldest first. Written after every run, so that an
+    interrupted command can go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "state.json"
+        self.results: dict[str, dict[str, list[dict]]] = (
+            json.loads(self._file.read_text()) if self._file.exists() else {}
+        )
+
+    def runs(self, test: str, condition: str) -> list[dict]:
+        return self.results.get(test, {}).get(condition, [])
+
+    def add(self, test: str, condition: str, result: dict) -> None:
+        self.results.setdefault(test, {}).setdefault(condition, []).append(result)
+
+    def forget(self, text: str) -> None:
+        self.results = {test: runs for test, runs in self.results.items() if text not in test}
+
+    def write(self) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(self.results))
+        new.replace(self._file)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    state = State(options.folder)
+    for text in options.forget:
+        state.forget(text)
+    state.write()
+    files = collect(options.tests, options.slow)
+    if not files:
+        sys.exit(
+            f"tests ({' '.join(options.tests)}): none of them starts processes, sends signals or "
+            "depends on time."
+        )
+    deadline = time.monotonic() + options.budget_s if options.budget_s else float("inf")
+    for file, condition in what_to_run(files, state, options):
+        if time.monotonic() > deadline:
+            break
+        run(file, files[file], condition, state, options.folder)
+        state.write()
+        (options.folder / "table.md").write_text(table(state))
+    sys.stdout.write(table(state))
+    return int(
+        any(
+            result["outcome"] != "passed"
+            for runs in state.results.values()
+            for of in runs.values()
+            for result in of
+        )
+    )
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "stress_tests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "tests", nargs="*", default=["tests"], help="files, folders or tests, as pytest takes them"
+    )
+    parser.add_argument("--runs", type=int, default=20, help="of each test in each condition")
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
+    parser.add_argument("--slow", action="store_true", help="the tests that are marked slow too")
+    parser.add_argument("--budget-s", type=float, help="begin no run after so many seconds")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=5,
+        help="runs of a file in a condition before the next file has its turn",
+    )
+    parser.add_argument(
+        "--forget",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="drop the runs of tests whose name has this text",
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "stress")
+    return parser.parse_args(argv)
+
+
+def collect(tests: list[str], slow: bool) -> dict[str, list[str]]:
+    """File -> its tests that start processes or depend on time, the most suspicious files first."""
+    marks = "processes" if slow else "processes and not slow"
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as found:
+        env = os.environ | {"STRESS_COLLECTED": found.name, "PYTHONPATH": str(Path(__file__).parent)}
+        done = subprocess.run(
+            [*PYTEST, "-p", "stress_tests", "--collect-only", "-m", marks, *tests],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode not in (0, 5):  # 5: no tests
+            sys.exit(done.stdout + done.stderr)
+        kinds = json.loads(found.read() or "{}")
+    files: dict[str, list[str]] = {}
+    for test in kinds:
+        files.setdefault(test.partition("::")[0], []).append(test)
+    return dict(sorted(files.items(), key=lambda item: min(KINDS.index(kinds[test]) for test in item[1])))
+
+
+def pytest_collection_finish(session: object) -> None:
+    """This file is also a plugin of the pytest that `collect` starts: it writes test -> kind."""
+    if "STRESS_COLLECTED" in os.environ:
+        kinds = {item.nodeid: item.get_closest_marker("processes").args[0] for item in session.items}
+        Path(os.environ["STRESS_COLLECTED"]).write_text(json.dumps(kinds))
+
+
+def what_to_run(
+    files: dict[str, list[str]], state: State, options: argparse.Namespace
+) -> Iterator[tuple[str, str]]:
+    """File and condition of each run that is left: a few runs of everything, then a few more."""
+    for up_to in [*range(options.at_once, options.runs, options.at_once), options.runs]:
+        for file, tests in files.items():
+            for condition in options.conditions:
+                done = min(len(state.runs(test, condition)) for test in tests)
+                yield from [(file, condition)] * (up_to - done)
+
+
+def run(file: str, tests: list[str], condition: str, state: State, folder: Path) -> None:
+    """Run the file's tests once."""
+    load, start = os.getloadavg()[0], time.time()
+    with (
+        tempfile.TemporaryDirectory(prefix="stress-") as scratch,
+        surroundings(condition, Path(scratch)) as env,
+    ):
+        report, output = Path(scratch) / "report.xml", Path(scratch) / "output"
+        with open(output, "wb") as out:
+            process = subprocess.Popen(
+                [*PYTEST, "-m", "", f"--junitxml={report}", "--durations=0", *tests],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(RUN_LIMIT_S)
+            finally:
+                end(process)
+        outcomes = read_report(report) if report.exists() else {}
+        failed = []
+        for test in tests:
+            outcome, seconds = outcomes.get(test.rpartition("::")[2], ("no report: pytest was ended", 0.0))
+            if outcome == "skipped":
+                outcome = "passed"
+            if outcome != "passed":
+                failed.append(test)
+                first = folder / f"{test.replace('/', '.').replace('::', '-')[:150]}-{condition}.txt"
+                if not first.exists():
+                    first.write_bytes(output.read_bytes())
+            state.add(test, condition, {"outcome": outcome, "seconds": seconds, "at": start, "load": load})
+    sys.stdout.write(
+        f"{time.strftime('%H:%M:%S')} {condition:8} {file} {time.time() - start:.0f} s, load {load:.0f}: "
+        f"{', '.join(test.rpartition('::')[2] for test in failed) + ' FAILED' if failed else 'ok'}\n"
+    )
+    sys.stdout.flush()
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a pytest that is still running; first by a Ctrl-C, after which it ends the jobs of its tests."""
+    for signum, wait_s in ((signal.SIGINT, 60.0), (signal.SIGKILL, None)):
+        if process.poll() is None:
+            os.killpg(process.pid, signum)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+
+
+@contextlib.contextmanager
+def surroundings(condition: str, scratch: Path) -> Iterator[dict[str, str]]:
+    """The environment of what is run in here. Which cores it may use, and what runs beside it, this sees to
+    by itself."""
+    env, cores, loops = dict(os.environ), os.sched_getaffinity(0), []
+    if condition == "one-core":
+        os.sched_setaffinity(0, {min(cores)})  # children inherit it
+    if condition == "delayed":
+        library = scratch / "delay_signals.so"
+        subprocess.run(
+            [
+                "cc",
+                "-shared",
+                "-fPIC",
+                "-O1",
+                "-o",
+                str(library),
+                str(Path(__file__).with_name("delay_signals.c")),
+                "-ldl",
+            ],
+            check=True,
+        )
+        env |= {"LD_PRELOAD": str(library), "DELAY_SIGNALS_MS": str(DELAY_MS)}
+    if condition == "busy":
+        loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        yield env
+    finally:
+        os.sched_setaffinity(0, cores)
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def read_report(report: Path) -> dict[str, tuple[str, float]]:
+    """Test, without its file -> (outcome, seconds)."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        wrong = [child for child in case if child.tag in ("failure", "error")]
+        outcome = (
+            f"{wrong[0].tag}: {wrong[0].get('message', '').splitlines()[0][:200]}"
+            if wrong and wrong[0].get("message")
+            else (wrong[0].tag if wrong else "skipped" if case.find("skipped") is not None else "passed")
+        )
+        found[case.get("name")] = outcome, float(case.get("time", 0.0))
+    return found
+
+
+def table(state: State) -> str:
+    """Markdown: failures of runs per test and condition; then what failed."""
+    head = f"| test | {' | '.join(CONDITIONS)} |\n|---|{'---|' * len(CONDITIONS)}\n"
+    rows, failures, total = [], [], {condition: [0, 0] for condition in CONDITIONS}
+    for test, runs in sorted(state.results.items()):
+        cells = []
+        for condition in CONDITIONS:
+            bad = [result for result in runs.get(condition, []) if result["outcome"] != "passed"]
+            total[condition][0] += len(bad)
+            total[condition][1] += len(runs.get(condition, []))
+            cells.append(f"{len(bad)} of {len(runs[condition])}" if condition in runs else "")
+            failures += [
+                f"- {condition}, load {result['load']:.0f}: {test}: {result['outcome']}" for result in bad
+            ]
+        rows.append(f"| {test} | {' | '.join(cells)} |\n")
+    last = f"| failed, of all runs | {' | '.join(f'{bad} of {all_}' for bad, all_ in total.values())} |\n"
+    return (
+        head + "".join(rows) + last + "".join(f"\n{line}" for line in failures) + ("\n" if failures else "")
+    )
+
+
+if __name__ == "__main__":
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a shell's background job inherits an ignored SIGINT, and so would the tests
+        signal.signal(number, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))
