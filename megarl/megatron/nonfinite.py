@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
-
-if TYPE_CHECKING:
-    from megarl.megatron.trained_model import TrainedModel
 
 _NAMED = 3  # samples and weights in a message, at most
 
@@ -24,6 +21,23 @@ class NonFiniteStep(FloatingPointError):
     def __init__(self, grad_norm: float) -> None:
         super().__init__(f"the gradient norm is {grad_norm}")
         self.grad_norm = grad_norm
+
+
+class ExplainedModel(Protocol):
+    """What `explain` reads of a trained model; `TrainedModel` has it all."""
+
+    groups: object
+    """The process groups of the mesh; `intra_dist_opt` is all of its ranks."""
+    token_values: tuple[str, str]
+    """What a loss is of, for people, and the batch's column of the same before the step."""
+
+    @property
+    def reports(self) -> bool: ...
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+
+    def gradients(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class _Findings:
 
 
 def explain(
-    model: TrainedModel,
+    model: ExplainedModel,
     grad_norm: float,
     micro_batches: list[MicroBatch],
     losses: list[torch.Tensor],

@@ -36,7 +36,8 @@ from megarl.reshard.transports.choose import ranks_per_node
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
-from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
+from megarl.rollout.names import BACKEND, CPU_NORMS
+from megarl.rollout.plugin import check_version, register
 
 if TYPE_CHECKING:
     import numpy as np

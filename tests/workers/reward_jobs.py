@@ -17,7 +17,8 @@ from megarl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer_base import Tokenizer
 from megarl.workers.data_plane import DataPlane, Share
 from sums.model import EOS_ID
 
