@@ -2,7 +2,7 @@
 
     train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards ->
     checkpoint -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle, loggers -> config,
-    flow, batch, packing, metrics -> kernels, _C, role_names, leaving
+    flow, batch, packing, metrics, collectives -> kernels, _C, role_names, leaving, messages
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names", "leaving"),
-    ("config", "flow", "batch", "packing", "metrics"),
+    ("kernels", "_C", "role_names", "leaving", "messages"),
+    ("config", "flow", "batch", "packing", "metrics", "collectives"),
     ("invariants", "signed_pickle", "loggers"),
     ("batch_invariants",),
     ("algorithms", "reshard"),
@@ -43,6 +43,7 @@ NO_TORCH = {
     "rewards",
     "role_names",
     "leaving",
+    "messages",
     "signed_pickle",
     "checks",
 }

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
+from megarl.collectives import all_gather_messages
 
 _NAMED = 3  # samples and weights in a message, at most
 
@@ -84,9 +85,7 @@ def explain(
         if values is not None and model.reports
         else [],
     )
-    group = model.groups.intra_dist_opt
-    ranks: list[_Findings] = [None] * group.size()
-    dist.all_gather_object(ranks, mine, group=group)
+    ranks = all_gather_messages(mine, _Findings, model.groups.intra_dist_opt)
     return _message(model.token_values[0], ranks)
 
 
