@@ -1,4 +1,4 @@
-"""Writing a checkpoint, by all ranks of a mesh or by one process."""
+"""Write a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Offer(NamedTuple):
     name: str
     box: Box
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     """As in torch.<dtype>."""
 
@@ -38,8 +38,9 @@ def save(
     state: dict[str, object],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it
-    returns, or not there.
+    """Write what the ranks of a group hold together. When this returns, `folder` is complete or not there.
+
+    Collective.
 
     To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else
     uses.
@@ -64,13 +65,14 @@ def save(
 
 
 Writers = dict[tuple[str, str, Box], int]
-"""(kind, name, box) -> rank."""
+"""(kind, name, box) of a rectangle -> the rank that writes it."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every
-    rank, but for `rank`."""
+    """The plan of which rank of a group writes what, valid as long as its ranks hold the same rectangles.
+
+    It is the same on every rank, but for `rank`."""
 
     rank: int
     offers: list[list[Offer]]
@@ -78,7 +80,9 @@ class SavePlan:
 
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
-        """Collective. Raises: CheckpointError, on every rank, if they do not cover every tensor."""
+        """Make the plan. Collective.
+
+        Raises: CheckpointError, on every rank, if the rectangles do not cover every tensor."""
         ranks = RankGroup(group)
         own = [
             Offer(r.kind, r.name, r.box, tuple(r.shape), str(r.values.dtype).removeprefix("torch."))
@@ -88,7 +92,7 @@ class SavePlan:
         return cls(ranks.rank, offers, _choose_writers(offers))
 
     def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Those that this rank writes."""
+        """Return the rectangles that this rank writes."""
         return [r for r in rectangles if self.writer_of[r.kind, r.name, r.box] == self.rank]
 
     def write(
@@ -98,8 +102,9 @@ class SavePlan:
         state: dict[str, object],
         group: dist.ProcessGroup | None = None,
     ) -> Manifest:
-        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on
-        every rank."""
+        """Write all files but the manifest, and return the manifest on every rank. Collective.
+
+        Raises: CheckpointError, on every rank."""
         written = RankGroup(group).all(
             lambda: _write_files(folder, self.rank, chosen), dict[str, tuple[int, str]]
         )
@@ -122,8 +127,9 @@ class SavePlan:
 
 
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
-    """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not
-    cover each tensor once."""
+    """Give every rectangle to the rank with the least to write so far.
+
+    Raises: CheckpointError if the rectangles do not cover each tensor once."""
     holders: dict[tuple[str, str, Box], list[int]] = {}
     boxes: dict[tuple[str, str], set[Box]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -154,7 +160,9 @@ def file_name(kind: str, number: int) -> str:
 
 
 def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[str, tuple[int, str]]:
-    """One file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the file."""
+    """Write one file of each kind. Returns: name -> (bytes, SHA-256).
+
+    Raises: CheckpointError naming the file."""
     mine: dict[str, dict[str, Entry]] = {}
     for r in chosen:
         key = part_key(r.name, r.shape, r.box)
@@ -173,7 +181,9 @@ def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[s
 
 
 def start_folder(partial: Path, folder: Path) -> None:
-    """An empty folder to write into. Raises: CheckpointError if the one that it will become exists."""
+    """Make an empty folder to write into.
+
+    Raises: CheckpointError if the folder that it will become exists."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists; a checkpoint never replaces one.")
     shutil.rmtree(partial, ignore_errors=True)  # of a job that ended while it wrote
@@ -181,7 +191,7 @@ def start_folder(partial: Path, folder: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename."""
+    """Write the manifest and rename the folder."""
     manifest.check_sizes(partial)  # all files of all machines
     manifest.write(partial)
     sync_folder(partial)
