@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megarl.flow import Actor, Caller, Critic, Data, Reward, Role, Roles, SymbolicRole, method, role_class
+from megarl.flow import Actor, Critic, Data, Reward, Role, Roles, SymbolicRole, method, role_class
 from megarl.flow.columns import COLUMNS, base, is_state
 from megarl.flow.role import declaration, methods_of, role_classes, writer_of
 from megarl.packing import MiniBatch, Sample
