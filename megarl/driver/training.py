@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megarl.driver.executor import Executor, Future, RoleHandle
+from megarl.runtime.executor import Executor, Future, RoleHandle
 from megarl.driver.job import Job
 from megarl.driver.learner import Learner
 from megarl.driver.rollout_batch import RolloutBatch
