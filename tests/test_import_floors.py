@@ -1,8 +1,8 @@
 """Imports go down only, imports inside functions included.
 
     train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards ->
-    checkpoint -> algorithms, reshard -> batch_invariants -> invariants, loggers -> config, flow, runtime,
-    batch, packing, metrics -> kernels, _C, role_names
+    checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers -> config, flow,
+    runtime -> kernels, _C, packing, metrics, role_names
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,9 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names"),
-    ("config", "flow", "runtime", "batch", "packing", "metrics"),
-    ("invariants", "loggers"),
+    ("kernels", "_C", "role_names", "packing", "metrics"),
+    ("config", "flow", "runtime"),
+    ("batch", "invariants", "loggers"),
     ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
