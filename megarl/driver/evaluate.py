@@ -10,7 +10,7 @@ from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor
+from megarl.runtime.executor import Executor
 from megarl.driver.preflight import Inputs, read_inputs
 from megarl.driver.weights import sync_weights
 from megarl.flow import Reward, Rollout
@@ -53,7 +53,7 @@ def evaluate_job(
 
 
 def main(argv: list[str]) -> int:
-    from megarl.driver.torchrun import run_driver, world_size_from_env
+    from megarl.runtime.torchrun import run_driver, world_size_from_env
 
     config = load_config(argv, REGISTRY, "megarl eval")
     world_size = world_size_from_env()

@@ -15,7 +15,7 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.driver.checkpoints import Checkpoints
 from megarl.driver.evaluate import held_out_accuracy
-from megarl.driver.executor import Executor, Future
+from megarl.runtime.executor import Executor, Future
 from megarl.driver.gate import GateError, gate_finding
 from megarl.driver.learner import Learner
 from megarl.driver.metrics import phase_times

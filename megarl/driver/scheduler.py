@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from megarl.driver.background import BackgroundThread, DriverCall
-from megarl.driver.executor import Executor, Future, at_step
+from megarl.runtime.background import BackgroundThread, DriverCall
+from megarl.runtime.executor import Executor, Future, at_step
 from megarl.driver.timeline import Timeline
 from megarl.flow import Flow, Node
 from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow

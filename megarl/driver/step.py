@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.algorithms.kl_controller import MEASURED_KL
 from megarl.config.mesh import replicas, share_keys, training_data_roles
-from megarl.driver.executor import Future
+from megarl.runtime.executor import Future
 from megarl.driver.failed_rewards import check_failed_rewards
 from megarl.driver.job import Job
 from megarl.driver.learner import Learner

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.driver.executor import Future
+from megarl.runtime.executor import Future
 from megarl.driver.job import Job
 from megarl.driver.learner import Learner
 from megarl.driver.rollout_batch import RolloutBatch

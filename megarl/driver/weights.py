@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.mesh import MeshSpec
-from megarl.driver.executor import Executor, Future
+from megarl.runtime.executor import Executor, Future
 from megarl.flow import Actor, Rollout
 
 

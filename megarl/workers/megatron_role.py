@@ -30,7 +30,7 @@ from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
-from megarl.workers.process import peak_rss_bytes
+from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.residence import needs
 from megarl.workers.updates import Updates
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.driver.executor import RemoteError
-from megarl.driver.inline import InlineExecutor
+from megarl.runtime.executor import RemoteError
+from megarl.runtime.inline_executor import InlineExecutor
 from megarl.driver.scheduler import Scheduler
 from megarl.flow import Flow, FlowError, Node, symbolic_roles
 
