@@ -53,7 +53,9 @@ def plot(rows: list[dict], path: Path) -> None:
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
         draw(left, trained, "reward/mean", "-", color="#2f81f7", label="reward, training prompts")
         draw(left, evaluated, "eval/accuracy", "o-", color="#db6d28", label="held-out accuracy, sampled")
-        draw(left, evaluated, "eval/accuracy_greedy", "s--", color="#2da44e", label="held-out accuracy, greedy")
+        draw(
+            left, evaluated, "eval/accuracy_greedy", "s--", color="#2da44e", label="held-out accuracy, greedy"
+        )
         left.set(xlabel="GRPO step", ylim=(0, 1.02))
         left.legend(loc="lower right")
         draw(right, trained, "response/length_mean", "-", color="#8957e5")
