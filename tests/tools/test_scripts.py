@@ -106,6 +106,7 @@ CASES = [
 ELSEWHERE = {
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
     "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
+    "tools/plot_quickstart.py": "tests/tools/test_plot_quickstart.py",
 }
 """Script -> the test that runs it."""
 IMPORTED = {
