@@ -137,7 +137,7 @@ def policy_loss(
     kl_coef: float,
     entropy_coef: float,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """(loss, gradient [N], the fields of PolicyLossStats), fp32."""
+    """Return (loss, gradient [N], the fields of PolicyLossStats), fp32."""
     given = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     columns = [None if x is None else x.contiguous() for x in given]
     gradient = torch.empty_like(columns[0], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Read a checkpoint, by all ranks of a mesh or by one process."""
+"""Reads a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Checkpoint:
         )
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor as [rows, cols], in the dtype that was written."""
+        """Return the values of a box, [rows, cols], in the dtype that was written."""
         stored = self.tensors(kind)[name]
         out = torch.empty(box.row_end - box.row_start, box.col_end - box.col_start, dtype=stored.dtype)
         self._fill(kind, name, box, out)
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, rectangles: Iterable[Rectangle]) -> None:
-        """Write what is stored into the values of these rectangles."""
+        """Copy what is stored into the given values."""
         for r in rectangles:
             self._fill(r.kind, r.name, r.box, r.values)
 
@@ -81,7 +81,7 @@ class Checkpoint:
             )
 
     def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
-        """Check that the tensors of this kind are the expected ones. Raises: CheckpointError."""
+        """Compare the stored tensors of a kind with these. Raises: CheckpointError if they differ."""
         check_tensors(
             f"{kind} in {self.folder}",
             {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()},
@@ -89,9 +89,8 @@ class Checkpoint:
         )
 
     def check_model(self, model: Mapping[str, object]) -> None:
-        """Check that the tensors were saved for a model that computes the same, by its `function_fields`.
-
-        Raises: CheckpointError."""
+        """Compare the model with the stored one. Raises: CheckpointError if the tensors were saved for a
+        model that computes something else, by its `function_fields`."""
         saved = self.state.get("model")
         if model and isinstance(saved, dict) and (different := differences(saved, model)):
             raise CheckpointError(f"{self.folder} is of another model: it has {', '.join(different)}.")

@@ -1,4 +1,4 @@
-"""Write a checkpoint, by all ranks of a mesh or by one process."""
+"""Writes a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
@@ -127,9 +127,8 @@ class SavePlan:
 
 
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
-    """Give every rectangle to the rank with the least to write so far.
-
-    Raises: CheckpointError if the rectangles do not cover each tensor once."""
+    """Choose for every rectangle the rank with the least to write so far. Raises: CheckpointError if they
+    do not cover each tensor once."""
     holders: dict[tuple[str, str, Box], list[int]] = {}
     boxes: dict[tuple[str, str], set[Box]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -160,9 +159,8 @@ def file_name(kind: str, number: int) -> str:
 
 
 def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[str, tuple[int, str]]:
-    """Write one file of each kind. Returns: name -> (bytes, SHA-256).
-
-    Raises: CheckpointError naming the file."""
+    """Write one file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the
+    file."""
     mine: dict[str, dict[str, Entry]] = {}
     for r in chosen:
         key = part_key(r.name, r.shape, r.box)
@@ -181,9 +179,7 @@ def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[s
 
 
 def start_folder(partial: Path, folder: Path) -> None:
-    """Make an empty folder to write into.
-
-    Raises: CheckpointError if the folder that it will become exists."""
+    """Create an empty folder to write into. Raises: CheckpointError if the final folder exists."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists; a checkpoint never replaces one.")
     shutil.rmtree(partial, ignore_errors=True)  # of a job that ended while it wrote
@@ -191,7 +187,7 @@ def start_folder(partial: Path, folder: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder."""
+    """Write the manifest and rename the folder to its final name."""
     manifest.check_sizes(partial)  # all files of all machines
     manifest.write(partial)
     sync_folder(partial)

@@ -126,7 +126,7 @@ class QuickTokenizer:
 
 
 def _read_object(path: str, flag: str) -> dict[str, Any]:
-    """Return the JSON object of a file; {} if there is no such file."""
+    """Read a JSON object from a file. Returns {} if there is no such file."""
     if not os.path.isfile(path):
         return {}
     try:
@@ -144,7 +144,7 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """Of a special token, which is written as a string or an object."""
+    """Return the text of a special token, which is written as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

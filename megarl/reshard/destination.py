@@ -1,4 +1,5 @@
-"""Fill the tensors of one destination of a weight sync, and prove that what was sent has arrived."""
+"""One destination of a weight sync: its tensors, the copies that fill them, and the proof that the values
+arrived."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megarl.reshard.transports.exported import Exported
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one source says to one destination when a version of its weights is complete."""
+    """The message of one source to one destination when a version of its weights is complete."""
 
     version: int
     digests: list[int]
@@ -26,7 +27,7 @@ class Arrival:
     exported: Exported | None = None
     """Where the weights lie, if the destination pulls them and they have moved."""
     problem: str | None = None
-    """Why there are no weights; the other fields are then empty."""
+    """Why there are no digests; the other fields are then empty."""
 
 
 class Destination:
@@ -56,9 +57,8 @@ class Destination:
     def pull_from(
         self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None
     ) -> None:
-        """Set where the source's weights are from now on.
-
-        `copies`: their arrangement, if it is not that of the source's atlas."""
+        """Record where the source's weights are from now on. `copies`: if they are arranged otherwise than
+        in the source's atlas."""
         pairs = zip(copies or self._copies[source], self._views[source], strict=True)
         self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
         self._plan = None
@@ -70,7 +70,8 @@ class Destination:
         self._plan.run()
 
     def difference(self, arrivals: dict[int, Arrival]) -> str | None:
-        """Return the first tensor whose digest differs from what was sent, or None."""
+        """Return what did not arrive as it was sent: the first tensor whose digest differs. None:
+        everything arrived."""
         for source, arrival in sorted(arrivals.items()):
             compared = [("sampled", arrival.digests, self._digests[source].sampled(arrival.version))]
             if arrival.full is not None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.messages import decode, encode
-from megarl.signed_pickle import JOB_SECRET, ForgedMessage, job_secret
+from megarl.runtime.signing import JOB_SECRET, ForgedMessage, job_secret
 
 T = TypeVar("T")
 _MAC_BYTES = hashlib.sha256().digest_size

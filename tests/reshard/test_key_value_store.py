@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megarl.messages import MessageError
 from megarl.reshard.destination import Arrival
 from megarl.reshard.key_value_store import KeyValueStore, Late
-from megarl.signed_pickle import ForgedMessage
+from megarl.runtime.signing import ForgedMessage
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ CASES = [
     ),
     Case(
         "tools/stress_tests.py",
-        "tests/test_leaving.py --runs 1 --conditions quiet delayed --folder OUT/stress",
+        "tests/test_abort.py --runs 1 --conditions quiet delayed --folder OUT/stress",
         says=r"failed, of all runs \| 0 of \d+ \| 0 of 0 \| 0 of 0 \| 0 of \d+",
     ),
     # What it installs, and how that can fail: tests/test_package.py.
@@ -106,6 +106,7 @@ CASES = [
 ELSEWHERE = {
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
     "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
+    "tools/plot_quickstart.py": "tests/tools/test_plot_quickstart.py",
 }
 """Script -> the test that runs it."""
 IMPORTED = {
