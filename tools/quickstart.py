@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.data.sums_files import make_sums
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from sums.files import make_sums
 
 STAGES = ("sft", "sft_mixed", "grpo")
 SMALL = {

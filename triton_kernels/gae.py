@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from megarl.kernels.backend import backend
-
-WHITEN_EPS = 1e-8
+from megarl.kernels.limits import WHITEN_EPS
 
 
 class GAE(NamedTuple):

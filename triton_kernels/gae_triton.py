@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.kernels.aot import AotCase
-from megarl.kernels.gae import WHITEN_EPS
+from megarl.kernels.limits import WHITEN_EPS
 
 _WHITEN_EPS = tl.constexpr(WHITEN_EPS)
 _BLOCK = 1024

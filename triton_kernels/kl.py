@@ -32,12 +32,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
+from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
-
-MAX_K3 = 10.0
-# exp(-d) must not overflow; a d this far from 0 is beyond MAX_K3 on both sides.
-MAX_EXPONENT = 20.0
 
 
 def kl_estimate_ref(

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.kernels.aot import AotCase
-from megarl.kernels.kl import MAX_EXPONENT, MAX_K3
+from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
 
 _MAX_K3, _MAX_EXPONENT = tl.constexpr(MAX_K3), tl.constexpr(MAX_EXPONENT)
 _BLOCK = 1024

@@ -34,10 +34,9 @@ from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
 from megarl.kernels.kl import KLEstimator, at_least_fp32, kl_and_slope, kl_estimate_ref
+from megarl.kernels.limits import MAX_LOG_RATIO
 
 PolicyLossKind = Literal["ppo", "cispo"]
-
-MAX_LOG_RATIO = 20.0
 
 
 class PolicyLossStats(NamedTuple):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.chat_template import compile_template
-from megarl.data.tokenizer import Messages, Tokenizer, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer_base import Messages, Tokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
