@@ -54,9 +54,7 @@ NO_TORCH_FILES = {
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""
 
-KNOWN_CIRCLES: tuple[frozenset[str], ...] = (
-    frozenset({"megarl.driver.checkpoints", "megarl.driver.job"}),
-)
+KNOWN_CIRCLES: tuple[frozenset[str], ...] = (frozenset({"megarl.driver.checkpoints", "megarl.driver.job"}),)
 """Files that still import each other. Nothing may be added."""
 
 
