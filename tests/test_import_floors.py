@@ -27,6 +27,7 @@ FLOORS = (
     ("megatron", "rollout", "data", "rewards"),
     ("workers", "checks"),
     ("driver",),
+    ("trainer",),
     ("train", "convert", "doctor"),
     ("evaluate",),  # is train with another driver
     ("cli",),  # starts each of them
@@ -119,16 +120,16 @@ def test_imports_go_down_only():
         ("megarl.reshard.plan", "from megarl.megatron.model import build_policy_model"),
         ("megarl.rollout.engine", "def late():\n    import megarl.megatron.policy"),
         ("megarl.algorithms.grpo", "from megarl import reshard"),
-        ("megarl.config.check", "if TYPE_CHECKING:\n    from megarl.driver.job import Job"),
+        ("megarl.config.check", "if TYPE_CHECKING:\n    from megarl.trainer.trainer import Trainer"),
         ("megarl", "from megarl.config import schema"),
-        ("megarl.driver.job", "from megatron.core import parallel_state"),
+        ("megarl.trainer.trainer", "from megatron.core import parallel_state"),
         ("megarl.workers.actor", "import vllm"),
         ("megarl.workers.actor", "from . import rollout"),
         ("megarl.config.schema", "import torch.distributed as dist"),
         ("megarl.flow.graph", "import torch"),
         ("megarl.flow.validate", "from megarl.config.errors import ConfigError"),
-        ("megarl.driver.job", "from megarl.rewards.classifier import Classifier"),
-        ("megarl.driver.job", "from megarl.rewards import classifier"),
+        ("megarl.trainer.trainer", "from megarl.rewards.classifier import Classifier"),
+        ("megarl.trainer.trainer", "from megarl.rewards import classifier"),
         ("megarl.rewards.combine", "import torch"),
         ("megarl.algorithms.grpo", "from triton_kernels.kl import kl_estimate"),
         ("megarl.megatron.policy", "rank = parallel_state.get_data_parallel_rank()"),
@@ -142,8 +143,8 @@ def test_each_rule_sees_what_breaks_it(module, source):
     "module, source",
     [
         (
-            "megarl.driver.loop",
-            "from megarl.driver.job import Job\nimport megarl\nfrom megarl.config.schema import TrainConfig",
+            "megarl.trainer.loop",
+            "from megarl.trainer.trainer import Trainer\nimport megarl\nfrom megarl.config.schema import TrainConfig",
         ),
         (
             "megarl.megatron.policy",

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megarl.batch import Batch
-from megarl.driver.learner import Learner
-from megarl.driver.rollout_batch import RolloutBatch
+from megarl.trainer.actor_state import Learner
+from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.batch_invariants import check_batch, check_column
 from megarl.invariants import (
     InvariantError,

@@ -21,7 +21,7 @@ from megarl.driver.ending import Stopped, limited_stop, run_here, run_to_the_end
 from megarl.driver.executor import Executor, RemoteError
 from megarl.driver.inline import InlineExecutor
 from megarl.driver.local_ranks import LocalRanks
-from megarl.driver.scheduler import Scheduler
+from megarl.trainer.scheduler import Scheduler
 from megarl.driver.stop_request import StopRequested
 from megarl.driver.torchrun import run_driver
 from megarl.flow import Flow, Node

@@ -24,9 +24,9 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import RoleHandle
 from megarl.driver.job import Job
-from megarl.driver.preflight import Inputs
-from megarl.driver.scheduler import Scheduler
-from megarl.driver.step import StepHost
+from megarl.trainer.preflight import Inputs
+from megarl.trainer.scheduler import Scheduler
+from megarl.trainer.step_runner import StepHost
 from megarl.driver.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.driver.failed_rewards import RewardsFailed, check_failed_rewards
-from megarl.driver.rollout_batch import RolloutBatch
+from megarl.trainer.scores import RewardsFailed, check_failed_rewards
+from megarl.trainer.rollout_batch import RolloutBatch
 
 
 def step_of(*rewards, failure=None, model_scores=None) -> RolloutBatch:

@@ -20,8 +20,8 @@ from megarl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megarl.driver.learner import Learner
-from megarl.driver.preflight import Inputs
+from megarl.trainer.actor_state import Learner
+from megarl.trainer.preflight import Inputs
 from megarl.driver.training import Training
 from megarl.flow import symbolic_roles
 

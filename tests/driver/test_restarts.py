@@ -8,7 +8,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
-from megarl.driver.restarts import attempt_under_torchrun, continued, where_it_goes_on
+from megarl.trainer.restarts import attempt_under_torchrun, continued, where_it_goes_on
 
 
 def job(run: Path, *flags: str):

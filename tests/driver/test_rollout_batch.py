@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.cursor import DataCursor
-from megarl.driver.rollout_batch import RolloutBatch
+from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.invariants import check_plan, check_samples
 from megarl.packing import Sample, plan_mini_batches
 

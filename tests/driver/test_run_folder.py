@@ -21,11 +21,11 @@ from megarl.config.checkpoint_flags import CheckpointConfig
 from megarl.config.checkpoint_folders import write_job
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megarl.config.writing import WriteError
-from megarl.driver.metrics import phase_times
+from megarl.trainer.step_report import phase_times
 from megarl.loggers.console import Progress
-from megarl.driver.run import Run, check_folder_is_free
+from megarl.trainer.run_folder import Run, check_folder_is_free
 from megarl.loggers.json_lines import to_json_line
-from megarl.driver.timeline import Timeline
+from megarl.trainer.timeline import Timeline
 from megarl.reshard.transfer import save_tensors
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from megarl.driver.executor import RemoteError
 from megarl.driver.inline import InlineExecutor
-from megarl.driver.scheduler import Scheduler
+from megarl.trainer.scheduler import Scheduler
 from megarl.flow import Flow, FlowError, Node, symbolic_roles
 
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy: during training, and as the driver of `megarl eval`."""
+"""Held-out accuracy: during training, and in the driver of `megarl eval`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes
+from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor, RoleHandle
-from megarl.driver.preflight import Inputs, read_inputs
-from megarl.driver.weights import sync_weights
+from megarl.role_names import with_suffix
+from megarl.trainer.preflight import Inputs, read_inputs
+from megarl.trainer.state import TrainState
+from megarl.trainer.weights import sync_weights
 
 MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 """Metric -> whether it decodes greedily (else samples at --temperature)."""
@@ -31,6 +34,30 @@ def held_out_accuracy(
         records = [r for rank in reward.score("eval", num_logged=1).result() for r in rank]
         scores[name] = sum(r["reward"] or 0.0 for r in records) / len(records)
         answers[name] = next(r for r in records if r["sample_id"] == rows[0])
+    return scores, answers
+
+
+def evaluate_actors(
+    executor: Executor, state: TrainState
+) -> tuple[dict[str, float], dict[str, dict[str, object]]]:
+    """Evaluate every actor on --eval-data. Returns the scores, and for each the first row's answer.
+
+    Raises: ValueError without --eval-data, or without a rule that scores."""
+    scores, answers = {}, {}
+    for suffix, actor in state.actors.items():
+        if not actor.eval_rows:
+            raise ValueError(
+                "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+            )
+        if not uses_rule_reward(actor.config):
+            raise ValueError(
+                "--reward-model: held-out answers are scored by a rule, and with it there is "
+                "none. Add --reward auto."
+            )
+        rollout, reward = executor.role(f"rollout{suffix}"), executor.role(f"reward{suffix}")
+        own_scores, own_answers = held_out_accuracy(rollout, reward, actor.eval_rows)
+        scores |= {with_suffix(name, suffix): score for name, score in own_scores.items()}
+        answers |= {with_suffix(name, suffix): answer for name, answer in own_answers.items()}
     return scores, answers
 
 

@@ -10,17 +10,18 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor
-from megarl.driver.job import open_job
-from megarl.driver.loop import train_rl, train_sft
-from megarl.driver.preflight import Inputs, read_inputs
-from megarl.driver.restarts import attempt_under_torchrun, continued
-from megarl.driver.stopping import stops_in_order
+from megarl.trainer.graceful_stop import graceful_stop
+from megarl.trainer.loop import train
+from megarl.trainer.own_ranks import Started
+from megarl.trainer.preflight import Inputs, read_inputs
+from megarl.trainer.restarts import attempt_under_torchrun, continued
+from megarl.trainer.trainer import Trainer
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
     """Create the run folder and train."""
-    with open_job(executor, config, inputs, world_size) as job, stops_in_order(job):
-        (train_rl if config.algorithm.needs_rollout else train_sft)(job)
+    with Trainer(config, started=Started(executor, inputs, world_size)) as trainer, graceful_stop(trainer):
+        train(trainer)
 
 
 def main(argv: list[str]) -> int:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.driver.ending import last_failure, run_to_the_end, signal_since
-from megarl.driver.restarts import continued, where_it_goes_on
+from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.workers.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
 
 if TYPE_CHECKING:
     from megarl.driver.executor import Executor
-    from megarl.driver.preflight import Inputs
+    from megarl.trainer.preflight import Inputs
 
 logger = logging.getLogger(__name__)
 Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
@@ -61,7 +61,7 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     from megarl.driver.local_ranks import (
         LocalRanks,
     )  # torch: what a signal interrupts there cannot be unwound
-    from megarl.driver.preflight import read_inputs
+    from megarl.trainer.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
     processes = LocalRanks(argv, world_size, module, hosting_ranks(config, world_size), attempt)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.config.checkpoint_folders import checkpoints_in, goes_on, step_of
 from megarl.config.schema import TrainConfig
-from megarl.driver.run import MARKS
+from megarl.trainer.run_folder import MARKS
 from megarl.loggers.json_lines import cut_after
 
 

@@ -9,6 +9,10 @@ import math
 from collections.abc import Mapping
 
 from megarl.config.gate_limits import GateLimits
+from megarl.driver.executor import Executor, Future
+from megarl.metrics import combine
+from megarl.trainer.actor_state import ActorState
+from megarl.trainer.state import TrainState
 
 
 class GateError(RuntimeError):
@@ -57,6 +61,33 @@ def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | Non
         "--gate-mean-abs and --gate-max-abs replace the rule."
     )
     return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
+
+
+class LogProbGate:
+    """Compares trainer and engine before an actor's first update and at the end of every step.
+
+    Args:
+        state: whose actors know their limits, and whether they have passed.
+    """
+
+    def __init__(self, executor: Executor, state: TrainState) -> None:
+        self._executor, self._state = executor, state
+
+    def check_first(self, log_probs: Future) -> None:
+        """Wait for an actor's `log_probs` and judge it, unless the actor has passed the gate in this run.
+
+        Raises: GateError if trainer and engine disagree."""
+        actor = self._state.actor_of(log_probs.role)
+        if not actor.gate_passed:
+            self.check(actor, combine(log_probs.result()))
+            actor.gate_passed = True
+
+    def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:
+        """Raise GateError, with the worst tokens, if the differences of a step are too large."""
+        if (finding := gate_finding(mismatch, actor.gate_limits)) is not None:
+            answers = self._executor.role(actor.actor).worst_tokens(5).result()
+            worst = [token for of_rank in answers for token in of_rank]
+            raise GateError(f"{actor.actor}: {finding}" if actor.suffix else finding, worst)
 
 
 _DISAGREE = (

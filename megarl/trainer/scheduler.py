@@ -24,7 +24,7 @@ from typing import Protocol
 from megarl.driver.background import BackgroundThread, DriverCall
 from megarl.driver.executor import Executor, Future, at_step
 from megarl.driver.flow_step import Candidate, FlowStep, PreparedFlow
-from megarl.driver.timeline import Timeline
+from megarl.trainer.timeline import Timeline
 from megarl.flow import Flow, Node
 
 

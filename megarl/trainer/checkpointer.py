@@ -16,8 +16,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
 from megarl.config.check_checkpoints import described_models, uncompared_models
 from megarl.config.checkpoint_folders import (
     CHECKPOINTS,
@@ -35,11 +33,12 @@ from megarl.config.checkpoint_folders import (
 from megarl.config.checkpoint_json import file_digest, sync_folder
 from megarl.config.loader import write_args
 from megarl.config.writing import writing
-from megarl.driver.executor import Future
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import TrainConfig
+from megarl.driver.executor import Executor, Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
-
-if TYPE_CHECKING:
-    from megarl.driver.job import Job
+from megarl.trainer.run_folder import Run
+from megarl.trainer.state import TrainState
 
 
 class NoWholeCheckpoint(RuntimeError):
@@ -58,35 +57,50 @@ class _Saving:
     """Role -> the call that asks whether it is written, in flight."""
 
 
-class Checkpoints:
-    """Of one job. One checkpoint at a time is being written."""
+class Checkpointer:
+    """Writes and restores the checkpoints of a job. One checkpoint at a time is being written.
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.config, self.executor = job, job.config.checkpoint, job.executor
-        self.run_folder = job.run.folder
-        self.roles = [role for role in job.meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
+    Args:
+        meshes: role -> its mesh.
+        state: what the driver keeps; it goes into job.json.
+        run_folder: where checkpoints are written, and whose metrics they name.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        executor: Executor,
+        meshes: Mapping[str, MeshSpec],
+        state: TrainState,
+        run_folder: Run,
+    ) -> None:
+        self._job_config, self.config = config, config.checkpoint
+        self.executor, self._state, self._run = executor, state, run_folder
+        self.roles = [role for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
         self.last_step: int | None = None
-        """The newest that was begun or restored."""
+        """Step of the newest checkpoint that was begun or restored."""
         self.restored_metrics: dict[str, float] = {}
-        """Of the step that was restored."""
+        """Metrics of the step that was restored."""
         self._saving: _Saving | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         """Step of each checkpoint in the run folder -> the metrics of that step."""
         self._has_noted = False
-        """That a step has no --best-metric."""
+        """Whether the user knows that a step has no --best-metric."""
 
     @property
     def is_evaluated(self) -> bool:
         """Of the step that was restored: it has held-out scores."""
         return any(name.startswith("eval/") for name in self.restored_metrics)
 
-    def save(self, step: int) -> None:
-        """Begin one, of the state between this step and the next: returns when every rank has copied its own.
-        Waits for the one before. Does nothing if the run has one of this step.
+    def save(self) -> None:
+        """Begin a checkpoint of the state between two steps. Returns when every rank has copied its state.
+
+        Waits for the checkpoint before. Does nothing if the run has one of this step.
 
         Raises: RemoteError if a rank cannot; OSError if the folder cannot be written."""
         self.wait()
-        folder = folder_of_step(self.run_folder, step)
+        step = self._state.completed
+        folder = folder_of_step(self._run.folder, step)
         if step in self._metrics:  # the folder of another cannot have its name
             return
         partial = folder.with_name(f".{folder.name}.partial")
@@ -100,7 +114,7 @@ class Checkpoints:
             states = self.executor.call(self._everywhere, "random_state")
             for future in copied:
                 future.result()
-            self._saving, self.last_step = _Saving(step, partial, self._body(step, states.result())), step
+            self._saving, self.last_step = _Saving(step, partial, self._body(states.result())), step
 
     def poll(self) -> None:
         """Make the checkpoint visible if it is complete, without waiting. Raises: RemoteError if a rank could
@@ -136,14 +150,14 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
 
     def restore(self) -> int:
-        """Bring every role, and what the driver keeps, to where --load is. After the roles are set up.
+        """Restore every role and the driver's state from --load, once the roles are set up.
 
         Returns: the step to continue after; 0 without --load, or if it is --save's own folder and holds no
         checkpoint yet.
         Raises: NoWholeCheckpoint if all are damaged or of other models."""
         if self.config.load is None:
             return 0
-        note, problems = self.job.run.progress.note, []
+        note, problems = self._run.progress.note, []
         for folder in found_by(self.config.load):
             if (problem := self._problem_of(folder)) is None:
                 step = self._load(folder)
@@ -151,7 +165,7 @@ class Checkpoints:
                 return step
             problems.append(problem)
             note(f"checkpoint {folder} is passed over: {problem}")
-        if problems or not goes_on(self.job.config):
+        if problems or not goes_on(self._job_config):
             load = Path(self.config.load)
             others = (
                 f" Try --load {load.resolve().parent.parent} for another one of the run."
@@ -171,27 +185,27 @@ class Checkpoints:
         """The role that is on every rank."""
         return "data" if "data" in self.executor.ranks else "actor"
 
-    def _body(self, step: int, random_states: list[dict[str, str]]) -> dict[str, object]:
-        job, row, best = self.job, self.job.run.row_of(step), self.config.best_metric
+    def _body(self, random_states: list[dict[str, str]]) -> dict[str, object]:
+        step = self._state.completed
+        row, best = self._run.row_of(step), self.config.best_metric
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
-            job.run.progress.note(
+            self._run.progress.note(
                 f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not "
                 "compared. It has "
                 f"{', '.join(row)}."
             )
         return {
-            "step": step,
+            **self._state.snapshot(),
             "weight_version": step,
             "random_states": random_states,
-            "models": described_models(job.config),
-            "actors": {suffix: learner.state() for suffix, learner in job.learners.items()},
+            "models": described_models(self._job_config),
             "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
-            "arguments": write_args(job.config),
+            "arguments": write_args(self._job_config),
         }
 
     def _publish(self, digests: Mapping[str, str]) -> None:
-        saving, folder = self._saving, folder_of_step(self.run_folder, self._saving.step)
+        saving, folder = self._saving, folder_of_step(self._run.folder, self._saving.step)
         write_job(saving.partial, {**saving.body, "roles": dict(digests)})
         sync_folder(saving.partial)
         saving.partial.rename(folder)
@@ -202,20 +216,20 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove what --keep and --best-metric do not keep, and what jobs before this one have left."""
-        folders = checkpoints_in(self.run_folder)
+        folders = checkpoints_in(self._run.folder)
         kept = {step_of(folder) for folder in folders[: self.config.keep]} | {self._best_step()}
         for folder in folders:
             if step_of(folder) not in kept:
                 folder.rename(
                     folder.with_name(f".{folder.name}.removed")
                 )  # a job that ends meanwhile leaves no half of one
-        for hidden in (self.run_folder / CHECKPOINTS).glob(".step_*"):
+        for hidden in (self._run.folder / CHECKPOINTS).glob(".step_*"):
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _best_step(self) -> int | None:
         """Of the checkpoints that are there; of equal ones the latest."""
         name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
-        there = {step_of(folder) for folder in checkpoints_in(self.run_folder)}
+        there = {step_of(folder) for folder in checkpoints_in(self._run.folder)}
         values = {
             step: sign * row[name] for step, row in self._metrics.items() if step in there and name in row
         }
@@ -246,15 +260,14 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> int:
         body = read_job(folder)
-        for line in uncompared_models(self.job.config, body):
-            self.job.run.progress.note(line)
+        for line in uncompared_models(self._job_config, body):
+            self._run.progress.note(line)
         for future in [
             self.executor.call(role, "load_checkpoint", str(folder / role), digests=False)
             for role in self.roles
         ]:
             future.result()
-        for suffix, learner in self.job.learners.items():
-            learner.restore(body["actors"][suffix])
+        self._state.restore(body)
         ranks = self.executor.ranks[self._everywhere]
         if len(body["random_states"]) == len(
             ranks
@@ -269,16 +282,16 @@ class Checkpoints:
 
     def _go_on(self, step: int, folder: Path | None) -> None:
         """Make the run folder one in which `step` was the last."""
-        note = self.job.run.progress.note
-        if not goes_on(self.job.config):
+        note = self._run.progress.note
+        if not goes_on(self._job_config):
             note(f"continues after step {step}: {folder}")
             return
         for later in list(self._later_than(step)):
             replaced = later.with_name(f".{later.name}.replaced")  # removed when the next one is complete
             shutil.rmtree(replaced, ignore_errors=True)
             later.rename(replaced)
-        self.job.run.go_on_after(step)
-        self._metrics = {step_of(path): _metrics_of(path) for path in checkpoints_in(self.run_folder)}
+        self._run.go_on_after(step)
+        self._metrics = {step_of(path): _metrics_of(path) for path in checkpoints_in(self._run.folder)}
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:
@@ -288,7 +301,7 @@ class Checkpoints:
             )
 
     def _later_than(self, step: int) -> Iterator[Path]:
-        return (path for path in checkpoints_in(self.run_folder) if step_of(path) > step)
+        return (path for path in checkpoints_in(self._run.folder) if step_of(path) > step)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ tensorboard/                 the same as event files; --log-with chooses this an
 rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
 timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
 rollouts/eval.jsonl          one held-out answer per evaluation
-checkpoints/step_000010/     what a later job goes on from, see `driver/checkpoints.py`
+checkpoints/step_000010/     what a later job goes on from, see `trainer/checkpointer.py`
 hf/, hf_critic/              exported weights (written by actor and critic)
 """
 
@@ -88,9 +88,10 @@ class Run:
         self._trackers: list[Logger] | None = None  # until something is recorded
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
         self._writes: list[Future] = []
-        self._row: dict[str, float | int] | None = None  # of the step whose evaluation may still come
-        self._row_step, self._written_row = 0, (0, {})
-        self._step, self._step_start = 0, time.perf_counter()
+        # The step and metrics whose evaluation may still come, and those that were written last.
+        self._row: tuple[int, dict[str, float | int]] | None = None
+        self._written_row: tuple[int, dict[str, float | int]] = (0, {})
+        self._step_start = time.perf_counter()
         self._first_step: int | None = None
         self._lock: int | None = None
         self._has_failed = False
@@ -124,26 +125,35 @@ class Run:
         if mode == "x":
             self._created.insert(0, self.folder / METRICS)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self) -> None:
         """Start the clock of time/step_s, and write the row of the step before."""
         self._write_row()
-        self._step, self._step_start = step, time.perf_counter()
+        self._step_start = time.perf_counter()
 
-    def finish_step(self, step: int, metrics: Mapping[str, float | int], num_tokens: int) -> None:
+    def record_step(self, step: int, metrics: Mapping[str, float | int], num_tokens: int) -> None:
         """Record the step's metrics, its wall time and its tokens per second.
 
         Args:
             num_tokens: prompt and response tokens trained on."""
         seconds = time.perf_counter() - self._step_start
-        self._row_step = step
-        self._row = {**metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
-        self.progress.update(step, self._row)
+        row = {**metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
+        self._row = step, row
+        self.progress.update(step, row)
 
-    def record_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Add the scores to the row of `step`, even if that row is written already. Step 0 has a row of its
-        own."""
-        before = self._files.take_back(step) if self._row is None else self._row
-        self._row_step, self._row = step, {**before, **scores}
+    def record_evaluation(
+        self, step: int, scores: Mapping[str, float], answers: Mapping[str, Mapping[str, object]]
+    ) -> None:
+        """Add the scores of an evaluation to the row of `step`, even if that row is written already.
+
+        Step 0 has a row of its own.
+
+        Args:
+            answers: score -> one of the samples that it was computed from."""
+        for name, answer in answers.items():
+            rows = [{"name": name, **answer}]
+            self._log(lambda logger, rows=rows: logger.log_rollouts(step, rows, "eval"))
+        before = self._files.take_back(step) if self._row is None else self._row[1]
+        self._row = step, {**before, **scores}
         self.progress.show_evaluation(step, scores)
         self._write_row()
 
@@ -154,14 +164,10 @@ class Run:
         written, row = self._written_row
         return row if written == step else {}
 
-    def write_rollouts(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Record samples of the current step, if there are any."""
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
+        """Record samples of a step, if there are any."""
         if rows := list(rows):
-            self._log(lambda logger, step=self._step: logger.log_rollouts(step, rows, "train"))
-
-    def keep_answer(self, step: int, name: str, record: Mapping[str, object]) -> None:
-        """Record one evaluation sample; `name` is the metric that it belongs to."""
-        self._log(lambda logger: logger.log_rollouts(step, [{"name": name, **record}], "eval"))
+            self._log(lambda logger: logger.log_rollouts(step, rows, "train"))
 
     def close(self) -> None:
         """Write everything that was recorded. Raises the first error of the background thread."""
@@ -219,8 +225,8 @@ class Run:
     def _write_row(self) -> None:
         if self._row is None:
             return
-        step, row, now = self._row_step, self._row, time.time()
-        self._written_row, self._row = (step, row), None
+        (step, row), now = self._row, time.time()
+        self._written_row, self._row = self._row, None
         self._files.log_metrics(step, row, now)  # on the disk before the next step begins
         self._write(lambda: [tracker.log_metrics(step, row, now) for tracker in self._opened_trackers()])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.driver.executor import Future
 from megarl.invariants import digest_of_reward
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
+from megarl.trainer.buffer import Group
 
 
 @dataclass
@@ -33,13 +35,19 @@ class RolloutBatch:
     rewards: dict[int, float | None] = field(default_factory=dict)
     """By sample id: what those who score say, weighted; None: one of them failed. What it holds when the
     advantages are computed counts."""
-    moved: list[Future] = field(default_factory=list)
-    """Calls that bring its samples and columns to where they are needed; their answers are metrics."""
+    transfers: list[Future] = field(default_factory=list)
+    """Calls that bring its samples and columns to the ranks that need them; their answers are metrics."""
     kl_coef: float = 0.0
     """What the actor's KL controller says in this step."""
     actors: dict[str, RolloutBatch] = field(default_factory=dict)
     """What each actor has sampled: actors["actor_2"]; actors["actor"] is the first's, which `rollout`
     returns."""
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Make the samples of these groups the batch, in the order of their ids."""
+        self.visits = {group.visit: group.row for group in groups}
+        samples = (sample for group in groups for sample in group.samples.values())
+        self.samples = sorted(samples, key=lambda sample: sample.sample_id)
 
     @property
     def rows(self) -> list[int]:
@@ -53,7 +61,7 @@ class RolloutBatch:
     @property
     def group_ids(self) -> list[int]:
         """Visit of the prompt that each sample answers, in the order of sample_ids."""
-        return [s.sample_id // self.num_samples_per_prompt for s in self.samples]
+        return [s.group for s in self.samples]
 
     @property
     def row_of(self) -> dict[int, int]:
