@@ -9,13 +9,13 @@ from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor
-from megarl.trainer.graceful_stop import graceful_stop
+from megarl.runtime.executor import Executor
+from megarl.trainer.trainer import Trainer
 from megarl.trainer.loop import train
-from megarl.trainer.own_ranks import Started
 from megarl.trainer.preflight import Inputs, read_inputs
 from megarl.trainer.restarts import attempt_under_torchrun, continued
-from megarl.trainer.trainer import Trainer
+from megarl.trainer.graceful_stop import graceful_stop
+from megarl.trainer.own_ranks import Started
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
@@ -26,7 +26,7 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
 
 def main(argv: list[str]) -> int:
     """Exit code of the driver: 0, 2 for a job that cannot start as it is, 1 for one that failed."""
-    from megarl.driver.torchrun import run_driver, world_size_from_env
+    from megarl.runtime.torchrun import run_driver, world_size_from_env
 
     config = load_config(argv, REGISTRY)
     if attempt_under_torchrun():

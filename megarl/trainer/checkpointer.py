@@ -33,9 +33,9 @@ from megarl.config.checkpoint_folders import (
 from megarl.config.checkpoint_json import file_digest, sync_folder
 from megarl.config.loader import write_args
 from megarl.config.writing import writing
+from megarl.runtime.executor import Executor, Future
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor, Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 from megarl.trainer.run_folder import Run
 from megarl.trainer.state import TrainState

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 
 from megarl.config.gate_limits import GateLimits
-from megarl.driver.executor import Executor, Future
+from megarl.trainer.executor import Executor, Future
+from megarl.flow import Actor
 from megarl.metrics import combine
 from megarl.trainer.actor_state import ActorState
 from megarl.trainer.state import TrainState
@@ -85,7 +86,7 @@ class LogProbGate:
     def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:
         """Raise GateError, with the worst tokens, if the differences of a step are too large."""
         if (finding := gate_finding(mismatch, actor.gate_limits)) is not None:
-            answers = self._executor.role(actor.actor).worst_tokens(5).result()
+            answers = Actor(self._executor, actor.actor).worst_tokens(5).result()
             worst = [token for of_rank in answers for token in of_rank]
             raise GateError(f"{actor.actor}: {finding}" if actor.suffix else finding, worst)
 

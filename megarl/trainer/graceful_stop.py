@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megarl.config.check_checkpoints import is_savable
 from megarl.config.checkpoint_folders import checkpoints_in, folder_of_step
-from megarl.driver.ending import Stopped, limited_stop
-from megarl.driver.stop_request import StopRequested
+from megarl.trainer.ending import Stopped, graceful_shutdown
+from megarl.trainer.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer
 
 
@@ -18,13 +18,13 @@ from megarl.trainer.trainer import Trainer
 def graceful_stop(trainer: Trainer) -> Iterator[None]:
     """Around the loop: a SIGTERM ends it with a checkpoint. Raises: Stopped, with what to report."""
     grace_s = trainer.config.checkpoint.exit_grace_s
-    with limited_stop(grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
+    with graceful_shutdown(grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
         trainer.stops_gracefully = True
         try:
             yield
         except StopRequested:
             with trainer.executor.stop.held():
-                trainer.executor.leave_calls()
+                trainer.executor.abort_calls()
                 where = _save_last_step(trainer)
             raise Stopped(signal.SIGTERM, f"[driver] stopped by SIGTERM {where}") from None
         finally:

@@ -13,10 +13,10 @@ from megarl.checks.job import check_everything
 from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor
+from megarl.trainer.executor import Executor
 from megarl.loggers.console import Progress
 from megarl.trainer.preflight import Inputs, read_inputs
-from megarl.workers.process import quiet_libraries
+from megarl.runtime.process import quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,23 @@ def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
 def _executor(config: TrainConfig, world_size: int) -> Iterator[Executor]:
     if config.placement.executor == "inline":
         quiet_libraries()
-        from megarl.driver.inline import inline_ranks
+        from megarl.trainer.executors import inline_ranks
 
         with inline_ranks(config) as executor:
             yield executor
         return
-    from megarl.driver.local_ranks import local_ranks
+    from megarl.runtime.local_ranks import local_ranks
+    from megarl.trainer.executors import remove_engine_memory
 
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
         with local_ranks(
-            [f"@{arguments}"], hosting_ranks(config, world_size), world_size, config.placement.call_timeout_s
+            [f"@{arguments}"],
+            hosting_ranks(config, world_size),
+            world_size,
+            config.placement.call_timeout_s,
+            tidy_up=remove_engine_memory,
         ) as executor:
             yield executor
 

@@ -36,12 +36,12 @@ class StepBatches:
     def batch_of(self, role: str) -> RolloutBatch:
         """Return the batch whose samples a role works on: its own actor's if that one samples, else the
         first actor's."""
-        return self.of_actor.get(self.flow.lineage(role), self.first)
+        return self.of_actor.get(self.flow.rollout_source(role), self.first)
 
     def is_on_policy(self, role: str) -> bool:
         """Whether a role works on samples of its own actor's engines, and not on another actor's."""
         suffix = kind_and_suffix(role)[1]
-        return self.flow.lineage(role) == (suffix if suffix in self.of_actor else "")
+        return self.flow.rollout_source(role) == (suffix if suffix in self.of_actor else "")
 
     @property
     def num_tokens(self) -> int:

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megarl.driver.executor import Future
+from megarl.trainer.executor import Future
+from megarl.flow import declaration
 from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scores import scores_of
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_batches import StepBatches
-
-PHASE_OF_CALL = {
-    ("rollout", "generate"): "rollout",
-    ("reward", "score"): "reward",
-    ("actor", "log_probs"): "log_probs",
-    ("reference", "log_probs"): "ref_log_probs",
-    ("reward_model", "score"): "reward_model",
-    ("critic", "values"): "values",
-    ("critic", "update"): "critic_update",
-    ("actor", "update"): "update",
-    ("rollout", "sync"): "reshard",
-}
 
 
 def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
@@ -33,7 +22,8 @@ def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
     `time/step_s`; where nothing overlaps, the difference is the driver and the messages."""
     times: dict[str, float] = {}
     for (role, method), value in seconds.items():
-        name = f"time/{PHASE_OF_CALL.get((kind_and_suffix(role)[0], method), 'other')}_s"
+        declared = declaration(role, method)
+        name = f"time/{'other' if declared is None else declared.phase}_s"
         times[name] = times.get(name, 0.0) + value
     return times
 

@@ -9,28 +9,22 @@ Numbers and ids only, no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.config.mesh import MeshSpec, replicas, share_keys, training_data_roles
-from megarl.driver.executor import Executor, Future
-from megarl.flow import Flow, Node
-from megarl.flow.methods import base
+from megarl.trainer.executor import Executor, Future
+from megarl.flow import Actor, Flow, Node, Reward, RewardModel, Rollout, declaration
+from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples
 from megarl.packing import MiniBatch, Sample, homes_of, plan_mini_batches
-from megarl.role_names import kind_and_suffix
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scheduler import NodeResult, Scheduler
 from megarl.trainer.scores import check_failed_rewards, take_scores
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_batches import StepBatches
+from megarl.trainer.step_report import metrics_of_actors
 from megarl.trainer.weights import send_weights
-
-EXCHANGED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""Token columns that a role computes. What the engine made (tokens, rollout_log_probs) goes to every mesh
-when the step is planned."""
-REPORTING = ("log_probs", "advantages", "update", "sync")
-"""Methods whose answers are metrics."""
 
 
 class StepRunner:
@@ -41,8 +35,7 @@ class StepRunner:
         gate: compares trainer and engine before an actor's first update.
     """
 
-    driver_columns = ("lengths", "rewards", "scores")
-    """Columns whose values come to the driver. A reader of them is called when the driver has them."""
+    driver_columns = DRIVER_COLUMNS
 
     def __init__(
         self, executor: Executor, meshes: Mapping[str, MeshSpec], state: TrainState, gate: LogProbGate
@@ -69,11 +62,7 @@ class StepRunner:
             actor.admit(rows_of_actor, self.state.step)
             if not actor.config.algorithm.needs_rollout:
                 self._take_rows(suffix)
-        awaited = {
-            node.name
-            for node in flow.nodes
-            if not node.background and {*map(base, node.writes)} & {*self.driver_columns}
-        }
+        awaited = {node.name for node in flow.nodes if not node.background and any_in_driver(node.writes)}
         self.results = self._scheduler.run(flow, until=awaited)
         return self.batches
 
@@ -81,8 +70,36 @@ class StepRunner:
         """Run the rest of the step. Returns the calls whose answers are metrics."""
         self.results = self._scheduler.resume()
         return [
-            result for result in self.results.values() if result.is_on_path and result.method in REPORTING
+            result
+            for result in self.results.values()
+            if result.is_on_path
+            and (declared := declaration(result.role, result.method))
+            and declared.reports
         ]
+
+    def metrics(self, reports: Iterable[Future]) -> dict[str, dict[str, float]]:
+        """Return suffix of each actor -> its metrics of the step. Waits for the reports.
+
+        Args:
+            reports: the calls whose answers are metrics."""
+        reports = list(reports)
+        transfers = [call for batch in self.batches.of_actor.values() for call in batch.transfers]
+        for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
+            call.result()
+        return metrics_of_actors(self.batches, self.state, reports, self.executor.take_seconds())
+
+    def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """Let every actor's KL controller and gate see the metrics of the step. Returns warnings.
+
+        Raises: GateError if trainer and engine have drifted apart."""
+        warnings = []
+        for suffix, metrics in of_actors.items():
+            actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
+            actor.update_kl(metrics, self.batches.batch_of(actor.actor))
+            if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
+                self.gate.check(actor, metrics)
+            warnings += [actor.note_zero_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
+        return [warning for warning in warnings if warning]
 
     def close(self) -> None:
         """Wait for all calls that are in flight, in the background too."""
@@ -98,44 +115,41 @@ class StepRunner:
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
         """Return the arguments of a node's call. Everything that it reads from the driver is there."""
         batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
-        match kind_and_suffix(node.role)[0], node.method:
-            case "rollout", "generate":
-                return ("train", actor.buffer.issue()), {}
-            case "reward", "score":
-                return ("train",), {}
-            case "actor", "receive_rows":
-                return (batch.visits, self._plan_rows(batch)), {}
-            case "actor", "advantages":
-                rewards = [batch.rewards[sample] for sample in batch.sample_ids]
-                return (
-                    batch.sample_ids,
-                    batch.group_ids,
-                    rewards,
-                    actor.kl.coef,
-                    batch.reward_digests,
-                ), {}
-            case "actor", "update":
-                for result in results.values() if self.batches.is_on_policy(node.role) else ():
-                    if (result.role, result.method) == (node.role, "log_probs"):
-                        self.gate.check_first(result)
-                return (actor.kl.coef,), {}
-            case "rollout", "sync":
-                send_weights(self.executor, self.meshes, batch.step, actor.suffix)
-                return (batch.step,), {}
-        if node.role in actor.weight_of:
+        called = node.declaration
+        if called is Rollout.generate:
+            return ("train", actor.buffer.issue()), {}
+        if called is Reward.score:
+            return ("train",), {}
+        if called is RewardModel.score:
             return (batch.row_of,), {}
+        if called is Actor.receive_rows:
+            return (batch.visits, self._plan_rows(batch)), {}
+        if called is Actor.advantages:
+            rewards = [batch.rewards[sample] for sample in batch.sample_ids]
+            return (batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests), {}
+        if called is Actor.update:
+            if self.batches.is_on_policy(node.role):
+                self._check_gate(node.role, results)
+            return (actor.kl.coef,), {}
+        if called is Rollout.sync:
+            send_weights(self.executor, self.meshes, batch.step, actor.suffix)
+            return (batch.step,), {}
         return (), {}
+
+    def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
+        for result in results.values():
+            if result.role == actor and declaration(result.role, result.method) is Actor.log_probs:
+                self.gate.check_first(result)
 
     def skips(self, node: Node) -> bool:
         """Whether a node is left out of this step: an actor stays as it is while its critic warms up."""
         warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
-        call = kind_and_suffix(node.role)[0], node.method
-        return warming_up and call in (("actor", "update"), ("rollout", "sync"))
+        return warming_up and node.declaration in (Actor.update, Rollout.sync)
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
         """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
         giver, taker = self.share_of[source], self.share_of[node.role]
-        columns = [column for column in map(base, columns) if column in EXCHANGED_COLUMNS]
+        columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
         if giver == taker or not columns or taker not in self.hidden_size:
             return None
         ranks = sorted({*self.meshes[giver].ranks, *self.meshes[taker].ranks})
@@ -147,9 +161,9 @@ class StepRunner:
         """Take the answers that are the driver's to keep. A background node may be of the step before."""
         if node.background:
             return
-        if (kind_and_suffix(node.role)[0], node.method) == ("rollout", "generate"):
+        if node.declaration is Rollout.generate:
             self._take_samples(node.role, [sample for of_rank in values for sample in of_rank])
-        elif node.method == "score":
+        elif node.declaration in (Reward.score, RewardModel.score):
             self._take_scores(node.role, values)
 
     # What is done with answers.

@@ -24,8 +24,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor, Future, RoleHandle
-from megarl.flow import Flow, Node
+from megarl.trainer.executor import Future
+from megarl.flow import Flow, Node, Roles
+from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.evaluation import evaluate_actors
@@ -35,8 +36,8 @@ from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import Run
 from megarl.trainer.scheduler import NodeResult
 from megarl.trainer.state import TrainState
-from megarl.trainer.step_report import metrics_of_actors, rollout_rows
-from megarl.trainer.step_runner import EXCHANGED_COLUMNS, StepRunner
+from megarl.trainer.step_report import rollout_rows
+from megarl.trainer.step_runner import StepRunner
 from megarl.trainer.weights import sync_weights
 
 
@@ -87,7 +88,7 @@ class Trainer:
         self.meshes = role_meshes(config, started.world_size)
         self.run_folder = self._contexts.enter_context(Run(config, write_args(config), started.progress))
         self.state = TrainState(config, started.inputs)
-        self.roles = Roles(self.executor)
+        self.roles = Roles(self.executor, self.executor.ranks)
         self.gate = LogProbGate(self.executor, self.state)
         self.runner = StepRunner(self.executor, self.meshes, self.state, self.gate)
         self.checkpointer = Checkpointer(config, self.executor, self.meshes, self.state, self.run_folder)
@@ -106,11 +107,11 @@ class Trainer:
             return
         for role in self.meshes:
             if kind_and_suffix(role)[0] in ("rollout", "reward", "reward_model"):
-                self.executor.call(role, "shut_down").result()
+                self.roles[role].shut_down().result()
 
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and sync the first weights."""
-        for future in [self.executor.call(name, "setup") for name in self.meshes]:
+        for future in [self.roles[name].setup() for name in self.meshes]:
             future.result()
         seconds = self.executor.take_seconds()
         took = ", ".join(f"{role} {value:.1f} s" for (role, _), value in seconds.items())
@@ -209,26 +210,14 @@ class Trainer:
     def _record(self, reports: Iterable[Future]) -> dict[str, float]:
         """Record the metrics of these calls as those of the step, then judge them."""
         state, batches = self.state, self.runner.batches
-        reports = list(reports)
-        transfers = [call for batch in batches.of_actor.values() for call in batch.transfers]
-        for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
-            call.result()
-        of_actors = metrics_of_actors(batches, state, reports, self.executor.take_seconds())
+        of_actors = self.runner.metrics(reports)
         metrics = {
-            with_suffix(name, suffix): value
-            for suffix, own in of_actors.items()
-            for name, value in own.items()
+            with_suffix(name, suffix): value for suffix, own in of_actors.items() for name, value in own.items()
         }
         self.run_folder.write_rollouts(state.step, rollout_rows(batches, state))
         self.run_folder.record_step(state.step, metrics, batches.num_tokens)
-        for suffix, own in of_actors.items():
-            actor, batch = state.actors[suffix], batches.of_actor[suffix]
-            actor.update_kl(own, batches.batch_of(actor.actor))
-            if "mismatch/max_abs" in own:  # a loop of one's own may compute no log-probs
-                self.gate.check(actor, own)
-            for note in (actor.note_zero_rewards(batch), actor.note_unscored_updates(own, state.step)):
-                if note:
-                    self.run_folder.progress.note(note)
+        for note in self.runner.judge(of_actors):
+            self.run_folder.progress.note(note)
         state.complete_step()
         self.executor.stop.step_is_whole()
         self._metrics = metrics
@@ -240,8 +229,8 @@ class Trainer:
         """Bring token columns from the ranks of one role to those of another.
 
         Returns None if they are there, as both roles work on the same batch shard."""
-        if unknown := sorted({*columns} - {*EXCHANGED_COLUMNS}):
-            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(EXCHANGED_COLUMNS)}.")
+        if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
+            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
         for role in (source, destination):
             if role not in self.runner.share_of:
                 raise ValueError(
@@ -318,7 +307,7 @@ class Trainer:
             if kind in TRAINED_KINDS:
                 folder = "hf" if kind == "actor" else "hf_critic"
                 path = self.run_folder.folder / f"{folder}{suffix}"
-                self.executor.call(role, "export_hf", str(path)).result()
+                self.roles[role].export_hf(str(path)).result()
 
     def wait(self) -> None:
         """Wait for everything in flight, in the background too. Then timeline.json says when each call ran."""
@@ -397,23 +386,3 @@ class GRPOTrainer(Trainer):
     """A training job with --algorithm grpo."""
 
     algorithm = GRPO
-
-
-class Roles:
-    """The job's roles as objects whose methods run on their ranks and return futures.
-
-    Example: roles.actor.export_hf("out").result()"""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> RoleHandle:
-        if name.startswith("_") or name not in self._executor.ranks:
-            raise AttributeError(f"role ({name}): this job has {', '.join(self._executor.ranks)}.")
-        return self._executor.role(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._executor.ranks)
-
-    def __dir__(self) -> Iterable[str]:
-        return list(self)

@@ -25,7 +25,7 @@ from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane
-from megarl.workers.mailbox import world_store
+from megarl.runtime.mailbox import world_store
 from megarl.workers.residence import Residence
 from megarl.workers.reward_model import RewardModelRole
 

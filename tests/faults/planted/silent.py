@@ -120,7 +120,7 @@ def rewards_shifted_in_the_pool(module) -> None:
     wrap(module.RewardRole, "score", score)
 
 
-@planted("driver", "megarl.trainer.step_runner")
+@planted("driver", "megarl.trainer.scores")
 def rewards_shifted_in_the_driver(module) -> None:
     """Each sample gets the reward of the one before it, when scores become rewards."""
     wrap(module, "combine_rewards", lambda original, *arguments: shifted(original(*arguments)))

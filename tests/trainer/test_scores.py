@@ -1,4 +1,4 @@
-"""How many rewards of a step may fail. `pytest tests/driver/test_failed_rewards.py`"""
+"""How many rewards of a step may fail. `pytest tests/trainer/test_scores.py`"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where the next attempt of a job begins. `pytest tests/driver/test_restarts.py`; tests/e2e/test_stopping.py
+"""Where the next attempt of a job begins. `pytest tests/trainer/test_restarts.py`; tests/e2e/test_stopping.py
 kills real jobs."""
 
 import json

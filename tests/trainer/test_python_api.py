@@ -1,7 +1,7 @@
 """The Python API before anything starts: imports, configuration, refusals. With ranks:
 tests/e2e/test_python_api.py.
 
-pytest tests/driver/test_python_api.py"""
+pytest tests/trainer/test_python_api.py"""
 
 from __future__ import annotations
 

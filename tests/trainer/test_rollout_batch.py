@@ -1,7 +1,7 @@
 """Samples are named once in a run: whatever the sizes of data set, step and group, and wherever the run goes
 on.
 
-pytest tests/driver/test_rollout_batch.py"""
+pytest tests/trainer/test_rollout_batch.py"""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def steps(num_rows: int, num_prompts: int, group: int, resumed_at: int) -> list[
             batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows), group))
     for batch in batches:
         ids = [visit * group + index for visit in batch.visits for index in range(group)]
-        batch.samples = [Sample(sample, 5 + sample % 7, 1 + sample % 3, digest=sample) for sample in ids]
+        batch.samples = [
+            Sample(sample, 5 + sample % 7, 1 + sample % 3, digest=sample, group=sample // group)
+            for sample in ids
+        ]
     return batches
 
 

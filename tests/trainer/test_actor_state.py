@@ -1,5 +1,5 @@
 """What the driver keeps per actor: which rows, whose model's size, which roles an exchange knows. `pytest
-tests/driver/test_learner.py`"""
+tests/trainer/test_actor_state.py`"""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from megarl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megarl.trainer.actor_state import Learner
+from megarl.trainer.actor_state import ActorState
 from megarl.trainer.preflight import Inputs
-from megarl.driver.training import Training
+from megarl.trainer.state import TrainState
+from megarl.trainer.trainer import Trainer
 from megarl.flow import symbolic_roles
 
 QWEN3 = {
@@ -57,13 +58,13 @@ def config(folder: Path) -> TrainConfig:
     )
 
 
-def learner(config: TrainConfig, suffix: str = "") -> Learner:
-    return Learner(suffix, config, Inputs(ModelShape.load(config.model.model), range(10), None))
+def actor(config: TrainConfig, suffix: str = "") -> ActorState:
+    return ActorState(suffix, config, Inputs(ModelShape.load(config.model.model), range(10), None))
 
 
 def test_the_cost_of_a_sample_is_that_of_the_roles_own_model(tmp_path):
     one = config(tmp_path)
-    assert [learner(one).hidden_size(role) for role in ("actor", "reference", "critic")] == [128, 128, 128]
+    assert [actor(one).hidden_size(role) for role in ("actor", "reference", "critic")] == [128, 128, 128]
     bert = model(
         tmp_path,
         "bert",
@@ -87,40 +88,47 @@ def test_the_cost_of_a_sample_is_that_of_the_roles_own_model(tmp_path):
         reward_models=RewardModelConfig(reward_model=(bert, odd), reward_model_backend=("transformers",)),
     )
     roles = ("actor", "critic", "reward_model", "reward_model_2")
-    assert [learner(other).hidden_size(role) for role in roles] == [128, 192, 32, 128]
-    assert learner(other, "_2").hidden_size("critic_2") == 192
+    assert [actor(other).hidden_size(role) for role in roles] == [128, 192, 32, 128]
+    assert actor(other, "_2").hidden_size("critic_2") == 192
 
 
 @pytest.fixture
-def training(tmp_path):
+def trainer(tmp_path):
+    """A trainer without ranks: two actors and what decides on their rows."""
     one = config(tmp_path)
-    learners = {"": learner(one), "_2": learner(replace(one, batch=replace(one.batch, seed=1)), "_2")}
-    training = object.__new__(Training)
-    training.job, training._host = (
-        SimpleNamespace(learners=learners),
-        SimpleNamespace(share_of={"actor": "actor", "critic": "actor"}),
-    )
-    return training
+    trainer = object.__new__(Trainer)
+    trainer.state = object.__new__(TrainState)
+    trainer.state.actors = {"": actor(one), "_2": actor(replace(one, batch=replace(one.batch, seed=1)), "_2")}
+    trainer.runner = SimpleNamespace(share_of={"actor": "actor", "critic": "actor"})
+    return trainer
 
 
-def test_every_actor_that_samples_has_rows_of_its_own(training):
-    both = symbolic_roles("actor actor_2")
-    flow = both[0].rollout().beside(both[1].rollout())
-    visits = training._visits(flow, None)
+def admitted(trainer, flow, rows) -> dict[str, dict[int, int]]:
+    """Suffix of each actor -> visit -> row, of the prompts that a step samples."""
+    chosen = trainer._rows_of_actors(flow, rows)
+    for suffix, of_actor in chosen.items():
+        trainer.state.actors[suffix].admit(of_actor, step=1)
+    return {suffix: trainer.state.actors[suffix].buffer.issue() for suffix in chosen}
+
+
+def test_every_actor_that_samples_has_rows_of_its_own(trainer):
+    first, second = symbolic_roles("actor actor_2")
+    flow = first.rollout().beside(second.rollout())
+    visits = admitted(trainer, flow, None)
     assert visits.keys() == {"", "_2"} and visits[""] != visits["_2"]
     assert [*visits[""]] == [*visits["_2"]] == [0, 1]  # each actor counts its own
-    assert training._visits(flow, [3, 3]) == {"": {2: 3, 3: 3}, "_2": {2: 3, 3: 3}}
+    assert admitted(trainer, flow, [3, 3]) == {"": {2: 3, 3: 3}, "_2": {2: 3, 3: 3}}
     chosen = {"actor": [3, 4], "actor_2": [5, 6]}
-    assert training._visits(flow, chosen) == {"": {4: 3, 5: 4}, "_2": {4: 5, 5: 6}}
-    before = training.job.learners["_2"].state()
-    assert training._visits(both[0].rollout(), None).keys() == {""}
-    assert training.job.learners["_2"].state() == before
+    assert admitted(trainer, flow, chosen) == {"": {4: 3, 5: 4}, "_2": {4: 5, 5: 6}}
+    before = trainer.state.actors["_2"].snapshot()
+    assert admitted(trainer, first.rollout(), None).keys() == {""}
+    assert trainer.state.actors["_2"].snapshot() == before
     with pytest.raises(ValueError, match=r"actor \(actor_3\) must be one of actor, actor_2\."):
-        training._visits(flow, {"actor_3": [1, 2]})
+        admitted(trainer, flow, {"actor_3": [1, 2]})
     with pytest.raises(ValueError, match=r"rows \(12\) must be rows of --train-data: 0 to 9\."):
-        training._visits(flow, {"actor_2": [1, 12]})
+        admitted(trainer, flow, {"actor_2": [1, 12]})
 
 
-def test_an_exchange_names_the_roles_that_there_are(training):
+def test_an_exchange_names_the_roles_that_there_are(trainer):
     with pytest.raises(ValueError, match=r"role \(critik\) must be one of those of the job: actor, critic\."):
-        training.exchange(["values"], "critik", "actor")
+        trainer.exchange(["values"], "critik", "actor")

@@ -17,20 +17,21 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms import REGISTRY
+from megarl.algorithms.base import flow_of_actors
 from megarl.config.check import check_job
 from megarl.config.loader import load_config
-from megarl.config.mesh import hosting_ranks
+from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import RoleHandle
-from megarl.driver.job import Job
+from megarl.runtime.executor import RoleHandle
+from megarl.trainer.gate import LogProbGate
 from megarl.trainer.preflight import Inputs
-from megarl.trainer.scheduler import Scheduler
-from megarl.trainer.step_runner import StepHost
-from megarl.driver.stop_request import StopRequest
+from megarl.trainer.state import TrainState
+from megarl.trainer.step_runner import StepRunner
+from megarl.runtime.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
-from megarl.role_names import kind_and_suffix
+from megarl.role_names import kind_and_suffix, with_suffix
 from megarl.workers.data_plane import Rollouts
 from megarl.workers.worker import build_roles
 
@@ -99,7 +100,7 @@ class FixedRollout:
             made.log_probs.append([-5.0 - rng.random() for _ in made.responses[-1]])
         self.plane.rollouts[purpose + self.suffix] = made
         return [
-            Sample(s, len(p) + len(r), len(r), (self.rank,))
+            Sample(s, len(p) + len(r), len(r), (self.rank,), group=s // SAMPLES_PER_PROMPT)
             for s, p, r in zip(made.sample_ids, made.prompts, made.responses, strict=True)
         ]
 
@@ -163,22 +164,6 @@ class Done:
         return True
 
 
-class Record:
-    """In place of the run folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.steps = folder, []
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def write_rollouts(self, rows) -> None:
-        pass
-
-    def finish_step(self, step: int, metrics: dict, num_tokens: int) -> None:
-        self.steps.append(metrics)
-
-
 STUDENT = {
     "student": "--num-actors 2 --actor-ranks 0 --critic-ranks 0 --rollout-ranks 0-3 --actor-2-ranks "
     "1 --critic-2-ranks 1"
@@ -226,21 +211,31 @@ def run(placement: str, folder: Path, data: Path) -> None:
             }
         if (actor := f"actor{suffix}") in roles:
             roles[actor].rollout_mesh = None  # no engine wants weights
-    executor, record = EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)), Record(folder)
+    executor, meshes = (
+        EveryRankExecutor(roles, hosting_ranks(config, WORLD_SIZE)),
+        role_meshes(config, WORLD_SIZE),
+    )
     inputs = Inputs(shape, range(NUM_PROMPTS - 1), None)  # fewer rows than a step takes: one comes twice
-    job = Job(config, executor, record, dict.fromkeys(configs_of_actors(config), inputs), WORLD_SIZE)
-    for role in job.meshes:
+    state = TrainState(config, dict.fromkeys(configs_of_actors(config), inputs))
+    runner = StepRunner(executor, meshes, state, LogProbGate(executor, state))
+    for role in meshes:
         executor.call(role, "setup")
-    host, flow = StepHost(job), flow_with_student(config) if placement in STUDENT else job.flow
-    scheduler = Scheduler(executor, job.meshes, host, host.share_of)
-    for step in job.steps():
-        visits = {suffix: learner.cursor.next_visits(NUM_PROMPTS) for suffix, learner in job.learners.items()}
-        host.begin(step, visits, flow)
-        host.finish(scheduler.run(flow))
-    for role in [role for role in job.meshes if kind_and_suffix(role)[0] in ("actor", "critic")]:
+    flow = flow_with_student(config) if placement in STUDENT else flow_of_actors(config, meshes)
+    sampling = [
+        suffix for suffix in state.actors if any(node.role == f"rollout{suffix}" for node in flow.nodes)
+    ]
+    steps = []
+    for _ in range(STEPS):
+        state.begin_step()
+        runner.sample(flow, dict.fromkeys(sampling))
+        of_actors = runner.metrics(runner.finish())
+        runner.judge(of_actors)
+        state.complete_step()
+        steps.append({with_suffix(k, s): value for s, own in of_actors.items() for k, value in own.items()})
+    for role in [role for role in meshes if kind_and_suffix(role)[0] in ("actor", "critic")]:
         executor.call(role, "export_hf", str(folder / placement / role))
     if dist.get_rank() == 0:
-        (folder / placement / "metrics.json").write_text(json.dumps(record.steps))
+        (folder / placement / "metrics.json").write_text(json.dumps(steps))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A PPO step does not depend on where its roles are. `pytest tests/driver/test_ppo_layouts.py -m slow`"""
+"""A PPO step does not depend on where its roles are. `pytest tests/trainer/test_ppo_layouts.py -m slow`"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.role_names import with_suffix
-from tests.driver.run_ppo_layouts import PLACEMENTS, STEPS, TWO_ACTORS, WORLD_SIZE
+from tests.trainer.run_ppo_layouts import PLACEMENTS, STEPS, TWO_ACTORS, WORLD_SIZE
 
 # fp32 sums in other orders: 1e-6 of a gradient, more of a small one, which Adam makes as large a step as of
 # any other. So weights after eight updates differ by some 1e-3 of eight steps of 1e-4 (critic: 3e-4), of

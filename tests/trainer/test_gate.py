@@ -2,7 +2,7 @@
 
 Whole jobs: tests/e2e/test_grpo_job.py. Real faults: tests/faults/test_graded_faults.py.
 
-    pytest tests/driver/test_gate.py"""
+    pytest tests/trainer/test_gate.py"""
 
 import dataclasses
 import math
