@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from megarl.config.gate_limits import GateLimits
-from megarl.trainer.executor import Executor, Future
+from megarl.runtime.executor import Executor, Future
 from megarl.flow import Actor
 from megarl.metrics import combine
 from megarl.trainer.actor_state import ActorState

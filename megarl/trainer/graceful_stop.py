@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megarl.config.check_checkpoints import is_savable
 from megarl.config.checkpoint_folders import checkpoints_in, folder_of_step
-from megarl.trainer.ending import Stopped, graceful_shutdown
-from megarl.trainer.stop_request import StopRequested
+from megarl.runtime.shutdown import Stopped, graceful_shutdown
+from megarl.runtime.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from megarl.checks.job import check_everything
 from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.trainer.executor import Executor
+from megarl.runtime.executor import Executor
 from megarl.loggers.console import Progress
 from megarl.trainer.preflight import Inputs, read_inputs
 from megarl.runtime.process import quiet_libraries

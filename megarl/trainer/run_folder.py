@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from megarl.config.check_paths import free_name
@@ -141,7 +142,10 @@ class Run:
         self.progress.update(step, row)
 
     def record_evaluation(
-        self, step: int, scores: Mapping[str, float], answers: Mapping[str, Mapping[str, object]]
+        self,
+        step: int,
+        scores: Mapping[str, float],
+        answers: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     ) -> None:
         """Add the scores of an evaluation to the row of `step`, even if that row is written already.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megarl.trainer.executor import Future
+from megarl.runtime.executor import Future
 from megarl.flow import declaration
 from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.config.mesh import MeshSpec, replicas, share_keys, training_data_roles
-from megarl.trainer.executor import Executor, Future
+from megarl.runtime.executor import Executor, Future
 from megarl.flow import Actor, Flow, Node, Reward, RewardModel, Rollout, declaration
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples

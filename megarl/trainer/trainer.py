@@ -24,7 +24,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
-from megarl.trainer.executor import Future
+from megarl.runtime.executor import Future
 from megarl.flow import Flow, Node, Roles
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix

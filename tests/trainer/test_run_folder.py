@@ -57,17 +57,16 @@ def test_everything_recorded_can_be_read_back(tmp_path):
     ]
     with open_run(tmp_path / "run") as run:
         run.record_evaluation(0, {"eval/accuracy": 0.25})
-        run.begin_step(1)
-        run.write_rollouts(rows)
+        run.begin_step()
+        run.write_rollouts(1, rows)
         time.sleep(0.05)
-        run.finish_step(
+        run.record_step(
             1, {"reward/mean": 0.5, "policy/loss": math.nan, "policy/grad_norm": math.inf}, num_tokens=1000
         )
-        run.keep_answer(1, "eval/accuracy", rows[0])
-        run.record_evaluation(1, {"eval/accuracy": 0.75})
-        run.begin_step(2)
-        run.write_rollouts([])
-        run.finish_step(2, {"reward/mean": 1.0}, num_tokens=1000)
+        run.record_evaluation(1, {"eval/accuracy": 0.75}, {"eval/accuracy": rows[0]})
+        run.begin_step()
+        run.write_rollouts(2, [])
+        run.record_step(2, {"reward/mean": 1.0}, num_tokens=1000)
     assert (run.folder / "resolved.args").read_text() == "--train-iters 3\n"
 
     lines = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -105,9 +104,9 @@ def test_everything_recorded_can_be_read_back(tmp_path):
 
 def test_a_finished_step_is_on_disk_when_the_next_begins(tmp_path):
     with open_run(tmp_path / "run") as run:
-        run.begin_step(1)
-        run.finish_step(1, {"reward/mean": 0.5}, num_tokens=10)
-        run.begin_step(2)
+        run.begin_step()
+        run.record_step(1, {"reward/mean": 0.5}, num_tokens=10)
+        run.begin_step()
         assert (
             strict((run.folder / "metrics.jsonl").read_text())["step"] == 1
         )  # through another handle: it was flushed
@@ -116,8 +115,8 @@ def test_a_finished_step_is_on_disk_when_the_next_begins(tmp_path):
 def test_scores_of_a_second_evaluation_go_to_the_same_row(tmp_path):
     with open_run(tmp_path / "run") as run:
         for step in (1, 2):
-            run.begin_step(step)
-            run.finish_step(step, {"reward/mean": 0.5}, num_tokens=1)
+            run.begin_step()
+            run.record_step(step, {"reward/mean": 0.5}, num_tokens=1)
             run.record_evaluation(step, {"eval/accuracy": 0.25})
             run.record_evaluation(step, {"eval/accuracy": 0.75, "eval/more": 1.0})
     rows = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -155,11 +154,11 @@ def test_an_error_of_the_background_thread_surfaces(tmp_path):
     run = open_run(tmp_path / "run")
     (run.folder / "rollouts").rename(run.folder / "moved")
     with pytest.raises(WriteError, match="step_000001.jsonl cannot be written: No such file"):
-        run.begin_step(1)
-        run.write_rollouts([{"sample_id": 1}])
+        run.begin_step()
+        run.write_rollouts(1, [{"sample_id": 1}])
         deadline = time.time() + 10
         while time.time() < deadline:  # at the next call once the write was tried
-            run.keep_answer(1, "eval/accuracy", {})
+            run.record_evaluation(1, {}, {"eval/accuracy": {}})
             time.sleep(0.01)
     (run.folder / "moved").rename(run.folder / "rollouts")
     run.close()
@@ -202,11 +201,11 @@ def make_run(folder) -> None:
     with open_run(folder) as run:
         run.record_evaluation(0, {"eval/accuracy": 0.0})
         for step in (1, 2, 3):
-            run.begin_step(step)
-            run.write_rollouts([{"sample_id": step}])
-            run.finish_step(step, {"reward/mean": float(step)}, num_tokens=1)
-            run.keep_answer(step, "eval/accuracy", {"response": str(step)})
-            run.record_evaluation(step, {"eval/accuracy": 0.1 * step})
+            run.begin_step()
+            run.write_rollouts(step, [{"sample_id": step}])
+            run.record_step(step, {"reward/mean": float(step)}, num_tokens=1)
+            answer = {"eval/accuracy": {"response": str(step)}}
+            run.record_evaluation(step, {"eval/accuracy": 0.1 * step}, answer)
 
 
 def test_later_steps_are_forgotten_and_recorded_again(tmp_path):
@@ -225,8 +224,8 @@ def test_later_steps_are_forgotten_and_recorded_again(tmp_path):
             "step_000001.jsonl",
             "step_000002.jsonl",
         ]
-        run.begin_step(3)
-        run.finish_step(3, {"reward/mean": 33.0}, num_tokens=1)
+        run.begin_step()
+        run.record_step(3, {"reward/mean": 33.0}, num_tokens=1)
         assert run.row_of(3)["reward/mean"] == 33.0 and run.row_of(2) == {}
     rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row.get("reward/mean")) for row in rows] == [
@@ -246,14 +245,14 @@ def test_a_step_that_was_not_evaluated_any_more_gets_its_scores_later(tmp_path):
     folder = tmp_path / "run"
     with open_run(folder) as run:
         for step in (1, 2):
-            run.begin_step(step)
-            run.finish_step(step, {"reward/mean": 0.5, "policy/loss": math.nan}, num_tokens=1)
+            run.begin_step()
+            run.record_step(step, {"reward/mean": 0.5, "policy/loss": math.nan}, num_tokens=1)
     before = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with Run(going_on(folder), "", Progress(3, StringIO())) as run:
         run.go_on_after(2)
         run.record_evaluation(2, {"eval/accuracy": 0.75})
-        run.begin_step(3)
-        run.finish_step(3, {"reward/mean": 1.0}, num_tokens=1)
+        run.begin_step()
+        run.record_step(3, {"reward/mean": 1.0}, num_tokens=1)
     rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[:2] == [before[0], before[1] | {"eval/accuracy": 0.75}] and [row["step"] for row in rows] == [
         1,
@@ -295,7 +294,7 @@ def test_a_failure_before_anything_was_recorded_leaves_what_was_there(tmp_path, 
     before = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no engine"), open_run(tmp_path / "run") as run:
-            run.begin_step(1)
+            run.begin_step()
             raise RuntimeError("no engine")
     assert sorted(tmp_path.rglob("*")) == before
     with pytest.raises(RuntimeError), open_run(tmp_path / "a" / "b" / "run"):
@@ -306,7 +305,7 @@ def test_a_failure_before_anything_was_recorded_leaves_what_was_there(tmp_path, 
 def test_what_was_recorded_stays_after_a_failure(tmp_path):
     for name, record in (
         ("row", lambda run: run.record_evaluation(0, {"eval/accuracy": 0.5})),
-        ("rollouts", lambda run: run.write_rollouts([{"id": 1}])),
+        ("rollouts", lambda run: run.write_rollouts(1, [{"id": 1}])),
     ):
         with pytest.raises(RuntimeError), open_run(tmp_path / name) as run:
             record(run)
@@ -342,8 +341,8 @@ LONG = {f"metric_{i}": 1.0 for i in range(2000)}
 WRITES = {
     "metrics.jsonl": lambda run: run.record_evaluation(1, LONG),
     "tensorboard": lambda run: run._opened_trackers()[0].log_metrics(1, LONG, 0.0),
-    "rollouts/step_000001.jsonl": lambda run: run.write_rollouts([LONG]),
-    "rollouts/eval.jsonl": lambda run: run.keep_answer(1, "eval/accuracy", LONG),
+    "rollouts/step_000001.jsonl": lambda run: run.write_rollouts(1, [LONG]),
+    "rollouts/eval.jsonl": lambda run: run.record_evaluation(1, {}, {"eval/accuracy": LONG}),
     "timeline.json": lambda run: timeline().write(run.folder / "timeline.json"),
     "job.json": lambda run: write_job(run.folder, LONG),
     "checkpoint.json": lambda run: Manifest(state=LONG).write(run.folder),
@@ -365,7 +364,7 @@ def timeline() -> Timeline:
 def test_a_file_that_cannot_be_written_is_named(tmp_path, file):
     run = open_run(tmp_path / "run")
     run._opened_trackers()
-    run.begin_step(1)
+    run.begin_step()
     with largest_file(20_000), pytest.raises(WriteError) as failed:
         WRITES[file](run)
         run._background.submit(int).result()
