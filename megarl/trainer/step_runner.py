@@ -115,7 +115,7 @@ class StepRunner:
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
         """Return the arguments of a node's call. Everything that it reads from the driver is there."""
         batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
-        called = node.declaration
+        called = node.declaration()
         if called is Rollout.generate:
             return ("train", actor.buffer.issue()), {}
         if called is Reward.score:
@@ -144,7 +144,7 @@ class StepRunner:
     def skips(self, node: Node) -> bool:
         """Whether a node is left out of this step: an actor stays as it is while its critic warms up."""
         warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
-        return warming_up and node.declaration in (Actor.update, Rollout.sync)
+        return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
         """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
@@ -161,9 +161,9 @@ class StepRunner:
         """Take the answers that are the driver's to keep. A background node may be of the step before."""
         if node.background:
             return
-        if node.declaration is Rollout.generate:
+        if node.declaration() is Rollout.generate:
             self._take_samples(node.role, [sample for of_rank in values for sample in of_rank])
-        elif node.declaration in (Reward.score, RewardModel.score):
+        elif node.declaration() in (Reward.score, RewardModel.score):
             self._take_scores(node.role, values)
 
     # What is done with answers.
