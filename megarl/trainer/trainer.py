@@ -212,7 +212,9 @@ class Trainer:
         state, batches = self.state, self.runner.batches
         of_actors = self.runner.metrics(reports)
         metrics = {
-            with_suffix(name, suffix): value for suffix, own in of_actors.items() for name, value in own.items()
+            with_suffix(name, suffix): value
+            for suffix, own in of_actors.items()
+            for name, value in own.items()
         }
         self.run_folder.write_rollouts(state.step, rollout_rows(batches, state))
         self.run_folder.record_step(state.step, metrics, batches.num_tokens)
