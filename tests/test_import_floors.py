@@ -54,6 +54,7 @@ NO_TORCH_FILES = {
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""
 
+
 def sources() -> dict[str, str]:
     """Module name -> source text, of everything that is installed."""
     files = {
