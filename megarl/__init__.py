@@ -9,7 +9,7 @@ _HOME = {
     "PPOTrainer": "megarl.driver.trainer",
     "GRPOTrainer": "megarl.driver.trainer",
     "load_config": "megarl.driver.configure",
-    "DeviceMap": "megarl.config.placement",
+    "DeviceMap": "megarl.config.roles",
     "ConfigError": "megarl.config.errors",
     "RemoteError": "megarl.driver.executor",
     "CallTimeout": "megarl.driver.executor",

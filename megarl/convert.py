@@ -28,12 +28,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check_parallel import MegatronRole, parallel_findings
-from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, megatron_mesh
+from megarl.config.rules_files import free_name
+from megarl.config.rules_layout import MegatronRole, parallel_findings
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.config.writing import obstacle
+from megarl.files.writing import obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -242,7 +242,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megarl.checkpoint.sources import CheckpointWeights, HFWeights, open_weights
-    from megarl.config.timeouts import group_timeout
+    from megarl.config.mesh import group_timeout
     from megarl.megatron.mesh import create_groups
     from megarl.megatron.policy import Policy
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint

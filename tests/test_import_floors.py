@@ -1,8 +1,8 @@
 """Imports go down only, imports inside functions included.
 
     train, evaluate, convert, doctor, cli -> driver -> workers, checks -> megatron, rollout, data, rewards ->
-    checkpoint -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle, loggers -> config,
-    flow, batch, packing, metrics -> kernels, _C, role_names, leaving
+    checkpoint -> algorithms, reshard -> batch_invariants -> invariants, signed_pickle, loggers, gate_limits ->
+    config, flow, batch, packing, metrics -> kernels, _C, role_names, leaving, files
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,9 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names", "leaving"),
+    ("kernels", "_C", "role_names", "leaving", "files"),
     ("config", "flow", "batch", "packing", "metrics"),
-    ("invariants", "signed_pickle", "loggers"),
+    ("invariants", "signed_pickle", "loggers", "gate_limits"),
     ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
@@ -45,6 +45,8 @@ NO_TORCH = {
     "leaving",
     "signed_pickle",
     "checks",
+    "files",
+    "gate_limits",
 }
 """What the console script and the driver read before any device is touched."""
 WITH_TORCH = {"megarl.rewards.classifier"}

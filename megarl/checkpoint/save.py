@@ -15,7 +15,7 @@ from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import CheckpointError, Manifest, Part, StoredTensor, part_key
 from megarl.checkpoint.rectangles import Box, Rectangle, tiling_problem
 from megarl.checkpoint.tensor_file import Entry, write_tensors
-from megarl.config.checkpoint_json import sync_folder
+from megarl.files.checkpoints import sync_folder
 
 Offer = tuple[str, str, Box, tuple[int, ...], torch.dtype]
 """What a rank could write: (kind, name, box, shape, dtype)."""

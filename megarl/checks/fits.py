@@ -19,7 +19,7 @@ from megarl.checks.memory import (
     roles_of,
 )
 from megarl.config.check import job_findings
-from megarl.config.check_parallel import divisors
+from megarl.config.errors import divisors
 from megarl.config.schema import TrainConfig
 
 _SPLIT = ("actor", "critic", "reference", "reward")

@@ -15,14 +15,13 @@ from megarl.checks.memory import Parts, estimate
 from megarl.checks.preview import preview
 from megarl.checks.syncs import sync_findings, unplanned
 from megarl.checks.weights import weight_findings
-from megarl.config.check import job_findings
-from megarl.config.check_actors import of_all_actors
-from megarl.config.check_checkpoints import checkpoint_notes
+from megarl.config.check import job_findings, of_all_actors
 from megarl.config.errors import raise_findings
+from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import checkpoint_notes
 from megarl.config.schema import TrainConfig
-from megarl.config.versions import version_notes
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.config.installed import apex_finding, megatron_finding
-from megarl.config.versions import pins
+from megarl.config.installed import apex_finding, megatron_finding, pins
 
 PACKAGES = (
     "torch",

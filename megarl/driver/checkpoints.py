@@ -18,24 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check_checkpoints import described_models, uncompared_models
-from megarl.config.checkpoint_folders import (
+from megarl.config.render import write_args
+from megarl.config.rules_files import described_models, goes_on, uncompared_models
+from megarl.driver.executor import Future
+from megarl.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
     JobFileError,
     checkpoints_in,
+    file_digest,
     folder_of_step,
     found_by,
-    goes_on,
     is_one_checkpoint,
     read_job,
     step_of,
+    sync_folder,
     write_job,
 )
-from megarl.config.checkpoint_json import file_digest, sync_folder
-from megarl.config.loader import write_args
-from megarl.config.writing import writing
-from megarl.driver.executor import Future
+from megarl.files.writing import writing
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 
 if TYPE_CHECKING:

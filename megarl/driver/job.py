@@ -8,8 +8,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from megarl.algorithms.base import flow_of_actors
-from megarl.config.loader import write_args
 from megarl.config.mesh import role_meshes
+from megarl.config.render import write_args
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig

@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.config.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
 from megarl.driver.preflight import Inputs
 from megarl.driver.rollout_batch import RolloutBatch
+from megarl.gate_limits import GateLimits
 
 
 class Learner:

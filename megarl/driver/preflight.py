@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config.check import check_job
-from megarl.config.check_checkpoints import newest_job, rows_finding
 from megarl.config.errors import raise_findings
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import newest_job, rows_finding
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset

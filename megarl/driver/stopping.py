@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check_checkpoints import is_savable
-from megarl.config.checkpoint_folders import checkpoints_in, folder_of_step
+from megarl.config.rules_files import is_savable
 from megarl.driver.ending import Stopped, limited_stop
 from megarl.driver.stop_request import StopRequested
+from megarl.files.checkpoints import checkpoints_in, folder_of_step
 
 if TYPE_CHECKING:
     from megarl.driver.job import Job

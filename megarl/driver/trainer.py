@@ -23,8 +23,8 @@ from typing import Self
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.checks.job import check_everything
 from megarl.config.errors import ConfigError
-from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
+from megarl.config.render import write_args
 from megarl.config.schema import TrainConfig
 from megarl.driver.executor import Executor
 from megarl.driver.job import Job, open_job

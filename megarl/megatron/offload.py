@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megarl.config.schema import OFFLOAD_PARTS
+from megarl.config.role_sections import OFFLOAD_PARTS
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel

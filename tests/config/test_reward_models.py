@@ -9,12 +9,18 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config.check_offload import offload_findings
-from megarl.config.check_rewards import reward_findings
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.config.reward_models import find_backend, needs_ground_truth, reward_models, uses_rule_reward
+from megarl.config.reward_models import (
+    find_backend,
+    needs_ground_truth,
+    reward_findings,
+    reward_models,
+    uses_rule_reward,
+)
+from megarl.config.rules_layout import Job
+from megarl.config.rules_training import offload
 
 HAS_VALUE_HEAD = "value_head" in {field.name for field in dataclasses.fields(ModelShape)}
 QWEN3 = {
@@ -163,7 +169,8 @@ WRONG = {
     ],
 )
 def test_what_can_be_offloaded_of_models_that_megatron_does_not_run(parsed, flags, finding):
-    assert list(offload_findings(parsed(flags), [], None)) == ([finding] if finding else [])
+    job = Job(parsed(flags), None, None, 1, {})
+    assert list(offload(job)) == ([finding] if finding else [])
 
 
 @pytest.mark.parametrize("flags", WRONG)

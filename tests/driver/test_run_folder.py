@@ -17,15 +17,21 @@ import torch
 
 from megarl.checkpoint.manifest import Manifest
 from megarl.checkpoint.tensor_file import Entry, write_tensors
-from megarl.config.checkpoint_flags import CheckpointConfig
-from megarl.config.checkpoint_folders import write_job
-from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from megarl.config.writing import WriteError
+from megarl.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megarl.driver.metrics import phase_times
-from megarl.loggers.console import Progress
 from megarl.driver.run import Run, check_folder_is_free
-from megarl.loggers.json_lines import to_json_line
 from megarl.driver.timeline import Timeline
+from megarl.files.checkpoints import write_job
+from megarl.files.writing import WriteError
+from megarl.loggers.console import Progress
+from megarl.loggers.json_lines import to_json_line
 from megarl.reshard.transfer import save_tensors
 
 

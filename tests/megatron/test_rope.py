@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.config.rope import rope_findings, rope_parameters, scaling
+from megarl.config.hf_families import rope_findings, rope_parameters, scaling
 from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 HEAD_DIM = 64

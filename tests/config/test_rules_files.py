@@ -13,20 +13,21 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config import model_function
+from megarl.config import hf_config
 from megarl.config.check import check_job
-from megarl.config.check_checkpoints import (
+from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape, differences, function_fields
+from megarl.config.loader import load_config
+from megarl.config.render import write_args
+from megarl.config.rules_files import (
     checkpoint_findings,
     checkpoint_notes,
     described_models,
+    goes_on,
     newest_job,
     rows_finding,
 )
-from megarl.config.checkpoint_folders import JobFileError, checkpoints_in, goes_on, read_job, write_job
-from megarl.config.errors import ConfigError
-from megarl.config.hf_config import ModelShape
-from megarl.config.loader import load_config, write_args
-from megarl.config.model_function import differences, function_fields
+from megarl.files.checkpoints import JobFileError, checkpoints_in, read_job, write_job
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -285,7 +286,7 @@ def test_adapters_of_another_scale(here):
 
 @pytest.mark.parametrize(
     "name",
-    sorted({field.name for field in dataclasses.fields(ModelShape)} - {*model_function._CHANGE_NOTHING}),
+    sorted({field.name for field in dataclasses.fields(ModelShape)} - {*hf_config._CHANGE_NOTHING}),
 )
 def test_each_field_is_compared(here, name):
     """By a value that no model has."""
