@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from megarl.workers.process import (
+from megarl.runtime.process import (
     end_with_parent,
     keep_checkout_off_path,
     listen_on_loopback,
@@ -54,7 +54,7 @@ def main(rank: int) -> None:
     if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version")):
         os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when torch imports it
     if rank == 0:
-        from megarl.driver.job_store import loopback_store
+        from megarl.runtime.job_store import loopback_store
 
         store = loopback_store()
         tell(port=store.port)
@@ -68,7 +68,7 @@ def main(rank: int) -> None:
         attempt("Megatron updates a model", update)
     else:
         port = int(sys.stdin.readline())
-        from megarl.workers.mailbox import connect
+        from megarl.runtime.mailbox import connect
 
         add(connect(f"127.0.0.1:{port}", "doctor", _TIMEOUT.seconds), rank)
         attempt("vLLM imports", import_vllm)
@@ -80,7 +80,7 @@ def tell(**facts: object) -> None:
 
 
 def attempt(name: str, work: Callable[[], str]) -> None:
-    """`work` says what it saw, or raises."""
+    """Run one test. `work` returns what it saw, or raises."""
     tell(begins=name)
     start = time.perf_counter()
     try:
@@ -121,7 +121,7 @@ def copy() -> str:
 
 
 def kernel() -> str:
-    """The Triton kernel, on a CPU in Triton's interpreter, against fp64."""
+    """Compare a Triton kernel, on a CPU in Triton's interpreter, with fp64."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -143,7 +143,7 @@ def kernel() -> str:
 
 
 def update() -> str:
-    """In a world of this rank alone."""
+    """Update a small Megatron model in a world of this rank alone."""
     import torch
     import torch.distributed as dist
 

@@ -36,6 +36,7 @@ from megarl.files.checkpoints import (
     write_job,
 )
 from megarl.files.writing import writing
+from megarl.runtime.executor import Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,7 +21,8 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
-from megarl.leaving import LeavableEngine
+from megarl.messages import decode, encode
+from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
@@ -85,7 +85,7 @@ class OutOfProcessEngine(Engine):
                 self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
             except Exception as error:  # whose cause is in the engine
                 raise self._errors.explained(error, self.rank) from None
-        LeavableEngine(self.llm.llm_engine)
+        AbortableEngine(self.llm.llm_engine)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self._plan: ReshardPlan | None = None
         self._is_updating = False
@@ -104,9 +104,10 @@ class OutOfProcessEngine(Engine):
         }
         if shape.model_type not in TABLES:
             publish_atlases(
-                dict(
-                    zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)
-                ),
+                {
+                    rank: decode(data, Atlas)
+                    for rank, data in zip(self.ranks, self.llm.collective_rpc("megarl_atlas"), strict=True)
+                },
                 actor,
             )
 
@@ -153,9 +154,7 @@ class OutOfProcessEngine(Engine):
         self._ask(self.llm.start_weight_update)
         self._is_updating = True
         self._ask(
-            lambda: self.llm.update_weights(
-                {"update_info": [{"order": pickle.dumps(order)} for order in orders]}
-            ),
+            lambda: self.llm.update_weights({"update_info": [{"order": encode(order)} for order in orders]}),
             self.options.reshard_timeout_s,
         )
         self._plan = None

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.files.checkpoints import MANIFEST, file_digest
-from megarl.workers.process import WRITES_CHECKPOINT
+from megarl.runtime.process import WRITES_CHECKPOINT
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel
@@ -64,12 +64,12 @@ class CheckpointWriter:
         return self._digest
 
     def _write(self, folder: Path, copies: list[Rectangle], state: dict[str, object]) -> None:
-        crew, partial = Crew(self._group), folder.with_name(f".{folder.name}.partial")
+        ranks, partial = RankGroup(self._group), folder.with_name(f".{folder.name}.partial")
         try:
-            crew.first(lambda: partial.mkdir(parents=True))
+            ranks.first(lambda: partial.mkdir(parents=True), None)
             manifest = self._plan.write(partial, copies, state, self._group)
-            crew.first(lambda: publish(partial, folder, manifest))
-            self._digest = crew.first(lambda: file_digest(folder / MANIFEST))
+            ranks.first(lambda: publish(partial, folder, manifest), None)
+            self._digest = ranks.first(lambda: file_digest(folder / MANIFEST), str)
         except BaseException as error:  # thread boundary: `written` tells it
             self._error = error
 

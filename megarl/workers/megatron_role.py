@@ -19,7 +19,7 @@ from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.batch_invariants import check_column
 from megarl.flow import FlowError
-from megarl.flow.methods import writer_of
+from megarl.flow.role import writer_of
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
@@ -30,7 +30,7 @@ from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.data_plane import DataPlane, Share
-from megarl.workers.process import peak_rss_bytes
+from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.residence import needs
 from megarl.workers.updates import Updates
 

@@ -22,12 +22,12 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import RoleHandle
+from megarl.runtime.executor import RoleHandle
 from megarl.driver.job import Job
 from megarl.driver.preflight import Inputs
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
-from megarl.driver.stop_request import StopRequest
+from megarl.runtime.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix

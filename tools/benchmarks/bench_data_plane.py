@@ -34,8 +34,8 @@ from megarl.config.mesh import MeshSpec, replicas, share_keys
 from megarl.packing import Sample, homes_of, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane, Rollouts
-from megarl.workers.mailbox import Command, Mailbox
-from megarl.workers.process import peak_rss_bytes
+from megarl.runtime.mailbox import Command, Mailbox
+from megarl.runtime.process import peak_rss_bytes
 
 HIDDEN_SIZE, MAX_TOKENS, GLOBAL_BATCH_SIZE = 4096, 16384, 1024
 WORLD_SIZE = 4

@@ -1,0 +1,38 @@
+"""The store of a job whose ranks this machine starts itself: nobody outside of the machine reaches it, and
+nobody on it can sign."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from megarl.runtime.signing import JOB_SECRET, job_secret
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_BACKLOG = 2048  # ranks that connect at once; torch's own number
+LOOPBACK = "127.0.0.1"
+
+
+def loopback_store() -> dist.TCPStore:
+    """A new one on a free port. torch by itself listens on all interfaces, whatever host name it is given."""
+    import torch.distributed as dist
+
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
+def store_environment(store: dist.TCPStore) -> dict[str, str]:
+    """What a rank needs to find the store and to be believed there."""
+    return {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        JOB_SECRET: job_secret(),
+    }

@@ -1,0 +1,286 @@
+"""Ranks that this process starts and ends itself: the process that runs the loop is the driver. So it is
+under `megarl train`, and for a loop of one's own.
+
+    this process     holds the store, runs the loop; no torchrun, no driver beside rank 0
+      |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process alone, which ends them
+      `-- rank 1 ...
+
+To the ranks this process is what torchrun's agent is to others: they find its store and their place in the
+same variables. They end with it, however it ends (`end_with_parent`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megarl.runtime.job_store import LOOPBACK, loopback_store, store_environment
+from megarl.role_names import kind_and_suffix
+from megarl.runtime.process import DRIVER_PID, store_prefix, without_rank
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megarl.runtime.store_executor import StoreExecutor
+
+_EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
+
+
+@contextlib.contextmanager
+def local_ranks(
+    argv: list[str],
+    ranks: dict[str, list[int]],
+    world_size: int,
+    call_timeout_s: float,
+    module: str = "megarl.train",
+    tidy_up: Callable[[], object] = lambda: None,
+) -> Iterator[StoreExecutor]:
+    """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an
+    exception killed; in both cases all of them are gone when this returns.
+
+    A rank that dies without a word is the executor's failure, like one that raises: then the other ranks are
+    ended at once.
+
+    Args:
+        argv, module: a rank is `python -m module argv`.
+        ranks: role -> its ranks.
+        call_timeout_s: as of StoreExecutor.
+        tidy_up: as of LocalRanks.
+    """
+    processes, executor = LocalRanks(argv, world_size, module, ranks, tidy_up=tidy_up), None
+    try:
+        executor = processes.start(call_timeout_s)
+        executor.death_first_s = _DEATH_FIRST_S
+        yield executor
+        executor.shutdown()
+        processes.end(_EXIT_S)
+    except BaseException as error:
+        with undisturbed(is_interrupt=isinstance(error, KeyboardInterrupt)):
+            # before the ranks hear of it: an interrupt may have left the executor locked for those who would
+            # tell it
+            processes.expect_end()
+            if executor is not None:
+                executor.kill(1)
+            processes.end(0.0)
+        raise
+
+
+@contextlib.contextmanager
+def undisturbed(is_interrupt: bool) -> Iterator[None]:
+    """Hold back signals that the user's program handles, until the ranks are gone. is_interrupt: another
+    Ctrl-C says nothing new."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run on the main thread alone
+        yield
+        return
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    came: list[int] = []
+    for signum, handler in handlers.items():
+        if callable(handler):
+            signal.signal(signum, lambda signum, frame: came.append(signum))
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if callable(handler):
+                signal.signal(signum, handler)
+        for signum in came[:1]:
+            if not (is_interrupt and signum == signal.SIGINT):
+                handlers[signum](signum, None)
+
+
+class RankDied(RuntimeError):
+    """A rank that has ended before its time. is_kill: it was ended from outside, so it has not said why."""
+
+    def __init__(self, rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]):
+        """code: as of Popen. ranks_of: role -> its ranks, to say who was there."""
+        roles = ", ".join(
+            role
+            for role, ranks in ranks_of.items()
+            if rank in ranks and kind_and_suffix(role)[0] not in ("data", "reward")
+        )
+        who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
+        self.is_kill = code < 0
+        if code == -signal.SIGKILL:
+            super().__init__(
+                f"{who} was killed by SIGKILL. If nobody did that, the machine was out of memory (see dmesg)."
+            )
+        elif self.is_kill:
+            super().__init__(f"{who} died of {signal.Signals(-code).name}.")
+        else:
+            super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
+
+    def at(self, where: str) -> RankDied:
+        """Say also where the job was."""
+        self.args = (f"{self} The job was {where}.",)
+        return self
+
+
+class LocalRanks:
+    """Processes `python -m module argv`, one per rank, and the store that they meet at.
+
+    Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that
+    started it, and a caller's thread may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often
+    the job was started before. `tidy_up` removes what killed ranks could not remove themselves."""
+
+    def __init__(
+        self,
+        argv: list[str],
+        world_size: int,
+        module: str,
+        ranks_of: Mapping[str, Sequence[int]],
+        attempt: int = 0,
+        tidy_up: Callable[[], object] = lambda: None,
+    ):
+        self._store = loopback_store()
+        self._env = (
+            without_rank(os.environ)
+            | store_environment(self._store)
+            | {
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "PYTHONSAFEPATH": "1",
+                DRIVER_PID: str(os.getpid()),
+            }
+        )
+        self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        self._command = [sys.executable, "-u", "-P", "-m", module, *argv]
+        self._world_size, self._ranks_of, self._tidy_up = world_size, ranks_of, tidy_up
+        self._ending, self._lock = False, threading.Lock()
+        self._deaths: list[RankDied] = []
+        self._tell: Callable[[RankDied], None] = self._deaths.append
+        self._processes: dict[int, subprocess.Popen] = {}
+        self._not_started: list[OSError] = []
+        self._threads: list[threading.Thread] = []
+        self.on_signal: Callable[[int], bool] = lambda signum: False
+        """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the
+        job; then it is no failure."""
+
+    def start(self, call_timeout_s: float) -> StoreExecutor:
+        """Start the ranks. A rank that dies without a word is this executor's failure."""
+        from megarl.runtime.store_executor import StoreExecutor
+
+        self.start_ranks()
+        executor = StoreExecutor(
+            dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect()
+        )
+        self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
+        return executor
+
+    def start_ranks(self) -> None:
+        """Raises: OSError if one cannot be started."""
+        started = threading.Semaphore(0)
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
+            for rank in range(self._world_size)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            started.acquire()
+        if self._not_started:
+            raise self._not_started[0]
+
+    def _connect(self) -> dist.Store:
+        from megarl.runtime.mailbox import connect
+
+        return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
+
+    def tell_deaths(self, tell: Callable[[RankDied], None]) -> None:
+        """Call this, on another thread, for every rank that dies before `end`, and now for those that
+        have."""
+        with self._lock:
+            self._tell = tell
+            for death in self._deaths:
+                tell(death)
+
+    def are_running(self) -> bool:
+        """Some rank."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def expect_end(self) -> None:
+        """From now on a rank that ends is nothing to tell."""
+        self._ending = True
+
+    def end(self, wait_s: float) -> None:
+        """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns
+        when all are gone."""
+        self.expect_end()
+        self._join(wait_s)
+        self._end_ranks()
+        self._join(_KILL_S)
+        deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
+        while any(map(_is_group, list(self._processes))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+
+    def kill(self) -> None:
+        """The ranks and whatever they have started, without waiting."""
+        self.expect_end()
+        for process in list(self._processes.values()):
+            _kill_group(process)
+        self._tidy_up()
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, rank: int, started: threading.Semaphore) -> None:
+        try:
+            if self._ending:
+                return
+            process = subprocess.Popen(
+                self._command,
+                env=self._env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._processes[process.pid] = process
+            if self._ending:  # since: `kill` may not have seen it
+                _kill_group(process)
+        except OSError as error:  # thread boundary: of processes, say, the machine has no more
+            self._not_started.append(error)
+            return
+        finally:
+            started.release()
+        code = process.wait()
+        signum = -code if code < 0 else code - 128
+        if signum in (signal.SIGINT, signal.SIGTERM) and not self._ending and self.on_signal(signum):
+            self.expect_end()
+            self._end_ranks()
+        elif code != 0 and not self._ending:
+            with self._lock:
+                self._tell(RankDied(rank, code, self._ranks_of))
+            self._end_ranks()  # the others would wait for it
+
+    def _end_ranks(self) -> None:
+        """Those that have not ended, at once; what they have started may tidy up."""
+        for process in list(self._processes.values()):
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.kill()
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_group(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

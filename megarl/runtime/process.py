@@ -1,0 +1,189 @@
+"""One process of the job (Linux): its attempt, its end (no orphans, no walls of text on a signal), its peak
+memory."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+
+WRITES_CHECKPOINT = "write_checkpoint"
+"""Name of the thread that does."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+DRIVER_PID = "MEGARL_DRIVER_PID"
+"""Variable of the ranks that a driver has started itself: the driver's process."""
+_RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+
+
+def without_rank(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that make a process a rank."""
+    return {name: value for name, value in env.items() if not name.startswith(_RANK_VARIABLES)}
+
+
+def world_size_from_env() -> int:
+    """Return the number of ranks of the job. In the driver process that rank 0 has started."""
+    return int(os.environ["MEGARL_WORLD_SIZE"])
+
+
+def store_prefix(env: Mapping[str, str] = os.environ) -> str:
+    """Prefix of this attempt's keys. `env` is that of a worker."""
+    return f"megarl/{env.get('TORCHELASTIC_RUN_ID', 'none')}/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
+    """Get `death_signal` when process `parent`, ours now, ends; where that is not enough within `grace_s`,
+    leave without asking.
+
+    The kernel sends it when the *thread* that started us ends, so start children from the main thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_watch_parent, args=(parent, grace_s), name="watch_parent", daemon=True).start()
+
+
+def _watch_parent(parent: int, grace_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(grace_s)
+    os._exit(1)
+
+
+def process_name(pid: int | None = None) -> str:
+    """Of a process, this one by default, among all of all machines and times: "who sees it/pid/start". A
+    process that has ended has no start."""
+    pid = os.getpid() if pid is None else pid
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            state, *fields = stat.read().rpartition(")")[2].split()
+        return name if state in "ZX" else name + fields[18]
+    except FileNotFoundError:
+        return name
+
+
+def has_died(name: str) -> bool:
+    """Whether this process has ended, as far as that can be seen from here."""
+    seen_by, pid, _ = name.split("/")
+    now = process_name(int(pid))
+    return now.startswith(f"{seen_by}/") and now != name
+
+
+def end_on_signals() -> None:
+    """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python
+    handler would run.
+
+    torchrun sends them to every worker when the job is interrupted or a peer died; the driver says what
+    happened.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def exit_on_signals(*signums: int) -> None:
+    """These signals end this process at once with exit code 128 + n, which the parent sees as such: not for a
+    process with work to undo."""
+    for signum in signums:
+        signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
+
+
+def ignore_signals_for_good() -> None:
+    """From now on SIGINT and SIGTERM change nothing, also while the interpreter shuts down: it puts the
+    default back where a Python function handles a signal, but not where the signal is ignored."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # In this order: Python complains on stderr of a signal that came before and then finds no handler.
+        # `signal.signal` runs the handlers of those that came, and after the first two lines there are no new
+        # ones.
+        signal.signal(signum, lambda signum, frame: None)
+        libc.signal(signum, int(signal.SIG_IGN))
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def listen_on_loopback() -> None:
+    """gloo and NCCL take connections from whoever reaches them, so nobody outside of this machine shall. What
+    the user has set stays."""
+    if os.path.exists("/sys/class/net/lo"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 256 MiB of freed memory instead of giving it back to the kernel, which hands it
+    out again page by page: activations of a small model are allocated and freed in every forward pass. A
+    tenth of a step's time on a CPU."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        for option, value in (
+            (_M_MMAP_THRESHOLD, 32 << 20),
+            (_M_TRIM_THRESHOLD, 256 << 20),
+            (_M_TOP_PAD, 64 << 20),
+        ):
+            mallopt(option, value)
+
+
+def compute_fp32_exactly() -> None:
+    """Keep fp32 from becoming TF32 on a GPU, in this process and in the engines that it starts.
+
+    Call it before CUDA and Triton are loaded. TF32 rounds the factors of a product to 10 bits, about 1e-3 in
+    a log-prob; the log-prob gate of an fp32 job compares rounding errors of 1e-6.
+
+    - Transformer Engine asks cuBLAS for TF32 (common/gemm/cublaslt_gemm.cu). NVIDIA_TF32_OVERRIDE=0 overrules
+      it.
+    - `tl.dot` takes TF32 unless the kernel or TRITON_F32_DEFAULT says otherwise (triton/language/core.py),
+      and vLLM's attention kernel for fp32 says nothing.
+
+    bf16 is not touched by either. What the user has set stays."""
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
+def quiet_libraries() -> None:
+    """Before torch, Megatron and vLLM are imported: about thirty lines in every process about what is not
+    installed, not on a GPU or renamed in a later torch. PYTHONWARNINGS and the libraries' own logging
+    variables bring them back."""
+    if os.environ.get("PYTHONWARNINGS"):
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for module in (r"megatron\.", r"torch\.distributed\.", r"vllm\."):
+        warnings.filterwarnings("ignore", module=module)
+    for name in ("megatron", "vllm"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # multiprocessing starts its tracker process with these. It removes what vLLM shared between ranks when a
+    # failure ends a rank at once, which is right, but is not to be told after the failure.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+
+
+def keep_checkout_off_path() -> None:
+    """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder
+    triton_kernels/ for OpenAI's package of that name."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    sys.path[:] = [
+        p
+        for p in sys.path
+        if not os.path.isdir(os.path.join(p or os.getcwd(), "triton_kernels", ""))
+        or os.path.basename(p) == "site-packages"
+    ]
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far. Pages shared between processes count in each of them.
+
+    VmHWM and not getrusage: ru_maxrss of a child starts at the size its parent had at the fork.
+    """
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM line: peak memory is measured on Linux only.")

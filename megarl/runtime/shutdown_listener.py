@@ -1,0 +1,134 @@
+"""A rank's part in a graceful shutdown: it lives on until the driver has decided what a SIGTERM means.
+
+    SIGTERM                  reported to the driver. It may be the end of the whole job, and then the driver shuts it down gracefully. Or it is
+                             torchrun's answer to the death of another rank: then that rank does not answer, and the driver gives up
+    shutdown/process         name of each rank's process, so that a dead one is seen at once on one machine
+    shutdown/driver          name of the driver's process
+    shutdown/ping            answered by every rank that lives
+    shutdown/abort           index of the first command that is not aborted; commands before it abort where they can, see abort.py
+    shutdown/all_ranks_know  set when every rank has read the one before
+
+The driver sets the last three in this order, or all of them to "end" when it will ask no more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megarl.runtime.abort import ABORT, Aborted
+from megarl.runtime.mailbox import TERMINATED, Mailbox, Result, connect
+from megarl.runtime.process import has_died, process_name
+
+PROCESS, PING = "shutdown/process", "shutdown/ping"
+ABORT_CALLS, ALL_RANKS_KNOW = "shutdown/abort", "shutdown/all_ranks_know"
+ASKED, END = b"asked", b"end"
+DRIVER = "shutdown/driver"
+# that a driver which lives, as far as one sees, may take to ask who lives: less than torchrun leaves until
+# SIGKILL
+_HEARD_S = 20.0
+_CONNECT_S, _ASKED_S = 4.0, 10.0
+_SAME_SIGNAL_S = 1.0  # within which a signal reaches all processes that it is sent to
+
+
+class ShutdownListener:
+    """Answers the driver on a thread of its own; `join` after the driver has set END."""
+
+    def __init__(self, rank: int):
+        self._rank, self._terminated, self._pinged, self._asked = (
+            rank,
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
+        self._has_aborted, self._first_kept = False, 0
+        self._thread = threading.Thread(target=self._listen, name="listen_for_shutdown", daemon=True)
+        self._thread.start()
+        _on_sigterm(self._end)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def is_aborted(self, index: int, error: BaseException) -> bool:
+        """Return whether this command, which has raised, is one that the driver aborts: nobody reads its
+        value.
+
+        Calls after an aborted one may miss what it has not made. And what this rank has started (an engine,
+        say) may have got the same SIGTERM, and have got it first."""
+        if not isinstance(error, Aborted) and self._terminated.wait(_SAME_SIGNAL_S):
+            self._asked.wait(_ASKED_S)
+        aborted = index < self._first_kept and (
+            isinstance(error, Aborted) or self._has_aborted or self._terminated.is_set()
+        )
+        self._has_aborted = self._has_aborted or aborted
+        return aborted
+
+    def _listen(self) -> None:
+        with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
+            store = connect()
+            store.set(f"{PROCESS}/{self._rank}", process_name())
+            if store.get(PING) == END:
+                return
+            self._pinged.set()
+            store.set(f"{PING}/{self._rank}", "1")
+            if (first_kept := store.get(ABORT_CALLS)) == END:
+                return
+            self._first_kept = int(first_kept)
+            ABORT.store, ABORT.is_requested = connect(), True
+            self._asked.set()
+            store.set(f"{ABORT_CALLS}/{self._rank}", "1")
+            ABORT.all_ranks_know = store.get(ALL_RANKS_KNOW) == ASKED
+
+    def _end(self) -> None:
+        """On a thread. Ends this process when the driver has, or does not know of it."""
+        self._terminated.set()
+        try:
+            store = connect(timeout_s=_CONNECT_S)
+            mailbox = Mailbox(store)
+            mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
+            deadline = time.monotonic() + _HEARD_S
+            while (
+                not mailbox.is_killed()
+                and not _has_driver_died(store)
+                and (self._pinged.is_set() or time.monotonic() < deadline)
+            ):
+                time.sleep(0.1)
+        except dist.DistError:
+            pass  # the store is gone, and with it the job
+        os._exit(128 + signal.SIGTERM)
+
+
+def _has_driver_died(store: dist.Store) -> bool:
+    """Whether it is known that nobody will ask: not of a driver that is on its way, or on another machine."""
+    return store.check([DRIVER]) and has_died(store.get(DRIVER).decode())
+
+
+def _on_sigterm(call: Callable[[], None]) -> None:
+    """Call this once, on a thread, after SIGTERM; at once also while the main thread is inside a collective,
+    where no Python handler runs. On the main thread."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(
+        signal.SIGTERM, lambda signum, frame: None
+    )  # last: a signal that comes earlier ends this process, and none is lost
+    os.register_at_fork(after_in_child=_forget_sigterm)
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(reading, 64):
+            pass
+        call()
+
+    threading.Thread(target=wait, name="wait_for_sigterm", daemon=True).start()
+
+
+def _forget_sigterm() -> None:
+    """In a child, whose signals are not this rank's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,158 @@
+"""Pickles that travel through the job's store, each with an HMAC-SHA256 (RFC 2104) that is checked before
+anything is unpickled.
+
+A pickle runs code when it is read, and whoever can reach the store's port can write there. The key is the
+job's secret:
+
+    started by megarl               drawn by the process that starts the ranks, in their environment
+    torchrun, one node              drawn by rank 0, in a file that only this user can read, removed when all ranks have read it
+    torchrun, several nodes         the user's, in MEGARL_JOB_SECRET, the same on all nodes
+
+What is signed is the name that a message is stored under, too: one message cannot be put in the place of
+another."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import pickle
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Protocol
+
+JOB_SECRET = "MEGARL_JOB_SECRET"
+_MAC_BYTES, _SECRET_BYTES, _SHORTEST_SECRET = hashlib.sha256().digest_size, 32, 32
+_FILE, _READERS = "secret/file", "secret/readers"
+
+
+class ForgedMessage(RuntimeError):
+    """What lies in the store was not written by this job."""
+
+
+class SecretError(ValueError):
+    """The job's secret is missing, too short, or its folder can be read by others. For the user to mend."""
+
+
+class Store(Protocol):
+    """Of torch.distributed.Store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+def dumps(value: object, name: str) -> bytes:
+    """32 bytes of HMAC, then the pickle of `value`, which is stored under `name`."""
+    data = pickle.dumps(value)
+    return _mac(name, data) + data
+
+
+def loads(data: bytes, name: str) -> object:
+    """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it;
+    nothing is unpickled then."""
+    pickled = memoryview(data)[_MAC_BYTES:]
+    if not hmac.compare_digest(_mac(name, pickled), data[:_MAC_BYTES]):
+        raise ForgedMessage(
+            f"{name} in the job's store is not signed with the job's secret and was not read: "
+            "another process wrote it, or "
+            f"{JOB_SECRET} is not the same on all nodes."
+        )
+    return pickle.loads(pickled)
+
+
+def _mac(name: str, data: bytes | memoryview) -> bytes:
+    mac = hmac.new(job_secret().encode(), name.encode() + b"\0", hashlib.sha256)
+    mac.update(data)
+    return mac.digest()
+
+
+_HOW = f"Try export {JOB_SECRET}=$(openssl rand -hex {_SECRET_BYTES}) once, and give every node the value."
+_secret: str | None = None
+
+
+def job_secret() -> str:
+    """This process's: from the environment, else drawn; once. Raises: SecretError for one that is short
+    enough to be guessed."""
+    global _secret
+    if _secret is None:
+        given = os.environ.get(JOB_SECRET)
+        if given is not None and len(given) < _SHORTEST_SECRET:
+            raise SecretError(
+                f"{JOB_SECRET} (variable, {len(given)} characters): must have at least "
+                f"{_SHORTEST_SECRET} characters. {_HOW}"
+            )
+        _secret = given or secrets.token_hex(_SECRET_BYTES)
+    return _secret
+
+
+def check_secret(env: Mapping[str, str] = os.environ) -> None:
+    """In a rank. Raises: SecretError if its secret is too short, or there is none where the ranks cannot
+    agree on one by themselves."""
+    job_secret()
+    alone = env["WORLD_SIZE"] == "1"
+    on_one_node = (
+        env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"] and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
+    if JOB_SECRET not in env and not alone and not on_one_node:
+        raise SecretError(
+            f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, "
+            "on one node: it signs commands in a "
+            f"store that others can reach. {_HOW}"
+        )
+
+
+def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
+    """In a rank under a launcher, before the first message: the secret of the environment, out of which it is
+    taken, as children inherit that, or rank 0's. Collective over the world; `store`: where the ranks of this
+    attempt meet. Raises: SecretError like check_secret."""
+    global _secret
+    check_secret(env)
+    if env.pop(JOB_SECRET, None) is not None or env["WORLD_SIZE"] == "1":
+        return
+    if env["RANK"] == "0":
+        store.set(_FILE, _write(job_secret()).name)
+        return
+    path = _folder() / os.path.basename(
+        store.get(_FILE).decode()
+    )  # only the name: who writes to the store cannot lead us elsewhere
+    _secret = _read(path)
+    if store.add(_READERS, 1) == int(env["WORLD_SIZE"]) - 1:
+        path.unlink(missing_ok=True)
+
+
+def _write(secret: str) -> Path:
+    """A new file with it. Files of jobs that ended before all of their ranks had started are removed."""
+    folder = _folder()
+    for path in folder.glob("secret-*"):
+        if not Path(f"/proc/{path.name.split('-')[1]}").exists():
+            path.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f"secret-{os.getpid()}-", dir=folder)  # mode 0600
+    with os.fdopen(handle, "w") as file:
+        file.write(secret)
+    return Path(name)
+
+
+def _read(path: Path) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        return file.read()
+
+
+def _folder() -> Path:
+    """One that nobody else can read or put anything into. Raises: SecretError if somebody else has made
+    it."""
+    folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise SecretError(
+            f"{folder} (folder for secrets): must be a folder of this user that nobody else may "
+            "open. Try TMPDIR=$HOME, or a "
+            f"{JOB_SECRET} of your own."
+        )
+    return folder

@@ -1,0 +1,75 @@
+"""The driver process under torchrun, from its first to its last line.
+
+    torchrun -> rank 0 -> start_driver -> run_driver(main, ...)     the driver: connect, main(executor), shut down
+             -> rank 0, 1, ... -> serve(roles, ...)                 the workers
+
+Whatever fails is told once (`shutdown.py`), and then everything ends: the driver exits, with it rank 0, with it
+(torchrun) all. Importing this module does not import torch, so the driver starts before rank 0 has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megarl.runtime.shutdown import run_job
+from megarl.runtime.signing import JOB_SECRET, job_secret
+from megarl.runtime.process import end_on_signals, end_with_parent, store_prefix, without_rank
+
+if TYPE_CHECKING:
+    from megarl.runtime.store_executor import StoreExecutor
+
+
+def start_driver(
+    argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.driver"
+) -> subprocess.Popen:
+    """Start the driver beside rank 0: `python -P -m module argv`. Call it on rank 0's main thread; hand the
+    result to `serve`.
+
+    The driver finds the job in its environment and not the variables that would make it pass for a rank. From
+    here on this process lives no longer than the driver does: it exits when the driver fails, with the
+    driver's code, wherever it is.
+    """
+    inherited = os.environ if env is None else env
+    child_env = without_rank(inherited) | {
+        "PYTHONSAFEPATH": "1",
+        "MEGARL_STORE": f"{inherited['MASTER_ADDR']}:{inherited['MASTER_PORT']}",
+        "MEGARL_STORE_PREFIX": store_prefix(inherited),
+        "MEGARL_WORLD_SIZE": inherited["WORLD_SIZE"],
+        "MEGARL_RANK_0_PID": str(os.getpid()),
+        JOB_SECRET: job_secret(),
+    }
+    child_env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when the store goes away the driver says so itself
+    driver = subprocess.Popen([sys.executable, "-P", "-m", module, *argv], env=child_env)
+    threading.Thread(target=_watch_driver, args=(driver,), name="watch_driver", daemon=True).start()
+    return driver
+
+
+def _watch_driver(driver: subprocess.Popen) -> None:
+    code = driver.wait()
+    if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could handle them
+        os._exit(128 - code)
+    if code < 0:
+        sys.stderr.write(f"[rank 0] the driver process was killed by signal {-code}; ending the job\n")
+        sys.stderr.flush()
+    if code != 0:
+        os._exit(code if code > 0 else 1)
+
+
+def run_driver(
+    main: Callable[[StoreExecutor], object], ranks: dict[str, list[int]], call_timeout_s: float
+) -> int:
+    """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns
+    the exit code, as `run_job`."""
+    end_on_signals()
+    end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
+    from megarl.runtime.store_executor import (
+        StoreExecutor,
+    )  # torch: what a signal interrupts there cannot be unwound
+
+    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s))
