@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from megarl.config.render import write_args
 from megarl.config.rules_files import described_models, goes_on, uncompared_models
-from megarl.driver.executor import Future
 from megarl.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
