@@ -1,8 +1,8 @@
 """Args files: flags in a text file, as one would type them.
 
-`#` starts a comment, shell quotes group a value (also over several lines), `@other.args` includes another file,
-relative to the one that names it. A file's own flags override those of the files that it includes, and the command
-line overrides all files."""
+`#` starts a comment, shell quotes group a value (also over several lines), `@other.args` includes another
+file, relative to the one that names it. A file's own flags override those of the files that it includes, and
+the command line overrides all files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMAND_LINE = "command line"
 
 
 class Word(NamedTuple):
-    """A word of the command line or of an args file; a quoted word of a file is a value, whatever it looks like."""
+    """A word of the command line or of an args file; a quoted word of a file is always a value."""
 
     text: str
     quoted: bool = False
@@ -123,7 +123,7 @@ class Reader:
         self._read_words(self._split(text, str(path)), path.parent, (*including, resolved))
 
     def _split(self, text: str, path: str) -> Iterator[tuple[Word, str]]:
-        """Yield the words of an args file with their places; an unclosed quote ends the file with an error."""
+        """Yield the words of an args file with their places; an unclosed quote ends it with an error."""
         position = _SKIP.match(text).end()
         counted, line = 0, 1
         while position < len(text):

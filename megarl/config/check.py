@@ -1,7 +1,7 @@
 """All rules across fields: what one flag, the model's shape and the number of ranks mean for each other.
 
-They run before any device is touched. Every rule that is broken is reported at once, as `flag (value): rule. Try
-...`. A rule of a single field stands beside the field in the schema."""
+They run before any device is touched. Every rule that is broken is reported at once, as `flag (value): rule.
+Try ...`. A rule of a single field stands beside the field in the schema."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> 
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
-    """Return the shapes of the actor and of the critic, if there is one, and what is wrong in their config.json."""
+    """Return the shapes of actor and critic, if there is one, and what is wrong in their config.json."""
     shape, errors = _load_shape(config.model.model)
     if config.critic is None:
         return shape, None, errors
@@ -171,16 +171,16 @@ def _several_actors(config: TrainConfig, world_size: int, new_run: bool) -> Iter
         yield f"{head}: an evaluation is of one model. Leave it out."
     if not all(of_actor.algorithm.needs_rollout for of_actor in actors.values()):
         yield (
-            f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job for "
-            "each, or try --algorithm grpo."
+            f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job "
+            "for each, or try --algorithm grpo."
         )
         return
     ranks, broken, inside = {}, [], []
     for suffix, of_actor in actors.items():
         if len(models := of_actor.reward_models.reward_model) > 1:
             yield (
-                f"{head}: with several actors each has one reward model, which has its number, and actor{suffix} "
-                f"has {len(models)}."
+                f"{head}: with several actors each has one reward model, which has its number, and "
+                f"actor{suffix} has {len(models)}."
             )
         placed, errors = place(of_actor, world_size)
         ranks |= {f"{role}{suffix}": of_role for role, of_role in placed.items()}

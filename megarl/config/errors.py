@@ -1,4 +1,4 @@
-"""Errors of a configuration: all are collected and reported at once, each with advice. Rules of single fields."""
+"""Errors of a configuration, which are reported all at once, and the rules of single fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bound(typing.NamedTuple):
     limit: float
 
     def error(self, value: float, default: object) -> str | None:
-        """Return the rule that the value breaks, with the default or the limit as advice; None if it holds."""
+        """Return the rule that the value breaks, with advice: the default or the limit. None if it holds."""
         if self.holds(value, self.limit):
             return None
         has_number = isinstance(default, (int, float)) and not isinstance(default, bool)

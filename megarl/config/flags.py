@@ -98,7 +98,7 @@ class Kind:
         return f"{one} ..." if self.many else one
 
     def parse(self, words: Sequence[Word]) -> object:
-        """Return the value of the words after a flag. Raises: ValueError(rule) that does not name the flag."""
+        """Return the value of the words after a flag. Raises: ValueError(rule) without the flag's name."""
         if self.optional and len(words) == 1 and words[0] == Word("none"):
             return None
         if self.many and not (self.one_or_many and len(words) == 1):
@@ -221,7 +221,7 @@ def flag_name(field: str, prefix: str = "") -> str:
 
 
 def number_and_name(name: str) -> tuple[int, str]:
-    """Split a flag into the number of its actor and the rest: (2, "critic-lr") of critic-2-lr, (1, "lr") of lr."""
+    """Return (2, "critic-lr") of critic-2-lr: the number of the actor and the rest; (1, "lr") of lr."""
     match = _NUMBERED.fullmatch(name)
     return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
 
@@ -274,7 +274,7 @@ def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator
 
 @functools.cache
 def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
-    """Return the flags of one dataclass, without its dicts: they hold the flags that the schema does not know."""
+    """Return the flags of one dataclass. Its dicts hold flags that the schema does not know."""
     hints = field_types(cls)
     flags = []
     for field in dataclasses.fields(cls):
@@ -305,7 +305,7 @@ def _default(field: dataclasses.Field) -> object:
 
 
 def algorithm_name(cls: type) -> str:
-    """Return the value of --algorithm that chooses a class: its attribute `name`, or its own name in lower case."""
+    """Return the value of --algorithm that chooses a class: its `name`, or the class's in lower case."""
     return getattr(cls, "name", cls.__name__.lower())
 
 

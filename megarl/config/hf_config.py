@@ -49,7 +49,7 @@ field counts, also one that is added later."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The shape of a model: all that building it needs. Names are Megatron's where it has one.
+    """All numbers and switches that building a model needs. Names are Megatron's where it has one.
 
     Args:
         head_dim: Megatron's kv_channels.
@@ -165,17 +165,17 @@ class ModelShape:
         return replace(shape, value_head=True, tie_word_embeddings=False) if value_head else shape
 
     def padded_vocab_size(self, multiple: int = 64) -> int:
-        """Return the rows of the padded embedding. 64 is vLLM's padding, so that both sides' shards coincide."""
+        """Return the rows of the padded embedding. 64 is vLLM's padding, so both sides' shards coincide."""
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def is_moe(self) -> bool:
-        """A layer is a mixture of experts; every layer that is not in dense_layers."""
+        """Whether a layer is a mixture of experts: every layer that is not in dense_layers."""
         return self.num_moe_experts > 0
 
     @property
     def is_dense(self) -> bool:
-        """No layer is a mixture of experts."""
+        """Whether no layer is a mixture of experts."""
         return not self.is_moe
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -188,8 +188,9 @@ class ModelShape:
 
     @property
     def names_blocks_sparse(self) -> bool:
-        """The checkpoint has block_sparse_moe.experts.<e>.w1, w3 and w2 where others have
-        mlp.experts.<e>.gate_proj, up_proj and down_proj."""
+        """Whether checkpoints have block_sparse_moe.experts.<e>.w1, w3 and w2.
+
+        Others have mlp.experts.<e>.gate_proj, up_proj and down_proj."""
         return self.is_moe and self.model_type == "mixtral"
 
     @property
@@ -198,7 +199,7 @@ class ModelShape:
 
     @property
     def shares_experts(self) -> bool:
-        """mlp.shared_experts; Qwen2-MoE, where there is a gate, calls them mlp.shared_expert."""
+        """Whether checkpoints have mlp.shared_experts; Qwen2-MoE, with a gate, has mlp.shared_expert."""
         return (
             self.is_moe and self.moe_shared_expert_intermediate_size > 0 and not self.moe_shared_expert_gate
         )
@@ -213,7 +214,7 @@ class ModelShape:
 
     @property
     def is_mla(self) -> bool:
-        """Attention is multi-head latent."""
+        """Whether attention is multi-head latent attention."""
         return self.kv_lora_rank > 0
 
     @property
@@ -226,7 +227,7 @@ class ModelShape:
 
     @property
     def has_query_projection(self) -> bool:
-        """Queries are a projection of the hidden states."""
+        """Whether queries are a projection of the hidden states."""
         return not self.has_query_latent
 
     @property
@@ -331,7 +332,8 @@ def _eos_token_ids(config: dict[str, object], family: Family, generation_config:
 def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> dict[str, object]:
     """Return the fields that decide which function the weights compute, as JSON gives them back.
 
-    They are stored in checkpoints and compared before weights are loaded. Adapters count with rank and scale."""
+    They are stored in checkpoints and compared before weights are loaded. Adapters count with rank and
+    scale."""
     fields = {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)

@@ -1,7 +1,7 @@
 """Families of models, and what the values of a Hugging Face config.json must be. No torch.
 
-Rotary embeddings are read in the spellings of every version of transformers. Admitted is what transformers and vLLM
-compute alike; `megatron/rope.py` has the formulas."""
+Rotary embeddings are read in the spellings of every version of transformers. Admitted is what transformers
+and vLLM compute alike; `megatron/rope.py` has the formulas."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be a positive whole number": (
         _is_whole,
         """hidden_size intermediate_size num_attention_heads vocab_size head_dim max_position_embeddings
-        original_max_position_embeddings sliding_window num_labels max_window_layers num_nextn_predict_layers""",
+        original_max_position_embeddings sliding_window num_labels max_window_layers
+        num_nextn_predict_layers""",
     ),
     "must be a whole number above 0": (lambda value: _is_whole(value, at_least=1), "sliding_window_pattern"),
     f"must be a positive whole number, at most {_MOST_LAYERS}": (
@@ -169,7 +170,8 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be an object": (lambda value: isinstance(value, dict), "rope_scaling rope_parameters id2label"),
     "must be a token id, or a list of them": (_are_tokens, "eos_token_id"),
 }
-"""Rule -> (whether a value is of the kind, the keys that it is for). The rules of each key say whether 0 is right."""
+"""Rule -> (whether a value is of the kind, the keys that it is for). The rules of each key say whether 0 is
+right."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 
 
@@ -211,8 +213,8 @@ def unsupported_keys(config: dict[str, object], family: Family, value_head: bool
     head_dim, heads, size = (config.get(k) for k in ("head_dim", "num_attention_heads", "hidden_size"))
     if head_dim is not None and not family.head_dim_is_a_key and heads and size and head_dim * heads != size:
         yield (
-            f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({size} / {heads}); vLLM takes no "
-            "other for this family."
+            f"head_dim ({head_dim}): must be hidden_size / num_attention_heads ({size} / {heads}); vLLM "
+            "takes no other for this family."
         )
     architectures = config.get("architectures") or [family.architecture]
     classifier = family.sequence_classifier
@@ -240,8 +242,8 @@ def unsupported_windows(config: dict[str, object], family: Family) -> Iterator[s
     some_slide = value_of(config, "max_window_layers", 28) < value_of(config, "num_hidden_layers", 0)
     if config.get("use_sliding_window") and some_slide:
         yield (
-            f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers for "
-            "this family."
+            f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers "
+            "for this family."
         )
     if family.sliding_window is not None and (not isinstance(window, int) or window < 1):
         yield f"sliding_window ({window}): must be a positive whole number, or null."

@@ -1,7 +1,7 @@
 """Kinds of layers that only some families have, as config.json describes them. No torch.
 
-Experts: which layers have them, how many, and how tokens are sent to them. Multi-head latent attention: DeepSeek-V2
-and V3 (arXiv:2405.04434). Gemma 3: windows, norms and scales.
+Experts: which layers have them, how many, and how tokens are sent to them. Multi-head latent attention:
+DeepSeek-V2 and V3 (arXiv:2405.04434). Gemma 3: windows, norms and scales.
 
 Keys and their defaults are those of transformers' config classes. A key that changes the numbers in
 transformers and not here, or in vLLM and not in transformers, is refused by name."""

@@ -1,7 +1,7 @@
-"""What this machine has: libraries with their versions and fields, and GPUs.
+"""Libraries and GPUs of this machine: versions, fields of classes, numbers.
 
-Sources of libraries are read and not imported: an import costs seconds and must not happen before the configuration
-is known to be right. GPUs are counted without torch and without opening a device."""
+Sources of libraries are read and not imported: an import costs seconds and must not happen before the
+configuration is known to be right. GPUs are counted without torch and without opening a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pins() -> dict[str, str]:
 
 
 def installed_version(library: str) -> str | None:
-    """Return the version of a library, without what stands for a build (+cpu); None if it is not installed."""
+    """Return the version of a library, without a build's +cpu; None if it is not installed."""
     for name in _DISTRIBUTIONS.get(library, (library,)):
         try:
             return importlib.metadata.version(name).partition("+")[0]
@@ -58,8 +58,8 @@ def megatron_finding() -> str | None:
     if version == SUPPORTED_MEGATRON:
         return None
     return (
-        f"megatron-core ({version}): megarl replaces parts of {SUPPORTED_MEGATRON} by line and knows no other "
-        f"version. Run pip install megatron-core=={SUPPORTED_MEGATRON}."
+        f"megatron-core ({version}): megarl replaces parts of {SUPPORTED_MEGATRON} by line and knows no "
+        f"other version. Run pip install megatron-core=={SUPPORTED_MEGATRON}."
     )
 
 
@@ -72,8 +72,8 @@ def apex_finding() -> str | None:
         return None
     return (
         f"apex ({importlib.util.find_spec('apex').origin or folders[0]}): is not NVIDIA's, as it has no "
-        "apex.optimizers, and Megatron would take it for that. Run pip uninstall apex; NVIDIA's is built from "
-        "github.com/NVIDIA/apex."
+        "apex.optimizers, and Megatron would take it for that. Run pip uninstall apex; NVIDIA's is built "
+        "from github.com/NVIDIA/apex."
     )
 
 
@@ -109,7 +109,7 @@ def engine_args() -> InstalledClass | None:
 
 @functools.cache
 def transformer_config() -> InstalledClass | None:
-    """Return Megatron-Core's TransformerConfig with its base class; None if Megatron-Core is not installed."""
+    """Return Megatron-Core's TransformerConfig with its base class; None if it is not installed."""
     return _installed_class(
         "megatron",
         ("core/model_parallel_config.py", "ModelParallelConfig"),
@@ -119,7 +119,7 @@ def transformer_config() -> InstalledClass | None:
 
 @functools.cache
 def cpu_head_sizes() -> tuple[int, ...] | None:
-    """Return the sizes of attention heads that vLLM's CPU backend has kernels for; None if it is not known."""
+    """Return the sizes of attention heads that vLLM's CPU backend has kernels for; None if not known."""
     for path in _files("vllm", "v1/attention/backends/cpu_attn.py"):
         for node in ast.walk(syntax_tree(path)):
             match node:
@@ -202,7 +202,8 @@ def visible_gpus() -> int:
 
 
 def _count_gpus(chosen: str, there: int) -> int:
-    """Count the numbers or UUIDs of CUDA_VISIBLE_DEVICES. CUDA ignores what follows a number without a GPU."""
+    """Count the numbers or UUIDs of CUDA_VISIBLE_DEVICES up to the first number without a GPU, as CUDA
+    does."""
     names = [name.strip() for name in chosen.split(",")]
     exist = [bool(name) and (not name.lstrip("-").isdigit() or 0 <= int(name) < there) for name in names]
     return exist.index(False) if False in exist else len(names)

@@ -1,4 +1,6 @@
-"""argv -> TrainConfig. Precedence: defaults < args files < command line. All errors are reported at once.
+"""From the command line to TrainConfig; all errors are reported at once.
+
+Precedence: defaults < args files < command line.
 
 Example: load_config(["--algorithm", "grpo", "@configs/sums.args", "--lr", "1e-5"], REGISTRY)"""
 
@@ -110,7 +112,7 @@ def load_config(
 
 
 class _Loader:
-    """The configuration of one actor: from flags without a number, and those with its number, which count more.
+    """Makes the configuration of one actor from flags without a number, and those with its number.
 
     Errors of flags without a number are reported by the first actor's loader alone."""
 
@@ -173,8 +175,10 @@ class _Loader:
         return self.algorithms.get(name)
 
     def _set_all(self, given: list[Given]) -> None:
-        """Set fields so that the last value holds: lower levels first; within a level, flags of all actors
-        before this one's, and flags of more roles before flags of fewer."""
+        """Set the fields of all flags, in an order in which the last value holds.
+
+        Lower levels come first; within a level, flags of all actors before this one's, and flags of more
+        roles before flags of fewer."""
         found = [(*pair, one) for one in given if (pair := self._find(one)) is not None]
         found.sort(key=lambda item: (item[2].occurrence.level, item[2].number, -len(item[0].targets)))
         seen: dict[tuple[int, int, str], tuple[bool, Given]] = {}

@@ -1,4 +1,4 @@
-"""The mesh of a role: a list of ranks and its parallel sizes. Pure arithmetic, so the driver can plan with it.
+"""The mesh of a role: a list of ranks and its parallel sizes. Pure arithmetic, for plans of the driver.
 
 Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid
 of their own over the same ranks of each pipeline stage: etp fastest, then ep, then edp."""
@@ -128,7 +128,7 @@ class MeshSpec:
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
     def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
-        """Return the ranks with the coordinates of `rank`, except along the varied names, which are of one grid."""
+        """Return the ranks with the coordinates of `rank`, except along the varied names of one grid."""
         grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
         mine = self.coordinates(rank)
         return self.ranks_where(**{name: mine[name] for name in grid if name not in varied})
@@ -155,11 +155,11 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
-    """Return role -> key of the batch shard that it works on: roles with one key have the same samples on each rank.
+    """Return role -> key of its batch shard: roles with one key have the same samples on each rank.
 
-    The key is the first role of the same actor on the same ranks with the same sizes. Those of the experts and of
-    virtual pipelines do not count, as they do not say who has which sample. Actors have columns of their own, also
-    of the same samples.
+    The key is the first role of the same actor on the same ranks with the same sizes. Those of the experts
+    and of virtual pipelines do not count, as they do not say who has which sample. Actors have columns of
+    their own, also of the same samples.
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference
     "actor", critic "critic"."""
@@ -194,7 +194,9 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Return the meshes of one actor's roles, without its number. Rules score samples where they were made."""
+    """Return the meshes of one actor's roles, without its number.
+
+    Rules score samples where they were made."""
     backend_of = {model.name: model.backend for model in reward_models(config)}
     meshes: dict[str, MeshSpec] = {}
     for role, ranks in role_ranks(config, world_size).items():
@@ -223,12 +225,12 @@ def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
 
 
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
-    """Return the parallel sizes of a Megatron role from its actor's configuration; reward models share theirs."""
+    """Return the parallel sizes of a role that Megatron runs; reward models share theirs."""
     return getattr(config, kind_and_suffix(role)[0].removesuffix("_model"))
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
-    """Return 'in-process' or 'out-of-process': what --rollout-engine of one actor means on this many ranks."""
+    """Return 'in-process' or 'out-of-process': what --rollout-engine of one actor means."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
     everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))

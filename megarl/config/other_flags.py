@@ -1,8 +1,7 @@
-"""Flags that the schema does not know: fields of vLLM's engine arguments and of Megatron's TransformerConfig, and
-what flags are called in other frameworks.
+"""Flags beyond the schema: vLLM's engine arguments, Megatron's TransformerConfig, other frameworks' names.
 
-Engine arguments stand behind --rollout-. Both kinds are checked against the installed class. A field that megarl
-itself decides is refused, with the flag that decides it."""
+Engine arguments stand behind --rollout-. They and the fields of TransformerConfig are checked against the
+installed class. A field that megarl itself decides is refused, with the flag that decides it."""
 
 from __future__ import annotations
 
@@ -73,7 +72,8 @@ _SHAPE_KEYS = {
 
 # As ENGINE_REFUSED, for TransformerConfig, with names of Megatron's own training arguments.
 TRANSFORMER_REFUSED = {
-    f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another --model.": fields
+    f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another "
+    "--model.": fields
     for key, fields in _SHAPE_KEYS.items()
 } | {
     "the shape comes from --model's config.json. Change it there, or use another --model.": """
@@ -250,7 +250,7 @@ def find_engine_flag(name: str) -> Flag | str | None:
 
 
 def find_transformer_flag(name: str) -> Flag | str | None:
-    """Return the flag of a TransformerConfig field, why it is refused, or None if Megatron has no such field."""
+    """Return the flag of a TransformerConfig field, why it is refused, or None if there is no such field."""
     return _find(name, "", "transformer", transformer_config(), TRANSFORMER_REFUSED, "Megatron-Core")
 
 
@@ -360,7 +360,7 @@ def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
 
 
 def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | None:
-    """Return the values of Literal[...], which may name further aliases of its file; None if one is unknown."""
+    """Return the values of Literal[...], which may name aliases of its file; None if one is unknown."""
     choices: tuple[object, ...] = ()
     for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
         found = None

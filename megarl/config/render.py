@@ -21,16 +21,20 @@ from megarl.config.schema import TrainConfig
 _HEAD = """\
 usage: {prog} [@file.args ...] [--flag value ...]
 
-@file.args reads flags from a file: as typed here, over any number of lines, # for comments, @other.args to include another file.
-A flag given here overrides args files, and a later file an earlier one. --flag=value passes a value that starts with -- or @,
-and `none` stands for no value where a flag has none by default.
+@file.args reads flags from a file: as typed here, over any number of lines, # for comments, @other.args to
+include another file. A flag given here overrides args files, and a later file an earlier one. --flag=value
+passes a value that starts with -- or @, and `none` stands for no value where a flag has none by default.
 """
 _TAIL = """\
 and also
-  --rollout-<name>        Any other engine argument of the installed vLLM, e.g. --rollout-scheduling-policy fcfs.
-  --<name>                Any other field of the installed Megatron-Core's TransformerConfig, e.g. --attention-softmax-in-fp32.
-                          The model's shape is not among them: it comes from --model.
-  --actor-2-<name>        With --num-actors: a flag of the second actor alone. Of one of its roles: --critic-2-<name>, --rollout-2-<name>.
+  --rollout-<name>
+        Any other engine argument of the installed vLLM, e.g. --rollout-scheduling-policy fcfs.
+  --<name>
+        Any other field of the installed Megatron-Core's TransformerConfig, e.g. --attention-softmax-in-fp32.
+        The model's shape is not among them: it comes from --model.
+  --actor-2-<name>
+        With --num-actors: a flag of the second actor alone. Of one of its roles: --critic-2-<name>,
+        --rollout-2-<name>.
 """
 
 

@@ -53,7 +53,7 @@ def _backends(given: RewardModelConfig) -> tuple[str, ...]:
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
-    """Whether --reward or --reward-function takes part: always without reward models, else if one was given."""
+    """Whether a rule scores responses: always without reward models, else if a rule is given."""
     is_given = config.data.reward is not None or config.data.reward_function is not None
     return is_given or not config.reward_models.reward_model
 
@@ -79,7 +79,8 @@ def find_backend(path: str) -> str:
         return "judge"
     text = (
         f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor *ForCausalLM, but "
-        f"{architecture}, so what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge."
+        f"{architecture}, so what runs it cannot be chosen by it. Add --reward-model-backend transformers or "
+        "judge."
     )
     raise ConfigError([text])
 
@@ -100,7 +101,7 @@ def read_model_config(path: str) -> dict[str, object]:
 
 
 def value_model_shape(path: str) -> ModelShape:
-    """Return the shape of a reward model for the megatron backend. Raises: ConfigError if Megatron cannot run it."""
+    """Return the shape of a reward model. Raises: ConfigError if Megatron cannot run it."""
     return ModelShape.load(path, value_head=True)
 
 

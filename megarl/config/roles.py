@@ -1,4 +1,4 @@
-"""Which roles a job has, and on which ranks each of them is: by flags like 0-3,6, or names of pools of ranks."""
+"""The roles of a job and the ranks of each, by flags like 0-3,6 or by names of pools of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trains_in_fp32(config: TrainConfig) -> bool:
 
 
 def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
-    """Return suffix of each actor -> the configuration of this actor and its roles, as if it were the only one."""
+    """Return suffix of each actor -> its configuration, as if it were the only actor."""
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
 
 
@@ -86,8 +86,8 @@ class DeviceMap:
     """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]).
 
     A role that is left out goes where its flag's default puts it. Roles: actor, critic, reference, reward,
-    rollout, and those of further actors: DeviceMap(actor=[0], actor_2=[1], rollout=[0], rollout_2=[1]). `reward`
-    may hold a list of ranks per reward model: reward=[[2], [3]].
+    rollout, and those of further actors: DeviceMap(actor=[0], actor_2=[1], rollout=[0], rollout_2=[1]).
+    `reward` may hold a list of ranks per reward model: reward=[[2], [3]].
 
     Raises: TypeError for another role."""
 
@@ -112,8 +112,8 @@ class DeviceMap:
 def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
     """Return role -> its ranks, None where its flag is wrong, and what is wrong.
 
-    Roles are those that one actor has, in the order in which they are set up: actor, reference, critic, reward
-    models, rollout. Rule rewards live where the rollouts are."""
+    Roles are those that one actor has, in the order in which they are set up: actor, reference, critic,
+    reward models, rollout. Rule rewards live where the rollouts are."""
     errors: list[str] = []
     try:
         pools = parse_pools(config.placement.pools)
@@ -141,8 +141,8 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
     given, count = config.placement.reward_ranks, len(config.reward_models.reward_model)
     if count and len(given) > 1 and len(given) != count:
         errors.append(
-            f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of the "
-            f"{count}. Try --reward-ranks {given[0]}."
+            f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of "
+            f"the {count}. Try --reward-ranks {given[0]}."
         )
         placed |= {role: None for role in placed if role.startswith("reward_model")}
     return placed, errors

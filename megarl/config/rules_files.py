@@ -1,7 +1,7 @@
-"""Rules about files and folders that flags name: models, data, rewards, --save, and the checkpoints of --load.
+"""Rules about files and folders that flags name: models, data, rewards, --save and --load.
 
-Paths are looked at, not opened, but for the names in a reward's file and job.json of a checkpoint; the ranks find
-what is damaged in the rest. Nothing is run or created."""
+Paths are looked at, not opened, but for the names in a reward's file and job.json of a checkpoint; the ranks
+find what is damaged in the rest. Nothing is run or created."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN_FILES = ("resolved.args", "metrics.jsonl")
 
 
 def unreachable_paths(config: TrainConfig) -> Iterator[str]:
-    """Yield a line per path that the system does not look at: a name too long, a folder that this user may not enter."""
+    """Yield a line per path that cannot be looked at: its name is too long, or its folder is closed."""
     seen = set()
     for number, of_actor in enumerate((config, *config.others), 1):
         model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
@@ -183,7 +183,7 @@ def goes_on(config: TrainConfig) -> bool:
 
 
 def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
-    """Return trained role -> the fields of its model that decide which function a checkpoint's tensors compute.
+    """Return trained role -> the fields of its model that change the function of its weights.
 
     Raises: ConfigError for a config.json that is wrong."""
     models = {}
@@ -260,7 +260,8 @@ def _unsavable(config: TrainConfig) -> Iterator[str]:
 def _unclear_restart(config: TrainConfig) -> Iterator[str]:
     """Refuse restarts if the newest checkpoint of --save is newer than the one that --load names.
 
-    A restart takes the newest one, and the first attempt may fail before it has removed those after --load."""
+    A restart takes the newest one, and the first attempt may fail before it has removed those after
+    --load."""
     restarts, load = config.checkpoint.max_restarts, config.checkpoint.load
     if not restarts or load is None or not goes_on(config) or not is_one_checkpoint(Path(load)):
         return

@@ -78,7 +78,7 @@ class Job:
 
     @property
     def data_parallel_size(self) -> int | None:
-        """The actor's; None if its ranks cannot be split."""
+        """The actor's data-parallel size; None if its ranks cannot be split."""
         actor = self.megatron_roles[0]
         if not actor.ranks or not replicas_fit(len(actor.ranks), actor.tp, actor.cp, actor.pp):
             return None
@@ -86,13 +86,13 @@ class Job:
 
     @property
     def engine(self) -> str | None:
-        """'in-process', 'out-of-process', or None: there is no engine, or its ranks are wrong."""
+        """Mode of the engines, 'in-process' or 'out-of-process'; None: there are none, or on wrong ranks."""
         places_all = self.uses_rollout and all(self.ranks.values())
         return engine_mode(self.config, self.world_size) if places_all else None
 
     @functools.cached_property
     def megatron_roles(self) -> list[MegatronRole]:
-        """The actor's role and those after it."""
+        """The roles that Megatron runs, the actor first."""
         config, roles, of_model = self.config, [], self._reward_shapes()
         present = [role for role in ROLES if getattr(config, role) is not None]
         shared = _shared_fields(config, present)
@@ -110,6 +110,7 @@ class Job:
 
     @property
     def trained_roles(self) -> list[MegatronRole]:
+        """The actor and, if there is one, the critic."""
         return [role for role in self.megatron_roles if role.optimizer is not None]
 
     def _reward_shapes(self) -> dict[str, ModelShape]:
@@ -122,7 +123,7 @@ class Job:
 
 
 def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str]:
-    """Return the fields that have one value for all roles; those of optimizer or LoRA are all shared, or none."""
+    """Return the fields with one value for all roles; those of optimizer or LoRA all, or none."""
     nodes = [getattr(config, role) for role in present]
     shared = [f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1]
     if config.critic_optimizer in (None, config.optimizer):
@@ -133,6 +134,7 @@ def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str
 
 
 def executor(job: Job) -> Iterator[str]:
+    """Refuse --executor inline with several ranks."""
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
         ranks = max(job.world_size, placement.nproc_per_node)
@@ -155,6 +157,7 @@ def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) ->
 
 
 def idle_ranks_of_actor(job: Job) -> Iterator[str]:
+    """Refuse a rank that no role of the only actor is on."""
     if job.config.placement.num_actors == 1:
         yield from idle_ranks(job.ranks, job.world_size)
 
@@ -166,6 +169,7 @@ def _ranks_flag(role: str) -> str:
 
 
 def megatron_roles(job: Job) -> Iterator[str]:
+    """Check the split of every role that Megatron runs."""
     for role in job.megatron_roles:
         yield from parallel_findings(role)
 
@@ -190,8 +194,8 @@ def recompute(role: MegatronRole) -> Iterator[str]:
             )
         if granularity != "full" and value is not None:
             yield (
-                f"{flag(field)} ({value}): has no effect without {granularity_flag} full. Leave it out, or set "
-                "that."
+                f"{flag(field)} ({value}): has no effect without {granularity_flag} full. Leave it out, or "
+                "set that."
             )
     if parallel.recompute_modules is not None and granularity != "selective":
         yield (
@@ -209,6 +213,7 @@ def recompute(role: MegatronRole) -> Iterator[str]:
 
 
 def role_ranks(role: MegatronRole) -> Iterator[str]:
+    """Refuse parallel sizes that do not divide the role's ranks, and sequence parallelism alone."""
     tp_flag = role.flag("tensor_model_parallel_size")
     if role.parallel.sequence_parallel and role.tp == 1:
         yield (
@@ -233,6 +238,7 @@ def role_ranks(role: MegatronRole) -> Iterator[str]:
 
 
 def virtual_pipeline(role: MegatronRole) -> Iterator[str]:
+    """Refuse model chunks that do not divide a pipeline stage's layers, or without a pipeline."""
     flag = role.flag("virtual_pipeline_model_parallel_size")
     pp_flag = role.flag("pipeline_model_parallel_size")
     layers = role.shape.num_layers if role.shape is not None else 0
@@ -248,7 +254,7 @@ def virtual_pipeline(role: MegatronRole) -> Iterator[str]:
 
 
 def dense_split(role: MegatronRole) -> Iterator[str]:
-    """Refuse sizes by which Megatron cannot split the dense part of the model; what is proposed fits the ranks."""
+    """Refuse sizes by which Megatron cannot split the dense part of the model."""
     shape, num_ranks = role.shape, len(role.ranks or ()) // role.cp
     if shape is None:
         return
@@ -342,12 +348,14 @@ def expert_split(role: MegatronRole) -> Iterator[str]:
 
 
 def qkv_layout(role: MegatronRole) -> Iterator[str]:
+    """Refuse --qkv-layout stacked where ranks share key-value heads, or there is no linear_qkv."""
     if role.shape is None or role.parallel.qkv_layout != "stacked":
         return
     flag, groups = role.flag("qkv_layout"), role.shape.num_query_groups
     if role.shape.is_mla:
         yield (
-            f"{flag} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. Leave it out."
+            f"{flag} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. "
+            "Leave it out."
         )
     elif groups % role.tp:
         yield (
@@ -358,6 +366,7 @@ def qkv_layout(role: MegatronRole) -> Iterator[str]:
 
 
 def engine_ranks(job: Job) -> Iterator[str]:
+    """Refuse engines that do not fit their ranks, and modes of engines that do not go together."""
     tp, ranks, placement = job.config.rollout.tensor_parallel_size, job.ranks["rollout"], job.config.placement
     if not ranks:
         return
@@ -368,8 +377,9 @@ def engine_ranks(job: Job) -> Iterator[str]:
         )
     if placement.rollout_engine == "in-process" and len(ranks) < job.world_size:
         yield (
-            f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and --rollout-ranks is "
-            f"{placement.rollout_ranks}. Leave --rollout-ranks out, or try --rollout-engine out-of-process."
+            f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and "
+            f"--rollout-ranks is {placement.rollout_ranks}. Leave --rollout-ranks out, or try "
+            "--rollout-engine out-of-process."
         )
     if job.config.reshard.reshard_double_buffer and engine_mode(job.config, job.world_size) == "in-process":
         yield (
@@ -379,6 +389,7 @@ def engine_ranks(job: Job) -> Iterator[str]:
 
 
 def engine_split(job: Job) -> Iterator[str]:
+    """Refuse tensor-parallel sizes by which vLLM cannot split the model."""
     shape, tp = job.shape, job.config.rollout.tensor_parallel_size
     if shape is not None:
         experts = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}

@@ -24,6 +24,7 @@ _UNPROVEN_SHARDING = {
 
 
 def batch(job: Job) -> Iterator[str]:
+    """Refuse a batch that does not divide the samples of a step, or that ranks cannot share equally."""
     sizes, dp = job.config.batch, job.data_parallel_size
     size, samples = sizes.global_batch_size, sizes.num_prompts * sizes.num_samples_per_prompt
     fits = []
@@ -43,11 +44,13 @@ def batch(job: Job) -> Iterator[str]:
         )
     if dp and size % dp:
         yield (
-            f"--global-batch-size ({size}): must be a multiple of the actor's data-parallel size ({dp}).{advice}"
+            f"--global-batch-size ({size}): must be a multiple of the actor's data-parallel size "
+            f"({dp}).{advice}"
         )
 
 
 def optimizer(job: Job) -> Iterator[str]:
+    """Refuse schedules of the learning rate that contradict themselves."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
         if values.min_lr > values.lr:
@@ -57,8 +60,8 @@ def optimizer(job: Job) -> Iterator[str]:
             )
         if values.lr_decay_iters is not None and values.lr_decay_iters <= values.lr_warmup_iters:
             yield (
-                f"{flag('lr_decay_iters')} ({values.lr_decay_iters}): must be above {flag('lr_warmup_iters')} "
-                f"({values.lr_warmup_iters}). Try {values.lr_warmup_iters + 1}."
+                f"{flag('lr_decay_iters')} ({values.lr_decay_iters}): must be above "
+                f"{flag('lr_warmup_iters')} ({values.lr_warmup_iters}). Try {values.lr_warmup_iters + 1}."
             )
 
 
@@ -69,32 +72,36 @@ def critic(job: Job) -> Iterator[str]:
         return
     if job.shape is not None and shape.vocab_size != job.shape.vocab_size:
         yield (
-            f"--critic-model ({name}): has {shape.vocab_size} words, and --model has {job.shape.vocab_size}; it "
-            "must read the same tokens. Name a model of the same family, or leave it out."
+            f"--critic-model ({name}): has {shape.vocab_size} words, and --model has {job.shape.vocab_size}; "
+            "it must read the same tokens. Name a model of the same family, or leave it out."
         )
     sampling = job.config.sampling
     longest = sampling.max_prompt_length + sampling.max_response_length
     if name and longest > shape.max_position_embeddings:
         yield (
-            f"--critic-model ({name}): takes {shape.max_position_embeddings} tokens (max_position_embeddings), "
-            f"and --max-prompt-length + --max-response-length = {longest}. Make them shorter."
+            f"--critic-model ({name}): takes {shape.max_position_embeddings} tokens "
+            f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make "
+            "them shorter."
         )
 
 
 def fp8(job: Job) -> Iterator[str]:
-    """Refuse what does not go with fp8; where the model is built, it is said that fp8 needs a GPU and
-    Transformer Engine: the driver may have neither."""
+    """Refuse what does not go with fp8.
+
+    Where the model is built, it is checked that there is a GPU and Transformer Engine: the driver may have
+    neither."""
     value = job.config.transformer.get("fp8")
     if value is not None and not job.config.model.bf16:
         yield f"--fp8 ({value}): its weights are kept in bf16. Add --bf16."
     if value is not None and job.shape is not None and job.shape.is_moe:
         yield (
-            f"--fp8 ({value}): is not supported for a mixture of experts, whose experts get any number of tokens. "
-            "Leave it out."
+            f"--fp8 ({value}): is not supported for a mixture of experts, whose experts get any number of "
+            "tokens. Leave it out."
         )
 
 
 def experts_of_dense_model(job: Job) -> Iterator[str]:
+    """Refuse flags about experts for models without any."""
     shapes = [job.shape] if job.config.critic is None else [job.shape, job.critic_shape]
     shapes = [shape for shape in shapes if shape is not None]
     if not shapes or any(shape.is_moe for shape in shapes):
@@ -104,18 +111,19 @@ def experts_of_dense_model(job: Job) -> Iterator[str]:
         value = getattr(job.config.experts, field.name)
         if value != getattr(default, field.name):
             yield (
-                f"--{flag_name(field.name)} ({value}): needs a mixture of experts, and {shapes[0].model_type} is none. "
-                "Leave it out."
+                f"--{flag_name(field.name)} ({value}): needs a mixture of experts, and "
+                f"{shapes[0].model_type} is none. Leave it out."
             )
 
 
 def expert_balance(job: Job) -> Iterator[str]:
+    """Refuse a balancing loss without its factor, and a factor without its loss."""
     experts = job.config.experts
     kind, coeff = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     if kind == "none" and coeff:
         yield (
-            f"--moe-aux-loss-coeff ({coeff:g}): has no effect without --moe-router-load-balancing-type. Leave it "
-            "out, or try --moe-router-load-balancing-type seq_aux_loss."
+            f"--moe-aux-loss-coeff ({coeff:g}): has no effect without --moe-router-load-balancing-type. "
+            "Leave it out, or try --moe-router-load-balancing-type seq_aux_loss."
         )
     if kind != "none" and not coeff:
         yield (
@@ -125,19 +133,22 @@ def expert_balance(job: Job) -> Iterator[str]:
 
 
 def routing_replay(job: Job) -> Iterator[str]:
+    """Refuse to replay routing that nobody records."""
     source = job.config.experts.moe_routing_replay
     if source == "engine" and not job.config.rollout.enable_prefix_caching:
         yield (
-            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. Leave "
-            "--no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
+            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. "
+            "Leave --no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
         )
     if source != "none" and not job.uses_rollout:
         yield (
-            f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. Leave it out."
+            f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. "
+            "Leave it out."
         )
 
 
 def lora(job: Job) -> Iterator[str]:
+    """Refuse adapters that the model's layers cannot have, and their flags without adapters."""
     for role in job.trained_roles:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
@@ -146,8 +157,8 @@ def lora(job: Job) -> Iterator[str]:
             yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
         if rank and role.optimizer.optimizer_cpu_offload:
             yield (
-                f"--optimizer-cpu-offload: nobody has proven it with {rank_flag} ({rank}), whose optimizer state "
-                "is small. Leave it out."
+                f"--optimizer-cpu-offload: nobody has proven it with {rank_flag} ({rank}), whose optimizer "
+                "state is small. Leave it out."
             )
 
 
@@ -177,7 +188,7 @@ def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[
 
 
 def fsdp(job: Job) -> Iterator[str]:
-    """Rules about Megatron-FSDP."""
+    """Refuse what does not go with Megatron-FSDP, and its flags without it."""
     for role in job.trained_roles:
         flag, strategy_flag = role.flag("use_megatron_fsdp"), role.flag("data_parallel_sharding_strategy")
         strategy = role.optimizer.data_parallel_sharding_strategy
@@ -204,8 +215,8 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
     if role.lora.lora_rank:
         lora_flag = flag.replace("use-megatron-fsdp", "lora-rank")  # the flag for the same roles
         yield (
-            f"{flag}: nobody has proven it with {lora_flag} ({role.lora.lora_rank}), whose optimizer state is "
-            "small. Leave it out."
+            f"{flag}: nobody has proven it with {lora_flag} ({role.lora.lora_rank}), whose optimizer state "
+            "is small. Leave it out."
         )
     for field in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
         if (size := getattr(role.parallel, field)) > 1:
@@ -224,7 +235,7 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
 
 
 def offload(job: Job) -> Iterator[str]:
-    """Rules about the parts of a role that leave the device between its phases."""
+    """Refuse to offload parts that a role does not have, or that somebody else reads on the device."""
     config = job.config
     for role in job.megatron_roles:
         flag, parts = role.flag("offload"), role.parallel.offload
@@ -236,15 +247,15 @@ def offload(job: Job) -> Iterator[str]:
         is_own = all(parts != other.parallel.offload for other in job.trained_roles)
         if role.optimizer is None and surplus and is_own:
             yield (
-                f"{flag} ({' '.join(parts)}): the {role.name} is frozen, it has no {' and no '.join(surplus)}. "
-                f"Try {flag} parameters."
+                f"{flag} ({' '.join(parts)}): the {role.name} is frozen, it has no "
+                f"{' and no '.join(surplus)}. Try {flag} parameters."
             )
     yield from _offload_of_other_reward_models(job)
     of_roles = [role.parallel.offload for role in job.megatron_roles]
     if config.placement.offload_ahead_bytes and not any([*of_roles, config.reward and config.reward.offload]):
         yield (
-            f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without --offload. "
-            "Leave it out, or set that."
+            f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without "
+            "--offload. Leave it out, or set that."
         )
     if "parameters" in config.actor.offload:
         yield from _offload_beside_engine(job, job.megatron_roles[0].flag("offload"))
@@ -292,22 +303,23 @@ def hybrid_optimizer(job: Job) -> Iterator[str]:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
         if values.optimizer_cpu_offload and not values.use_distributed_optimizer:
             yield (
-                f"{flag}: Megatron has it with {role.flag('use_distributed_optimizer')} only. Leave one of the two "
-                "flags out."
+                f"{flag}: Megatron has it with {role.flag('use_distributed_optimizer')} only. Leave one of "
+                "the two flags out."
             )
         if values.optimizer_cpu_offload and "optimizer" in role.parallel.offload:
             yield (
-                f"{flag}: the optimizer state is in host memory for good, and {role.flag('offload')} (optimizer) "
-                "would move it for a while. Leave one of the two out."
+                f"{flag}: the optimizer state is in host memory for good, and {role.flag('offload')} "
+                "(optimizer) would move it for a while. Leave one of the two out."
             )
         if (fraction := values.optimizer_offload_fraction) != 1 and not values.optimizer_cpu_offload:
             yield (
-                f"{role.flag('optimizer_offload_fraction')} ({fraction:g}): has no effect without {flag}. Leave it "
-                "out, or set that."
+                f"{role.flag('optimizer_offload_fraction')} ({fraction:g}): has no effect without {flag}. "
+                "Leave it out, or set that."
             )
 
 
 def sequence_length(job: Job) -> Iterator[str]:
+    """Refuse samples that are longer than the model can take."""
     if job.shape is None:
         return
     sampling, limit = job.config.sampling, job.shape.max_position_embeddings
@@ -317,18 +329,19 @@ def sequence_length(job: Job) -> Iterator[str]:
         advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
         yield (
             f"--max-prompt-length ({sampling.max_prompt_length}) + --max-response-length "
-            f"({sampling.max_response_length}) = {total}: must be at most the model's max_position_embeddings "
-            f"({limit}). {advice}"
+            f"({sampling.max_response_length}) = {total}: must be at most the model's "
+            f"max_position_embeddings ({limit}). {advice}"
         )
 
 
 def sampling(job: Job) -> Iterator[str]:
+    """Refuse to sample from another distribution than the policy's."""
     values = job.config.sampling
     if values.temperature == 0:
         yield "--temperature (0): must be above 0, as greedy samples of one prompt are all alike. Try 1.0."
     truncated = (
-        "in training: the engine would draw from a truncated distribution, whose log-probs are not the policy's. "
-        "Leave it out."
+        "in training: the engine would draw from a truncated distribution, whose log-probs are not the "
+        "policy's. Leave it out."
     )
     if values.top_p != 1:
         yield f"--top-p ({values.top_p:g}): must be 1 {truncated}"
@@ -337,6 +350,7 @@ def sampling(job: Job) -> Iterator[str]:
 
 
 def algorithm(job: Job) -> Iterator[str]:
+    """Check the algorithm's own flags against the steps and their samples."""
     chosen, sizes = job.config.algorithm, job.config.batch
     if chosen.critic_warmup_iters >= sizes.train_iters:
         yield (
@@ -347,23 +361,25 @@ def algorithm(job: Job) -> Iterator[str]:
 
 
 def evaluation_in_training(job: Job) -> Iterator[str]:
+    """Refuse --eval-interval without held-out data, or without a rule that scores it."""
     interval = job.config.run.eval_interval
     if interval and job.uses_rollout and not uses_rule_reward(job.config):
         yield (
-            f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model there "
-            "is none. Add --reward auto, which then counts in training too, or leave it out."
+            f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model "
+            "there is none. Add --reward auto, which then counts in training too, or leave it out."
         )
     if interval and not job.config.data.eval_data:
         yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
 
 
 def evaluation_alone(job: Job) -> Iterator[str]:
-    """Rules about `megarl eval`."""
+    """Refuse `megarl eval` without held-out data, or without a rule that scores it."""
     config = job.config
     # with an interval `evaluation_in_training` says it
     if job.uses_rollout and not uses_rule_reward(config) and not config.run.eval_interval:
         yield (
-            "--reward-model: held-out answers are scored by a rule, and with it there is none. Add --reward auto."
+            "--reward-model: held-out answers are scored by a rule, and with it there is none. "
+            "Add --reward auto."
         )
     if not config.data.eval_data:
         yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."

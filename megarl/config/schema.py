@@ -1,8 +1,8 @@
 """The configuration tree: each field is one Megatron-style flag, and the string under it is its `--help`.
 
-Its default is written here and nowhere else, and its bounds are in the annotation. `loader.py` makes the tree from
-flags, `render.py` flags from the tree, and `check.py` holds the rules across fields. The sections of single roles are in
-role_sections.py.
+Its default is written here and nowhere else, and its bounds are in the annotation. `loader.py` makes the tree
+from flags, `render.py` flags from the tree, and `check.py` holds the rules across fields. The sections of
+single roles are in role_sections.py.
 
 Names are Megatron's for training, vLLM's for the engine (`--rollout-...`) and the papers' for algorithms. The
 shape of the model is never a flag: it is read from the Hugging Face config in `--model`."""
@@ -226,8 +226,8 @@ class CheckpointConfig(Section):
     errors in the configuration or the data, and not after signals. Under torchrun use its own
     --max-restarts."""
     exit_grace_s: Positive = 25.0
-    """Seconds between SIGTERM and the end of the job, at most: it writes a checkpoint of the last completed step.
-    Below what your scheduler leaves between SIGTERM and SIGKILL (Slurm and Kubernetes: 30)."""
+    """Seconds between SIGTERM and the end of the job, at most: it writes a checkpoint of the last completed
+    step. Below what your scheduler leaves between SIGTERM and SIGKILL (Slurm and Kubernetes: 30)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

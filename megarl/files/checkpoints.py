@@ -1,11 +1,12 @@
 """Checkpoints of whole jobs in a run folder: where they are, and their JSON files.
 
 run/checkpoints/step_000010/
-  job.json            what no role has: step, data cursors, random states; and the digest of each role's manifest
+  job.json            what no role has: step, data cursors, random states; and digests of the manifests
   actor/, critic/     one folder per trained role, see megarl/checkpoint
 run/checkpoints/.step_000012.partial/        being written, or left behind by a job that ended meanwhile
 
-Every JSON file holds its format, a version and a digest of the rest. No torch: `megarl check` reads them too."""
+Every JSON file holds its format, a version and a digest of the rest. No torch: `megarl check` reads them
+too."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def is_one_checkpoint(load: Path) -> bool:
 
 
 def found_by(load: str) -> list[Path]:
-    """Return the checkpoints that --load names, in the order in which they are tried: one, or all of a run."""
+    """Return the checkpoints that --load names, in the order of attempts: one, or all of a run."""
     folder = Path(load)
     return [folder] if is_one_checkpoint(folder) else checkpoints_in(folder)
 

@@ -1,4 +1,4 @@
-"""Errors of writing that name the file and say what helps; the error of a full disk names no file. No torch."""
+"""Errors of writing that name the file and say what helps, as that of a full disk does not. No torch."""
 
 from __future__ import annotations
 
