@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, megatron_mesh
 from megarl.config.rules_files import free_name
-from megarl.config.rules_layout import MegatronRole, parallel_findings
+from megarl.config.rules_layout import MegatronRole, parallel_errors
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.files.writing import obstacle
 
@@ -151,7 +151,7 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
             problems.append(f"--{name.replace('_', '-')} ({getattr(arguments, name)}): must be at least 1.")
     if all((getattr(arguments, name) or 1) >= 1 for name in SIZES):
         shared = frozenset(field.name for field in fields(ParallelConfig))
-        problems += parallel_findings(MegatronRole("model", parallel_of(arguments), None, shape, shared))
+        problems += parallel_errors(MegatronRole("model", parallel_of(arguments), None, shape, shared))
     return problems
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megarl.config import rules_layout as layout
 from megarl.config import rules_training as training
-from megarl.config.errors import ConfigError, raise_findings
+from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.flags import OF_JOB, flag_name, numbered
 from megarl.config.hf_config import ModelShape
-from megarl.config.installed import apex_finding, megatron_finding, tracker_findings
+from megarl.config.installed import apex_error, megatron_error, tracker_errors
 from megarl.config.mesh import engine_mode
-from megarl.config.reward_models import reward_findings
+from megarl.config.reward_models import reward_errors
 from megarl.config.roles import configs_of_actors, place
-from megarl.config.rules_files import checkpoint_findings, path_findings
+from megarl.config.rules_files import checkpoint_errors, path_errors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import TrainConfig
 
@@ -63,11 +63,11 @@ def check(
     rules = LAYOUT + TRAINING + ([] if new_run else EVALUATION)
     rules += ENGINE_LAYOUT + SAMPLING if config.algorithm.needs_rollout else []
     return [
-        *filter(None, [megatron_finding(), apex_finding()]),
+        *filter(None, [megatron_error(), apex_error()]),
         *_broken(rules, config, shape, critic_shape, world_size),
-        *reward_findings(config),
-        *tracker_findings(config.run.log_with),
-        *path_findings(config, new_run),
+        *reward_errors(config),
+        *tracker_errors(config.run.log_with),
+        *path_errors(config, new_run),
     ]
 
 
@@ -94,16 +94,16 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
         rules = LAYOUT + (ENGINE_LAYOUT if of_actor.algorithm.needs_rollout else [])
         return errors or _broken(rules, of_actor, shape, critic_shape, world_size)
 
-    raise_findings(of_all_actors(config, errors_of) + actors_findings(config, world_size))
+    raise_errors(of_all_actors(config, errors_of) + actors_errors(config, world_size))
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Return the first actor's shape. Raises: ConfigError with `job_findings`."""
-    raise_findings(job_findings(config, world_size, new_run))
+    """Return the first actor's shape. Raises: ConfigError with `job_errors`."""
+    raise_errors(job_errors(config, world_size, new_run))
     return ModelShape.load(config.model.model)
 
 
-def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
+def job_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
     """Return what `check` finds of every actor, together with what is wrong in the models' config.json.
 
     If nothing is, what is wrong with --load."""
@@ -112,8 +112,8 @@ def job_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> 
         shape, critic_shape, errors = _load_shapes(of_actor)
         return errors + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    errors = of_all_actors(config, errors_of) + actors_findings(config, world_size, new_run)
-    return errors or (checkpoint_findings(config) if new_run else [])
+    errors = of_all_actors(config, errors_of) + actors_errors(config, world_size, new_run)
+    return errors or (checkpoint_errors(config) if new_run else [])
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
@@ -132,7 +132,7 @@ def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | Non
     try:
         return ModelShape.load(folder, value_head=value_head), []
     except ConfigError as error:
-        return None, list(error.findings)
+        return None, list(error.errors)
 
 
 def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterable[str]]) -> list[str]:
@@ -156,7 +156,7 @@ def _with_number(line: str, number: int) -> str:
     return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", flag, line)
 
 
-def actors_findings(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
+def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
     """Return the rules that are broken because there are several actors; [] for one actor."""
     if config.placement.num_actors == 1 and not config.others:
         return []

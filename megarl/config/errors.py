@@ -18,20 +18,20 @@ _MOST_LOOKED_AT = 1000
 
 
 class ConfigError(ValueError):
-    """A configuration that breaks rules; `findings` holds one line per error: flag (value): rule [place]."""
+    """A configuration that breaks rules; `errors` holds one line per error: flag (value): rule [place]."""
 
-    def __init__(self, findings: Sequence[str]) -> None:
-        self.findings = tuple(findings)
-        head = [] if len(findings) == 1 else [f"{len(findings)} configuration errors:"]
-        super().__init__("\n".join(head + [line if not head else f"  - {line}" for line in findings]))
+    def __init__(self, errors: Sequence[str]) -> None:
+        self.errors = tuple(errors)
+        head = [] if len(errors) == 1 else [f"{len(errors)} configuration errors:"]
+        super().__init__("\n".join(head + [line if not head else f"  - {line}" for line in errors]))
 
 
 class FieldErrors(ValueError):
-    """Fields of one dataclass that break their own rules; `findings` holds (field, value, rule) of each."""
+    """Fields of one dataclass that break their own rules; `errors` holds (field, value, rule) of each."""
 
-    def __init__(self, findings: Sequence[tuple[str, object, str]]) -> None:
-        self.findings = tuple(findings)
-        super().__init__("; ".join(f"{name} ({value}): {rule}" for name, value, rule in findings))
+    def __init__(self, errors: Sequence[tuple[str, object, str]]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("; ".join(f"{name} ({value}): {rule}" for name, value, rule in errors))
 
 
 class Bound(typing.NamedTuple):
@@ -111,10 +111,10 @@ class Section:
         require(self, *self.field_rules())
 
 
-def raise_findings(findings: Sequence[str]) -> None:
+def raise_errors(errors: Sequence[str]) -> None:
     """Raise ConfigError that lists the errors, if there are any."""
-    if findings:
-        raise ConfigError(findings)
+    if errors:
+        raise ConfigError(errors)
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: float = 0.6) -> str:

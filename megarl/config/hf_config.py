@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.config.errors import ConfigError, did_you_mean, raise_findings, try_path
+from megarl.config.errors import ConfigError, did_you_mean, raise_errors, try_path
 from megarl.config.hf_families import (
     FAMILIES,
     Family,
-    kind_findings,
+    kind_errors,
     missing_keys,
-    rope_findings,
+    rope_errors,
     rope_parameters,
     scaling,
     unsupported_keys,
@@ -150,13 +150,13 @@ class ModelShape:
             name = str(config.get("model_type", "missing"))
             raise ConfigError([f"model_type ({name}): {_unknown_family(name)} [{path}]"])
         missing = list(missing_keys(config, family))
-        if wrong_kinds := list(kind_findings(config)):
+        if wrong_kinds := list(kind_errors(config)):
             _raise(dict.fromkeys([*wrong_kinds, *missing]), path)
         errors = [*missing, *unsupported_keys(config, family, value_head)]
         if family.is_gemma:
             errors += unsupported_gemma(config)
         else:
-            errors += [*unsupported_windows(config, family), *rope_findings(rope_parameters(config))]
+            errors += [*unsupported_windows(config, family), *rope_errors(rope_parameters(config))]
         errors += unsupported_experts(config["model_type"], config) if family.is_moe else ()
         errors += unsupported_latents(config) if family.has_latents else ()
         _raise(errors, path)
@@ -247,7 +247,7 @@ class ModelShape:
 
 def _raise(errors: Iterable[str], path: Path) -> None:
     """Raise ConfigError that lists errors of a file, if there are any."""
-    raise_findings([f"{error} [{path}]" for error in errors])
+    raise_errors([f"{error} [{path}]" for error in errors])
 
 
 def _read_json(path: Path) -> dict[str, object]:
@@ -321,7 +321,7 @@ def _eos_token_ids(config: dict[str, object], family: Family, generation_config:
     sources = [config.get("eos_token_id", family.eos_token_id)]
     if generation_config.is_file():
         generation = _read_json(generation_config)
-        _raise(kind_findings({"eos_token_id": generation.get("eos_token_id")}), generation_config)
+        _raise(kind_errors({"eos_token_id": generation.get("eos_token_id")}), generation_config)
         sources.append(generation.get("eos_token_id"))
     ids = []
     for source in sources:

@@ -175,7 +175,7 @@ right."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 
 
-def kind_findings(config: Mapping[str, object]) -> Iterator[str]:
+def kind_errors(config: Mapping[str, object]) -> Iterator[str]:
     """Yield a line per key whose value is of another kind. null is the same as absent."""
     for rule, (holds, keys) in KINDS.items():
         for key in keys.split():
@@ -185,7 +185,7 @@ def kind_findings(config: Mapping[str, object]) -> Iterator[str]:
         rope = config.get(name)
         for inner in (rope, *rope.values()) if isinstance(rope, dict) else ():
             if isinstance(inner, dict):
-                yield from kind_findings({key: inner.get(key) for key in _OF_ROPE})
+                yield from kind_errors({key: inner.get(key) for key in _OF_ROPE})
 
 
 def value_of(config: Mapping[str, object], key: str, default: object) -> object:
@@ -302,7 +302,7 @@ def scaling(rope: dict[str, object]) -> dict[str, object] | None:
     return {key: rope[key] for key in ("rope_type", *needed, *optional) if key in rope} if needed else None
 
 
-def rope_findings(rope: dict[str, object]) -> Iterator[str]:
+def rope_errors(rope: dict[str, object]) -> Iterator[str]:
     """Yield why rotary parameters cannot be used."""
     kind = str(rope["rope_type"])
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
@@ -329,10 +329,10 @@ def rope_findings(rope: dict[str, object]) -> Iterator[str]:
             f"partial_rotary_factor ({rope['partial_rotary_factor']}): rotary embeddings of a "
             "part of each head are not supported."
         )
-    yield from _scaling_findings(kind, rope)
+    yield from _scaling_errors(kind, rope)
 
 
-def _scaling_findings(kind: str, rope: dict[str, object]) -> Iterator[str]:
+def _scaling_errors(kind: str, rope: dict[str, object]) -> Iterator[str]:
     needed, optional = TYPES[kind]
     if missing := [key for key in needed if not _is_number(rope.get(key))]:
         yield f"rope_type ({kind}): needs {' and '.join(missing)}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.hf_families import rope_findings, rope_parameters, scaling, standard, value_of
+from megarl.config.hf_families import rope_errors, rope_parameters, scaling, standard, value_of
 
 _QWEN: dict[str, object] = dict(
     num_experts=128,
@@ -358,7 +358,7 @@ def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
     local = _rope(config, "sliding_attention")
     if local["rope_type"] != "default":
         yield f"rope_type of sliding_attention ({local['rope_type']}): must be default."
-    yield from rope_findings(_rope(config, "full_attention"))
+    yield from rope_errors(_rope(config, "full_attention"))
 
 
 def _rope(config: dict[str, object], kind: str) -> dict[str, object]:

@@ -52,7 +52,7 @@ def version_notes() -> Iterator[str]:
             yield f"{library} {version or 'is not installed'}: megarl was tested with {tested[library]}"
 
 
-def megatron_finding() -> str | None:
+def megatron_error() -> str | None:
     """Return why the installed Megatron-Core cannot be used; None if it can."""
     version = installed_version("megatron-core") or "not installed"
     if version == SUPPORTED_MEGATRON:
@@ -63,7 +63,7 @@ def megatron_finding() -> str | None:
     )
 
 
-def apex_finding() -> str | None:
+def apex_error() -> str | None:
     """Return why the installed package apex would break Megatron; None if it is NVIDIA's or there is none.
 
     The apex of PyPI is a web toolkit. Megatron takes whatever imports under that name for NVIDIA's."""
@@ -77,7 +77,7 @@ def apex_finding() -> str | None:
     )
 
 
-def tracker_findings(names: Sequence[str]) -> Iterator[str]:
+def tracker_errors(names: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with --log-with: a tracker whose package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:

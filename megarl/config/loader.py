@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megarl.config.args_file import Occurrence, Reader
-from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
+from megarl.config.errors import FieldErrors, did_you_mean, raise_errors
 from megarl.config.flags import (
     OF_ROLES,
     ROLES,
@@ -104,10 +104,10 @@ def load_config(
             advice = f"Try --num-actors {one.number}."
             errors.append(one.error(f"there is no actor {one.number}, as --num-actors is {count}. {advice}"))
     errors += [error for loader in loaders for error in loader.errors]
-    raise_findings(list(dict.fromkeys(errors)))
+    raise_errors(list(dict.fromkeys(errors)))
     first, *others = actors
     config = TrainConfig(**first, others=tuple(TrainConfig(**other) for other in others))
-    raise_findings(list(unreachable_paths(config)))
+    raise_errors(list(unreachable_paths(config)))
     return config
 
 
@@ -302,7 +302,7 @@ class _Loader:
         try:
             return cls(**values)
         except FieldErrors as error:
-            self.errors += [self._rule_error(section, *finding) for finding in error.findings]
+            self.errors += [self._rule_error(section, *rule) for rule in error.errors]
         except ValueError as error:
             self.errors.append(f"--{section}: {error}")
         return None

@@ -121,7 +121,7 @@ def _is_trainable(config: dict[str, object], path: str) -> bool:
     return True
 
 
-def reward_findings(config: TrainConfig) -> Iterator[str]:
+def reward_errors(config: TrainConfig) -> Iterator[str]:
     """Yield a line per rule that the rewards and reward models break."""
     if config.data.reward != "code":
         unset = DataConfig(train_data=config.data.train_data)
@@ -152,7 +152,7 @@ def _reward_models(config: TrainConfig) -> Iterator[str]:
                 judged = True
                 yield from _judge_length(path, given)
         except ConfigError as error:
-            yield from error.findings
+            yield from error.errors
             judged = True  # it may be one
     if judged:
         yield from _judge(given)
@@ -200,16 +200,15 @@ def _model(path: str, backend: str, model: dict[str, object], config: TrainConfi
             "model with num_labels 1."
         )
     if backend == "megatron":
-        yield from _shape_findings(path, config)
+        yield from _shape_errors(path, config)
 
 
-def _shape_findings(path: str, config: TrainConfig) -> Iterator[str]:
+def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
     try:
         shape = value_model_shape(path)
     except ConfigError as error:
         yield from (
-            f"--reward-model ({path}), --reward-model-backend megatron: {finding}"
-            for finding in error.findings
+            f"--reward-model ({path}), --reward-model-backend megatron: {reason}" for reason in error.errors
         )
         return
     longest, limit = (

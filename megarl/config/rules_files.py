@@ -63,7 +63,7 @@ def unreachable_paths(config: TrainConfig) -> Iterator[str]:
                 yield f"--{numbered(flag, number)} ({path}): {reason}. Give another path."
 
 
-def path_findings(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
+def path_errors(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
     """Yield a line per missing or unfit file, and for a new run one if --save holds a run."""
     yield from _model(config)
     for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
@@ -225,11 +225,11 @@ def checkpoint_notes(config: TrainConfig) -> list[str]:
     return uncompared_models(config, found[1]) if found is not None else []
 
 
-def checkpoint_findings(config: TrainConfig) -> list[str]:
+def checkpoint_errors(config: TrainConfig) -> list[str]:
     """Return what is wrong with --load and restarts, for a job whose models can be read."""
-    findings = [*_unsavable(config), *_unclear_restart(config)]
-    if config.checkpoint.load is None or findings:
-        return findings
+    errors = [*_unsavable(config), *_unclear_restart(config)]
+    if config.checkpoint.load is None or errors:
+        return errors
     try:
         found = newest_job(config)
     except JobFileError as error:
@@ -330,10 +330,10 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object
             )
     for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
         if suffix in saved["actors"]:
-            yield from _order_findings(of_actor, number, saved["actors"][suffix]["cursor"])
+            yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
 
 
-def _order_findings(config: TrainConfig, number: int, cursor: Mapping[str, object]) -> Iterator[str]:
+def _order_errors(config: TrainConfig, number: int, cursor: Mapping[str, object]) -> Iterator[str]:
     seed, shuffle = numbered("seed", number), numbered("shuffle", number)
     if config.batch.seed != cursor["seed"]:
         yield (
@@ -347,7 +347,7 @@ def _order_findings(config: TrainConfig, number: int, cursor: Mapping[str, objec
         yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
 
 
-def rows_finding(config: TrainConfig, number: int, num_rows: int, saved: Mapping[str, object]) -> str | None:
+def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Mapping[str, object]) -> str | None:
     """Return what is wrong with the number of training rows of an actor, or None.
 
     Args:

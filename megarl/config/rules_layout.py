@@ -171,10 +171,10 @@ def _ranks_flag(role: str) -> str:
 def megatron_roles(job: Job) -> Iterator[str]:
     """Check the split of every role that Megatron runs."""
     for role in job.megatron_roles:
-        yield from parallel_findings(role)
+        yield from parallel_errors(role)
 
 
-def parallel_findings(role: MegatronRole) -> Iterator[str]:
+def parallel_errors(role: MegatronRole) -> Iterator[str]:
     """Yield every rule about its split that one role breaks."""
     for rule in (recompute, role_ranks, virtual_pipeline, dense_split, expert_split, qkv_layout):
         yield from rule(role)
@@ -381,7 +381,7 @@ def engine_ranks(job: Job) -> Iterator[str]:
             f"--rollout-ranks is {placement.rollout_ranks}. Leave --rollout-ranks out, or try "
             "--rollout-engine out-of-process."
         )
-    if job.config.reshard.reshard_double_buffer and engine_mode(job.config, job.world_size) == "in-process":
+    if job.config.reshard.reshard_double_buffer and job.engine == "in-process":
         yield (
             "--reshard-double-buffer: an in-process engine has one buffer. Leave it out, or try "
             "--rollout-engine out-of-process."

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.check import check
-from megarl.config.errors import ConfigError, raise_findings
+from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec, role_meshes
@@ -765,9 +765,9 @@ def test_all_findings_at_once_and_without_a_shape(job):
         "--train-data",
     ]
     with pytest.raises(ConfigError) as caught:
-        raise_findings(found)
+        raise_errors(found)
     assert isinstance(caught.value, ValueError) and all(line in str(caught.value) for line in found)
-    raise_findings([])
+    raise_errors([])
 
 
 def test_what_is_accepted_makes_meshes(job):

@@ -26,7 +26,7 @@ def findings(config) -> tuple[str, ...]:
     try:
         check_job(config, 2)
     except ConfigError as error:
-        return error.findings
+        return error.errors
     return ()
 
 

@@ -77,7 +77,7 @@ def load(*args):
 def errors(*args, required=True):
     with pytest.raises(ConfigError) as caught:
         load_config([*(REQUIRED if required else []), *args], ALGORITHMS)
-    return caught.value.findings
+    return caught.value.errors
 
 
 def write(folder, name, text):
@@ -342,7 +342,7 @@ def test_flags_of_one_actor():
 def test_wrong_flags_of_one_actor(flags, message):
     with pytest.raises(ConfigError) as error:
         load(*flags.split())
-    assert len(error.value.findings) == 1 and error.value.findings[0].startswith(message)
+    assert len(error.value.errors) == 1 and error.value.errors[0].startswith(message)
 
 
 def test_written_arguments_name_every_field(tmp_path):
