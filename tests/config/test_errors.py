@@ -49,6 +49,7 @@ class Smaller(Small):
     [
         ({}, []),
         ({"timeout": None, "length": None}, []),  # None is within all bounds
+        ({"share": 1.0, "count": 1}, []),
         ({"count": 0}, ["count (0): must be at least 1. Try 3."]),
         ({"share": 1.5}, ["share (1.5): must be at most 1. Try 0.5."]),
         ({"share": float("nan")}, ["share (nan): must be at least 0. Try 0.5.", "at most 1. Try 0.5."]),
@@ -74,7 +75,7 @@ def test_bounds_of_fields(values, errors):
 def test_the_default_is_proposed_only_where_it_is_a_number_within_the_bound():
     assert at_least(2).error(1, None) == "must be at least 2. Try 2."
     assert above(2).error(1, None) == "must be above 2. Leave it out."
-    assert at_least(2).error(1, True) == "must be at least 2. Try 2."
+    assert at_least(0).error(-1, True) == "must be at least 0. Try 0."
     assert at_least(2).error(1, 1) == "must be at least 2. Try 2."
 
 
