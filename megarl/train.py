@@ -16,22 +16,26 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
+from megarl.driver.executors import has_rank_processes, open_executor
 from megarl.driver.restarts import attempt_under_torchrun, continued
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
 
-InlineJob = Callable[..., None]
+InProcessJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
 
 
 def main(
-    argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob | None = None, new_run: bool = True
+    argv: list[str],
+    driver: str = "megarl.driver",
+    in_process_job: InProcessJob | None = None,
+    new_run: bool = True,
 ) -> int:
     """One rank's life. Returns the exit code.
 
     Args:
         driver: module that rank 0 starts as the driver process.
-        inline_job: what --executor inline runs instead; default: training.
+        in_process_job: what an executor without rank processes runs instead; default: training.
         new_run: --save must be free.
     """
     if "RANK" in os.environ:
@@ -41,8 +45,8 @@ def main(
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = load_config(argv, REGISTRY)
-        if config.placement.executor == "inline":
-            return run_inline(config, inline_job, new_run)
+        if not has_rank_processes(config):
+            return run_in_process(config, in_process_job, new_run)
         if "RANK" not in os.environ:
             sys.stderr.write(
                 "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N "
@@ -98,21 +102,22 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     return serve(lambda: build_roles(config, int(os.environ["WORLD_SIZE"])), rank, connect(), driver, teller)
 
 
-def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool = True) -> int:
-    """Driver and the only rank in one process: a debugger stands where the error is."""
+def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True) -> int:
+    """Run the job with this process as its driver, on an executor that needs no ranks of `megarl.train`."""
     quiet_libraries()
     from megarl.driver.__main__ import train_job
-    from megarl.runtime.shutdown import run_job_in_process
-    from megarl.driver.executors import inline_ranks
     from megarl.driver.preflight import read_inputs
+    from megarl.runtime.shutdown import run_job_in_process
 
+    world_size = config.placement.nproc_per_node
     try:
-        inputs = read_inputs(config, 1, new_run)
+        inputs = read_inputs(config, world_size, new_run)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return run_job_in_process(
-        lambda executor: (job or train_job)(executor, config, inputs, 1), lambda: inline_ranks(config)
+        lambda executor: (job or train_job)(executor, config, inputs, world_size),
+        lambda: open_executor(config, world_size),
     )
 
 

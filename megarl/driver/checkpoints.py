@@ -90,7 +90,7 @@ class Checkpoints:
         if step in self._metrics:  # the folder of another cannot have its name
             return
         partial = folder.with_name(f".{folder.name}.partial")
-        with self.executor.stop.held(), _removed_if_failed(partial):
+        with self.job.stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
             with writing(partial):
                 partial.mkdir(parents=True)
@@ -108,7 +108,7 @@ class Checkpoints:
         saving = self._saving
         if saving is None:
             return
-        with self.executor.stop.held():
+        with self.job.stop.held():
             if saving.asked is None:
                 saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
             if all(future.done() for future in saving.asked.values()):
@@ -121,7 +121,7 @@ class Checkpoints:
         """Until what was begun is visible. Raises as `poll`."""
         if self._saving is None:
             return
-        with self.executor.stop.held():
+        with self.job.stop.held():
             asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
             self._publish({role: future.result()[0] for role, future in asked.items()})
 

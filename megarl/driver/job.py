@@ -22,6 +22,7 @@ from megarl.driver.metrics import phase_times
 from megarl.driver.preflight import Inputs
 from megarl.loggers.console import Progress
 from megarl.driver.run import Run
+from megarl.driver.stop_request import StopRequest
 from megarl.driver.weights import sync_weights
 from megarl.metrics import combine
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
@@ -66,9 +67,11 @@ class Job:
         self.first = self.learners[""]
         self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
         """One step, as the algorithms say; None of one that samples nothing."""
+        self.stop = StopRequest()
+        executor.check_interrupt = self.stop.check
         self.checkpoints = Checkpoints(self)
-        self.last_step = 0
-        """The last whole one before that of `executor.step`."""
+        self.step = self.last_step = 0
+        """The step that runs, and the last completed one."""
         self._states: dict[str, dict[str, object]] = {}  # of the learners, then
 
     stops_in_order = False
@@ -99,21 +102,21 @@ class Job:
         """From here on calls, errors and times are this step's."""
         self.last_step = step - 1
         self._states = {suffix: learner.state() for suffix, learner in self.learners.items()}
-        self.executor.step = step
-        self.executor.stop.is_armed = self.stops_in_order
-        self.executor.stop.check()
+        self.step, self.executor.label = step, f"step {step}"
+        self.stop.is_armed = self.stops_in_order
+        self.stop.check()
         self.checkpoints.poll()
         self.executor.take_seconds()
         self.run.begin_step(step)
 
     def step_is_whole(self) -> None:
         """Updated, synced and recorded."""
-        self.last_step = self.executor.step
-        self.executor.stop.step_is_whole()
+        self.last_step = self.step
+        self.stop.step_completed()
 
     def drop_step(self) -> None:
         """What the driver keeps is again as it was before the step that runs, if that is not whole."""
-        if self.last_step != self.executor.step:
+        if self.last_step != self.step:
             for suffix, learner in self.learners.items():
                 learner.restore(self._states[suffix])
 

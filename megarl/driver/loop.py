@@ -46,6 +46,7 @@ def train_sft(job: Job) -> None:
     for step in job.steps(after=start):
         visits = job.first.cursor.next_visits(job.config.batch.global_batch_size)
         actor.receive_rows(visits, job.plan_visits(visits, lengths))
+        job.stop.begin_update()
         metrics = job.finish_sft_step(step, visits.values(), lengths, actor.update())
         last = metrics.get("policy/loss", math.inf) < exit_loss  # without one: no update was made
         job.checkpoint_if_due(step, last=last)

@@ -80,7 +80,14 @@ class StepHost:
     # Asked by the scheduler.
 
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
-        """Of the node's call; everything that it reads from the driver is there."""
+        """Return what the node's call gets; everything that it reads from the driver is there. Raises:
+        StopRequested instead of an update that a shutdown drops."""
+        arguments = self._arguments(node, results)
+        if node.method == "update":
+            self.job.stop.begin_update()
+        return arguments
+
+    def _arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
         batch, learner = self.batch_of(node.role), self.job.learner_of(node.role)
         match kind_and_suffix(node.role)[0], node.method:
             case "rollout", "generate":

@@ -15,29 +15,24 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Self
 
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.checks.job import check_everything
 from megarl.config.errors import ConfigError
-from megarl.config.loader import write_args
-from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.runtime.executor import Executor
+from megarl.driver.executors import open_executor
 from megarl.driver.job import Job, open_job
 from megarl.driver.preflight import read_inputs
 from megarl.loggers.console import Progress
 from megarl.driver.training import Training
-from megarl.runtime.process import quiet_libraries
 
 
 class Trainer(Training):
     """A job with ranks of its own: starts them, sets the roles up, brings the first weights into the engines.
 
-    AbortToken the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the end of this
+    Leaving the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the end of this
     process, whatever ends it. After a failure (RemoteError, a rank's death) no call works any more.
 
     Args:
@@ -121,35 +116,10 @@ def _open(config: TrainConfig, progress: bool) -> Iterator[Job]:
     world_size = config.placement.nproc_per_node
     check_everything(config, world_size)
     shown = Progress(config.batch.train_iters, stream=None if progress else _Nowhere(), terminal=False)
-    with _executor(config, world_size) as executor:
+    with open_executor(config, world_size) as executor:
         inputs = read_inputs(config, world_size)  # while the ranks import what they need
         with open_job(executor, config, inputs, world_size, shown) as job:
             yield job
-
-
-@contextlib.contextmanager
-def _executor(config: TrainConfig, world_size: int) -> Iterator[Executor]:
-    if config.placement.executor == "inline":
-        quiet_libraries()
-        from megarl.driver.executors import inline_ranks
-
-        with inline_ranks(config) as executor:
-            yield executor
-        return
-    from megarl.driver.executors import remove_engine_memory
-    from megarl.runtime.local_ranks import local_ranks
-
-    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        arguments = Path(folder) / "job.args"
-        arguments.write_text(write_args(config))
-        with local_ranks(
-            [f"@{arguments}"],
-            hosting_ranks(config, world_size),
-            world_size,
-            config.placement.call_timeout_s,
-            tidy_up=remove_engine_memory,
-        ) as executor:
-            yield executor
 
 
 class _Nowhere(io.TextIOBase):

@@ -10,25 +10,25 @@ pickle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
-
-from megarl.runtime.stop_request import StopRequest
 
 
 class RemoteError(RuntimeError):
-    """A method of a role raised on one rank. The message is complete: role, rank, method, step, error and
+    """A method of a role raised on one rank. The message is complete: role, rank, method, label, error and
     remote traceback."""
 
     def __init__(
-        self, role: str, rank: int, method: str, step: int | None, error: str, remote_traceback: str
+        self, role: str, rank: int, method: str, label: str | None, error: str, remote_traceback: str
     ):
-        super().__init__(f"[{role} rank {rank}] {method} failed{at_step(step)}: {error}\n{remote_traceback}")
-        self.role, self.rank, self.method, self.step, self.error, self.remote_traceback = (
+        super().__init__(
+            f"[{role} rank {rank}] {method} failed{at_label(label)}: {error}\n{remote_traceback}"
+        )
+        self.role, self.rank, self.method, self.label, self.error, self.remote_traceback = (
             role,
             rank,
             method,
-            step,
+            label,
             error,
             remote_traceback,
         )
@@ -42,7 +42,7 @@ class CallTimeout(RuntimeError):
         self,
         role: str,
         method: str,
-        step: int | None,
+        label: str | None,
         ranks: list[int],
         answered: list[int],
         timeout_s: float,
@@ -52,7 +52,7 @@ class CallTimeout(RuntimeError):
         silent = [] if stacks is None else [rank for rank in ranks if rank not in stacks]
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
-            f"[{role}] {method} timed out{at_step(step)}: no answer from {named}{others} within "
+            f"[{role}] {method} timed out{at_label(label)}: no answer from {named}{others} within "
             f"call_timeout_s ({timeout_s:g} s). "
             "Raise --call-timeout-s if the call is merely slow."
             + "".join(
@@ -62,7 +62,7 @@ class CallTimeout(RuntimeError):
             )
             + "".join(f"\n[rank {rank}] was here:\n{stack}" for rank, stack in sorted((stacks or {}).items()))
         )
-        self.role, self.method, self.step, self.ranks = role, method, step, ranks
+        self.role, self.method, self.label, self.ranks = role, method, label, ranks
 
 
 class Future(Protocol):
@@ -90,10 +90,11 @@ class Executor(Protocol):
     """Runs methods of roles on their ranks."""
 
     ranks: dict[str, list[int]]
-    step: int | None
-    """Set by the loop: calls carry it, errors name it."""
-    stop: StopRequest
-    """Calls and waits raise StopRequested when it says so."""
+    label: str | None
+    """Set by the loop, "step 3" for example: calls carry it, errors name it."""
+    check_interrupt: Callable[[], None]
+    """Set by the loop; called on its thread before a call is issued and while it waits. What it raises
+    interrupts the loop."""
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future: ...
 
@@ -155,5 +156,6 @@ def check_some(futures: Sequence[Future]) -> None:
         raise ValueError("wait_any needs at least one future: it would wait for ever.")
 
 
-def at_step(step: int | None) -> str:
-    return "" if step is None else f" at step {step}"
+def at_label(label: str | None) -> str:
+    """Return " at step 3" for "step 3", and nothing without a label."""
+    return "" if label is None else f" at {label}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megarl.runtime.executor import RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
-from megarl.runtime.stop_request import StopRequest
+from megarl.runtime.executor import RemoteError, RoleHandle, at_label, check_role, check_some, check_subset
 from megarl.runtime.abort import ABORT, Aborted
 from megarl.runtime.mailbox import Failure
 
@@ -40,24 +39,24 @@ class InlineExecutor:
         self.failure: RemoteError | None = None
         self._seconds: dict[tuple[str, str], float] = {}
         self.ranks = {role: [0] for role in roles}
-        self.step: int | None = None
-        self.stop = StopRequest()
+        self.label: str | None = None
+        self.check_interrupt: Callable[[], None] = lambda: None
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
         check_role(self.ranks, role)
         if self.failure is not None:
             raise self.failure
-        self.stop.before_call(method)
+        self.check_interrupt()
         args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
         start = time.perf_counter()
         try:
             value = pickle.loads(pickle.dumps(getattr(self._roles[role], method)(*args, **kwargs)))
         except Aborted:
-            self.stop.check()
+            self.check_interrupt()
             raise
         except Exception as error:  # the boundary that a process would be
-            f = Failure.of(error, role, method, self.step)
-            self.failure = RemoteError(role, 0, method, self.step, f.error, f.traceback)
+            f = Failure.of(error, role, method, self.label)
+            self.failure = RemoteError(role, 0, method, self.label, f.error, f.traceback)
             raise self.failure from error
         seconds = time.perf_counter() - start
         self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
@@ -82,8 +81,11 @@ class InlineExecutor:
         return RoleHandle(self, name)
 
     def wake(self) -> None:
-        """A shutdown is requested: a call that runs on the main thread aborts if its step will be dropped."""
-        ABORT.is_requested = self.stop.drops_step
+        """Abort the call that the loop's thread is in, if `check_interrupt` would interrupt the loop."""
+        try:
+            self.check_interrupt()
+        except BaseException:  # its own, which the loop's thread raises when the call has returned
+            ABORT.is_requested = True
 
     def ask_who_lives(self) -> list[int]:
         """This process does."""
@@ -93,7 +95,7 @@ class InlineExecutor:
         """None is in flight: a call returns, or raises Aborted, before the loop can ask."""
 
     def where(self) -> str:
-        return at_step(self.step).strip() or "before the first step"
+        return at_label(self.label).strip() or "before the first step"
 
     def kill(self, exit_code: int) -> None:
         """Nobody else is to be told."""

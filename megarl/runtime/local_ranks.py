@@ -18,11 +18,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from megarl.runtime.job_store import LOOPBACK, loopback_store, store_environment
-from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import DRIVER_PID, store_prefix, without_rank
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ def local_ranks(
     world_size: int,
     call_timeout_s: float,
     module: str = "megarl.train",
+    describe_rank: Callable[[int], str] = str,
     tidy_up: Callable[[], object] = lambda: None,
 ) -> Iterator[StoreExecutor]:
     """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an
@@ -52,11 +52,11 @@ def local_ranks(
         argv, module: a rank is `python -m module argv`.
         ranks: role -> its ranks.
         call_timeout_s: as of StoreExecutor.
-        tidy_up: as of LocalRanks.
+        describe_rank, tidy_up: as of LocalRanks.
     """
-    processes, executor = LocalRanks(argv, world_size, module, ranks, tidy_up=tidy_up), None
+    processes, executor = LocalRanks(argv, world_size, module, describe_rank, tidy_up), None
     try:
-        executor = processes.start(call_timeout_s)
+        executor = processes.start(ranks, call_timeout_s)
         executor.death_first_s = _DEATH_FIRST_S
         yield executor
         executor.shutdown()
@@ -96,16 +96,11 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
 
 
 class RankDied(RuntimeError):
-    """A rank that has ended before its time. is_kill: it was ended from outside, so it has not said why."""
+    """A rank ended before its time. is_kill: it was ended from outside, so it has not reported why."""
 
-    def __init__(self, rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]):
-        """code: as of Popen. ranks_of: role -> its ranks, to say who was there."""
-        roles = ", ".join(
-            role
-            for role, ranks in ranks_of.items()
-            if rank in ranks and kind_and_suffix(role)[0] not in ("data", "reward")
-        )
-        who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
+    def __init__(self, code: int, description: str):
+        """code: as of Popen. description: of the rank, "1: actor, critic" for example."""
+        who = f"[rank {description}]"
         self.is_kill = code < 0
         if code == -signal.SIGKILL:
             super().__init__(
@@ -126,17 +121,21 @@ class LocalRanks:
     """Processes `python -m module argv`, one per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that
-    started it, and a caller's thread may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often
-    the job was started before. `tidy_up` removes what killed ranks could not remove themselves."""
+    started it, and a caller's thread may be short-lived.
+
+    Args:
+        describe_rank: describes a rank that has died: "1: actor, critic" for example.
+        tidy_up: removes what killed ranks could not remove themselves.
+        attempt: how often the job was started before."""
 
     def __init__(
         self,
         argv: list[str],
         world_size: int,
         module: str,
-        ranks_of: Mapping[str, Sequence[int]],
-        attempt: int = 0,
+        describe_rank: Callable[[int], str] = str,
         tidy_up: Callable[[], object] = lambda: None,
+        attempt: int = 0,
     ):
         self._store = loopback_store()
         self._env = (
@@ -155,7 +154,7 @@ class LocalRanks:
         )
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         self._command = [sys.executable, "-u", "-P", "-m", module, *argv]
-        self._world_size, self._ranks_of, self._tidy_up = world_size, ranks_of, tidy_up
+        self._world_size, self._describe_rank, self._tidy_up = world_size, describe_rank, tidy_up
         self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RankDied] = []
         self._tell: Callable[[RankDied], None] = self._deaths.append
@@ -166,14 +165,13 @@ class LocalRanks:
         """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the
         job; then it is no failure."""
 
-    def start(self, call_timeout_s: float) -> StoreExecutor:
-        """Start the ranks. A rank that dies without a word is this executor's failure."""
+    def start(self, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
+        """Start the processes and the executor that reaches them; `ranks`: role -> its ranks. A rank that dies
+        without a word is this executor's failure."""
         from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
-        executor = StoreExecutor(
-            dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect()
-        )
+        executor = StoreExecutor(ranks, self._world_size, call_timeout_s, self._connect(), self._connect())
         self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
 
@@ -261,7 +259,7 @@ class LocalRanks:
             self._end_ranks()
         elif code != 0 and not self._ending:
             with self._lock:
-                self._tell(RankDied(rank, code, self._ranks_of))
+                self._tell(RankDied(code, self._describe_rank(rank)))
             self._end_ranks()  # the others would wait for it
 
     def _end_ranks(self) -> None:

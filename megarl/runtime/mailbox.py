@@ -44,7 +44,7 @@ class Command:
     role: str
     ranks: tuple[int, ...]
     method: str
-    step: int | None
+    label: str | None
     arguments: bytes
 
 
@@ -61,16 +61,16 @@ class Failure:
 
     role: str
     method: str
-    step: int | None
+    label: str | None
     error: str
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException, role: str, method: str, step: int | None) -> Failure:
+    def of(cls, error: BaseException, role: str, method: str, label: str | None) -> Failure:
         last = "".join(traceback.format_exception_only(error)).strip()
         below = error.__traceback__.tb_next or error.__traceback__  # without the frame of the worker loop
         return cls(
-            role, method, step, last, "".join(traceback.format_exception(type(error), error, below)).rstrip()
+            role, method, label, last, "".join(traceback.format_exception(type(error), error, below)).rstrip()
         )
 
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from megarl.runtime.executor import at_step
+from megarl.runtime.executor import at_label
 from megarl.runtime.process import ignore_signals_for_good
 
 if TYPE_CHECKING:
@@ -52,6 +52,18 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
         self.signal, self.text = signal.Signals(signum), text
+
+
+class ShutdownRequest(Protocol):
+    """A request for a graceful shutdown. The signal handler makes it; the loop acts on it."""
+
+    is_armed: bool
+    """The loop acts on a request now."""
+    requested_at: float | None
+    """time.monotonic() of the first one."""
+
+    def request(self) -> None:
+        """Ask for the shutdown."""
 
 
 class Processes(Protocol):
@@ -79,10 +91,11 @@ class _Running:
     processes: Processes | None = None
     rank_0: int | None = None
     """Under torchrun the process that has started this one; its death is a SIGTERM."""
+    request: ShutdownRequest | None = None
     grace_s: float = 0.0
     newest: Callable[[], str] | None = None
-    told: tuple[int | None, str] | None = None
-    """Step of the failure, and the first line of what was said of it."""
+    reported: tuple[str | None, str] | None = None
+    """Label of the failure ("step 3"), and the first line of its message."""
     ended_by: int | None = None
     """The signal that Stopped was raised for. It is raised once."""
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -91,6 +104,11 @@ class _Running:
     limits: queue.SimpleQueue[Callable[[_Running], None] | None] = field(default_factory=queue.SimpleQueue)
     """What handlers want done on another thread; `put` may interrupt itself."""
     _claim: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a graceful shutdown was asked for."""
+        return self.request is not None and self.request.requested_at is not None
 
     def claim(self) -> bool:
         """Whether the caller is the one that ends the job. Then nobody else does."""
@@ -110,9 +128,9 @@ class _Running:
 _running = _Running()
 
 
-def last_failure() -> tuple[int | None, str] | None:
-    """Step and first line of what `run_job` has told."""
-    return _running.told
+def last_failure() -> tuple[str | None, str] | None:
+    """Return label and first line of the failure that `run_job` has reported."""
+    return _running.reported
 
 
 def received_signal() -> int | None:
@@ -121,10 +139,13 @@ def received_signal() -> int | None:
 
 
 @contextlib.contextmanager
-def graceful_shutdown(grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
-    """Around a loop that sees to `executor.stop`: seconds that it has for it; what to say of the checkpoint
-    that there is if it takes longer."""
-    _running.grace_s, _running.newest = grace_s, newest
+def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
+    """Make a SIGTERM a request, within the loop that acts on it.
+
+    Args:
+        grace_s: seconds that the loop has from the request to its end.
+        newest: says which checkpoint there is, if the loop takes longer."""
+    _running.request, _running.grace_s, _running.newest = request, grace_s, newest
     try:
         yield
     finally:
@@ -166,7 +187,7 @@ def run_job(
                 _terminate,
             )
             main(executor)
-            if executor.stop.requested_at is not None:
+            if job.is_requested:
                 job.judged.wait(
                     _JUDGED_S
                 )  # ranks that have been shut down do not answer, and would pass for dead
@@ -199,7 +220,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
         processes.expect_end()
     sys.stdout.flush()
     explanation, code = _explain(error, job), _exit_code(error, executor)
-    job.told = None if executor is None else executor.step, explanation.splitlines()[0]
+    job.reported = None if executor is None else executor.label, explanation.splitlines()[0]
     _tell(explanation)
     _kill_workers(executor, code)
     if processes is not None:
@@ -280,8 +301,8 @@ def _explain(error: BaseException, job: _Running) -> str:
     if _is_about_input(error, executor):
         return str(error)
     last = "".join(traceback.format_exception_only(error)).strip()
-    step = None if executor is None else executor.step
-    return f"[driver] failed{at_step(step)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    label = None if executor is None else executor.label
+    return f"[driver] failed{at_label(label)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _tell(text: str) -> None:
@@ -315,7 +336,7 @@ def _is_shutting_down() -> bool:
     known."""
     if not _signals:
         return False
-    if _running.executor.stop.requested_at is None:
+    if not _running.is_requested:
         return True
     _running.judged.wait(_JUDGED_S)
     return _running.executor.failure is not None
@@ -330,11 +351,7 @@ def _terminate() -> None:
 def _act_on_signal_of_rank(signum: int) -> bool:
     """It has ended a rank, which was still starting, say. One that has agreed to stop in order may not end by
     SIGTERM."""
-    if (
-        signum == signal.SIGTERM
-        and _running.executor is not None
-        and _running.executor.stop.requested_at is not None
-    ):
+    if signum == signal.SIGTERM and _running.executor is not None and _running.is_requested:
         return False
     if signum not in _signals:
         os.kill(os.getpid(), signum)
@@ -381,11 +398,11 @@ def _is_seen_to(job: _Running) -> bool:
     executor = job.executor
     if executor is None or _is_orphan(job):
         return False
-    if executor.stop.requested_at is not None:
+    if job.is_requested:
         return True
-    if not executor.stop.is_armed:
+    if job.request is None or not job.request.is_armed:
         return False
-    executor.stop.request()
+    job.request.request()
     job.limits.put(_see_who_lives)
     job.limits.put(_limit_stop)
     return True
@@ -416,7 +433,7 @@ def _see_who_lives(job: _Running) -> None:
 
 
 def _limit_stop(job: _Running) -> None:
-    deadline = job.executor.stop.requested_at + job.grace_s
+    deadline = job.request.requested_at + job.grace_s
     if not job.has_ended.wait(max(0.0, deadline - time.monotonic())) and job.claim():
         newest = "" if job.newest is None else f"; {job.newest()}"
         _tell(

@@ -15,12 +15,11 @@ from megarl.runtime.executor import (
     CallTimeout,
     RemoteError,
     RoleHandle,
-    at_step,
+    at_label,
     check_role,
     check_some,
     check_subset,
 )
-from megarl.runtime.stop_request import StopRequest
 from megarl.runtime.signing import JOB_SECRET, job_secret
 from megarl.runtime.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
 from megarl.runtime.process import has_died, process_name, world_size_from_env
@@ -81,8 +80,8 @@ class StoreExecutor:
     ):
         _check_ranks(ranks, world_size)
         self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
-        self.step: int | None = None
-        self.stop = StopRequest()
+        self.label: str | None = None
+        self.check_interrupt: Callable[[], None] = lambda: None
         self.failure: RuntimeError | None = None
         self.death_first_s = 0.0
         """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is
@@ -130,13 +129,13 @@ class StoreExecutor:
         self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
     ) -> _Future:
         check_subset(self.ranks, role, ranks)
-        return self._issue(Command(role, tuple(ranks), method, self.step, pickle.dumps((args, kwargs))))
+        return self._issue(Command(role, tuple(ranks), method, self.label, pickle.dumps((args, kwargs))))
 
     def wait_any(self, futures: Sequence[_Future]) -> list[_Future]:
         check_some(futures)
         with self._changed:
             while self.failure is None and all(future.index in self._futures for future in futures):
-                self.stop.check()
+                self.check_interrupt()
                 self._wait_for_change(self._seconds_left())
             if self.failure is not None:
                 raise self.failure
@@ -156,7 +155,7 @@ class StoreExecutor:
             self._outbox.ask_for_stacks()  # whoever waits to be asked is in the store's code, see `_end`
             for key in (PING, ABORT_CALLS, ALL_RANKS_KNOW):
                 self._outbox.set(key, "end")
-            self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
+            self._issue(Command("", tuple(self._queues), SHUTDOWN, self.label, b"")).result()
             self._end()
 
     @property
@@ -171,7 +170,7 @@ class StoreExecutor:
         self._end()
 
     def wake(self) -> None:
-        """Let whoever waits look at `stop` again."""
+        """Have `check_interrupt` called again where the loop waits."""
         with self._changed:
             self._changed.notify_all()
 
@@ -191,7 +190,7 @@ class StoreExecutor:
 
     def where(self) -> str:
         """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
-        when = at_step(self.step).strip() or "before the first step"
+        when = at_label(self.label).strip() or "before the first step"
         if not self._changed.acquire(
             timeout=_LOCK_S
         ):  # a thread that hangs in the store has it; whoever asks may be there to end it
@@ -216,7 +215,7 @@ class StoreExecutor:
         with self._changed:
             if self.failure is not None:
                 raise self.failure
-            self.stop.before_call(command.method)
+            self.check_interrupt()
             future = _Future(self, self._next, command)
             self._futures[future.index] = future
             for rank in command.ranks:
@@ -262,7 +261,7 @@ class StoreExecutor:
             self.failure = CallTimeout(
                 c.role or "driver",
                 c.method,
-                c.step,
+                c.label,
                 late.missing(),
                 sorted(late.values),
                 self._timeout_s,
@@ -283,7 +282,7 @@ class StoreExecutor:
                     time.sleep(self.death_first_s)
                     if self.is_shutting_down():
                         continue
-                    self.fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
+                    self.fail(RemoteError(f.role, result.rank, f.method, f.label, f.error, f.traceback))
                 elif self.failure is None:
                     self._accept(result)
                     self._inbox.delete(self._read_by_all())
@@ -305,7 +304,7 @@ class StoreExecutor:
                 future.values[result.rank] = pickle.loads(result.value)
             except Exception as error:  # a class that only exists on the worker, say
                 text = f"its result cannot be read by the driver: {error!r}"
-                return self.fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
+                return self.fail(RemoteError(c.role, result.rank, c.method, c.label, text, ""))
             self._queues[result.rank].popleft()
             self._free_since[result.rank] = self._now()
             self._answered[result.rank] = result.index

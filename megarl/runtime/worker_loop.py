@@ -152,7 +152,7 @@ def _run(
     except BaseException as error:  # process boundary
         if listener.is_aborted(index, error):
             return Result(index, rank, pickle.dumps(None), time.perf_counter() - start, time.time())
-        _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
+        _fail(Failure.of(error, command.role, command.method, command.label), index, rank, mailbox)
 
 
 def _fail(failure: Failure, index: int, rank: int, mailbox: Mailbox) -> NoReturn:

@@ -27,7 +27,6 @@ from megarl.driver.job import Job
 from megarl.driver.preflight import Inputs
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
-from megarl.runtime.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
@@ -126,7 +125,7 @@ class EveryRankExecutor:
     """Each rank makes every call in the same order, and runs those that are for it."""
 
     def __init__(self, roles: dict[str, object], ranks: dict[str, list[int]]) -> None:
-        self.roles, self.ranks, self.step, self.stop = roles, ranks, None, StopRequest()
+        self.roles, self.ranks, self.label = roles, ranks, None
 
     def call(self, role: str, method: str, /, *args, **kwargs):
         return self.call_on(self.ranks[role], role, method, *args, **kwargs)
