@@ -91,15 +91,16 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
     quiet_libraries()
     from megarl.runtime.mailbox import connect, has_own_store
-    from megarl.runtime.worker_loop import answer_for_stacks, fail_to_start, serve
+    from megarl.runtime.worker_loop import answer_health, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
-    teller = answer_for_stacks(rank) if has_own_store() else None
+    health = answer_health(rank) if has_own_store() else None
     try:
         join_world(config.placement.call_timeout_s)
     except Exception as error:  # process boundary
         fail_to_start(error, rank)
-    return serve(lambda: build_roles(config, int(os.environ["WORLD_SIZE"])), rank, connect(), driver, teller)
+    world_size = int(os.environ["WORLD_SIZE"])
+    return serve(lambda context: build_roles(config, world_size), rank, connect(), driver, health)
 
 
 def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True) -> int:

@@ -10,6 +10,7 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.runtime.executor import Executor
+from megarl.driver.executors import interfaces_of
 from megarl.driver.job import open_job
 from megarl.driver.loop import train_rl, train_sft
 from megarl.driver.preflight import Inputs, read_inputs
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
         lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size),
         ranks,
         config.placement.call_timeout_s,
+        interfaces_of(ranks),
     )
 
 

@@ -11,6 +11,7 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.runtime.executor import Executor, RoleHandle
+from megarl.driver.executors import interfaces_of
 from megarl.driver.preflight import Inputs, read_inputs
 from megarl.driver.weights import sync_weights
 
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
         ),
         ranks,
         config.placement.call_timeout_s,
+        interfaces_of(ranks),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
+from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries
 
@@ -74,6 +75,7 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
             config.placement.call_timeout_s,
             describe_rank=rank_description(ranks),
             tidy_up=remove_engine_memory,
+            interfaces=interfaces_of(ranks),
         ) as executor:
             yield executor
 
@@ -96,12 +98,29 @@ def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExe
     from megarl.workers.worker import build_roles, join_world
 
     join_world(config.placement.call_timeout_s)
-    executor = InlineExecutor(build_roles(config, world_size))
+    roles = build_roles(config, world_size)
+    executor = InlineExecutor(roles, interfaces_of(roles))
     yield executor
     executor.shutdown()
 
 
 _FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": inline_ranks}
+
+
+class _Rollout:
+    """What the methods of a rollout role return on each rank, where that is no plain value."""
+
+    def generate(self) -> list[Sample]: ...
+
+
+_INTERFACES: dict[str, type] = {"rollout": _Rollout}
+"""Kind of role -> the class that declares what its methods return."""
+
+
+def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
+    """Return the interface of every role that has one."""
+    kinds = {role: kind_and_suffix(role)[0] for role in roles}
+    return {role: _INTERFACES[kind] for role, kind in kinds.items() if kind in _INTERFACES}
 
 
 def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
-from megarl.driver.executors import rank_description, remove_engine_memory
+from megarl.driver.executors import interfaces_of, rank_description, remove_engine_memory
 from megarl.driver.restarts import continued, where_it_goes_on
 from megarl.runtime.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
 
@@ -69,7 +69,7 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     processes = LocalRanks(argv, world_size, module, rank_description(ranks), remove_engine_memory, attempt)
     return run_job(
         lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
-        lambda: processes.start(ranks, config.placement.call_timeout_s),
+        lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
         processes,
     )
 

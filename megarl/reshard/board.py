@@ -6,6 +6,7 @@ is not harmed."""
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
 from datetime import timedelta
@@ -37,7 +38,7 @@ class Board:
         self._own[name] = value
         self._pages[-1].append(name)
         if self._store is not None:
-            self._store.set(name, signing.dumps(value, f"{self._generation}/{name}"))
+            self._store.set(name, signing.sign(pickle.dumps(value), f"{self._generation}/{name}"))
 
     def read(self, name: str, deadline: float) -> object:
         """deadline: by time.monotonic(). Raises: Late."""
@@ -50,7 +51,7 @@ class Board:
             if isinstance(error, dist.DistNetworkError):
                 raise
             raise Late(f"nobody wrote {name} within {left:.1f} s") from error
-        return signing.loads(self._store.get(name), f"{self._generation}/{name}")
+        return pickle.loads(signing.verify(self._store.get(name), f"{self._generation}/{name}"))
 
     def turn_page(self) -> None:
         """Between syncs: remove what this rank wrote two syncs ago, which everybody has read."""

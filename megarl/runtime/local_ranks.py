@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.runtime.job_store import LOOPBACK, loopback_store, store_environment
@@ -41,6 +41,7 @@ def local_ranks(
     module: str = "megarl.train",
     describe_rank: Callable[[int], str] = str,
     tidy_up: Callable[[], object] = lambda: None,
+    interfaces: Mapping[str, type] | None = None,
 ) -> Iterator[StoreExecutor]:
     """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an
     exception killed; in both cases all of them are gone when this returns.
@@ -51,12 +52,12 @@ def local_ranks(
     Args:
         argv, module: a rank is `python -m module argv`.
         ranks: role -> its ranks.
-        call_timeout_s: as of StoreExecutor.
+        call_timeout_s, interfaces: as of StoreExecutor.
         describe_rank, tidy_up: as of LocalRanks.
     """
     processes, executor = LocalRanks(argv, world_size, module, describe_rank, tidy_up), None
     try:
-        executor = processes.start(ranks, call_timeout_s)
+        executor = processes.start(ranks, call_timeout_s, interfaces)
         executor.death_first_s = _DEATH_FIRST_S
         yield executor
         executor.shutdown()
@@ -165,13 +166,20 @@ class LocalRanks:
         """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the
         job; then it is no failure."""
 
-    def start(self, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
+    def start(
+        self,
+        ranks: dict[str, list[int]],
+        call_timeout_s: float,
+        interfaces: Mapping[str, type] | None = None,
+    ) -> StoreExecutor:
         """Start the processes and the executor that reaches them; `ranks`: role -> its ranks. A rank that dies
         without a word is this executor's failure."""
         from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
-        executor = StoreExecutor(ranks, self._world_size, call_timeout_s, self._connect(), self._connect())
+        executor = StoreExecutor(
+            ranks, self._world_size, call_timeout_s, self._connect(), self._connect(), interfaces
+        )
         self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
 

@@ -32,14 +32,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from megarl.runtime.executor import at_label
+from megarl.runtime.executor import Executor, ProcessExecutor, at_label
 from megarl.runtime.process import ignore_signals_for_good
-
-if TYPE_CHECKING:
-    from megarl.runtime.inline_executor import InlineExecutor
-    from megarl.runtime.store_executor import StoreExecutor
 
 logger = logging.getLogger(__name__)
 _UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _ABORT_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
@@ -87,7 +83,7 @@ class Processes(Protocol):
 class _Running:
     """The job of this process, for the signal handlers."""
 
-    executor: StoreExecutor | InlineExecutor | None = None
+    executor: Executor | None = None
     processes: Processes | None = None
     rank_0: int | None = None
     """Under torchrun the process that has started this one; its death is a SIGTERM."""
@@ -153,8 +149,8 @@ def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable
 
 
 def run_job(
-    main: Callable[[StoreExecutor], object],
-    connect: Callable[[], StoreExecutor],
+    main: Callable[[ProcessExecutor], object],
+    connect: Callable[[], ProcessExecutor],
     processes: Processes | None = None,
 ) -> int:
     """Run `main(connect())`, then shut the workers down.
@@ -235,8 +231,8 @@ def _claim_or_wait(job: _Running) -> None:
 
 
 def run_job_in_process(
-    main: Callable[[InlineExecutor], object],
-    ranks: Callable[[], contextlib.AbstractContextManager[InlineExecutor]],
+    main: Callable[[Executor], object],
+    ranks: Callable[[], contextlib.AbstractContextManager[Executor]],
 ) -> int:
     """Run `main` where the roles are objects of this process. SIGTERM means what it means elsewhere; Ctrl-C
     stays a KeyboardInterrupt until it arrives here, as a debugger wants it; an error is raised.
@@ -275,7 +271,7 @@ def _first_stop(error: BaseException) -> BaseException:
     return error
 
 
-def _exit_code(error: BaseException, executor: StoreExecutor | None) -> int:
+def _exit_code(error: BaseException, executor: Executor | None) -> int:
     if executor is not None and executor.failure is not None:
         return 1
     if isinstance(error, Stopped):
@@ -283,7 +279,7 @@ def _exit_code(error: BaseException, executor: StoreExecutor | None) -> int:
     return 2 if _is_about_input(error, executor) else 1
 
 
-def _is_about_input(error: BaseException, executor: StoreExecutor | None) -> bool:
+def _is_about_input(error: BaseException, executor: Executor | None) -> bool:
     return isinstance(error, ValueError) and (executor is None or executor.num_calls == 0)
 
 
@@ -310,7 +306,7 @@ def _tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def _kill_workers(executor: StoreExecutor | None, exit_code: int) -> None:
+def _kill_workers(executor: Executor | None, exit_code: int) -> None:
     if executor is None:
         return
     try:
@@ -424,7 +420,7 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 def _see_who_lives(job: _Running) -> None:
     executor = job.executor
     executor.wake()
-    if missing := executor.ask_who_lives():
+    if missing := executor.dead_ranks():
         named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         executor.fail(
             RuntimeError(f"[driver] stopped by SIGTERM {executor.where()}, with no sign of life from {named}")

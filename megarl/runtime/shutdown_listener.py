@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import threading
 import time
@@ -23,7 +22,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megarl.runtime.abort import ABORT, Aborted
-from megarl.runtime.mailbox import TERMINATED, Mailbox, Result, connect
+from megarl.runtime.mailbox import Mailbox, connect
+from megarl.runtime.messages import Terminated
 from megarl.runtime.process import has_died, process_name
 
 PROCESS, PING = "shutdown/process", "shutdown/ping"
@@ -91,7 +91,7 @@ class ShutdownListener:
         try:
             store = connect(timeout_s=_CONNECT_S)
             mailbox = Mailbox(store)
-            mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
+            mailbox.report(Terminated(self._rank))
             deadline = time.monotonic() + _HEARD_S
             while (
                 not mailbox.is_killed()

@@ -1,8 +1,7 @@
-"""Pickles that travel through the job's store, each with an HMAC-SHA256 (RFC 2104) that is checked before
-anything is unpickled.
+"""Signatures of what travels through the job's store: an HMAC-SHA256 (RFC 2104) before each message, which is
+checked before anything of it is read.
 
-A pickle runs code when it is read, and whoever can reach the store's port can write there. The key is the
-job's secret:
+Whoever can reach the store's port can write there. The key is the job's secret:
 
     started by megarl               drawn by the process that starts the ranks, in their environment
     torchrun, one node              drawn by rank 0, in a file that only this user can read, removed when all ranks have read it
@@ -17,7 +16,6 @@ import contextlib
 import hashlib
 import hmac
 import os
-import pickle
 import secrets
 import stat
 import tempfile
@@ -46,23 +44,21 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int: ...
 
 
-def dumps(value: object, name: str) -> bytes:
-    """32 bytes of HMAC, then the pickle of `value`, which is stored under `name`."""
-    data = pickle.dumps(value)
+def sign(data: bytes, name: str) -> bytes:
+    """Return 32 bytes of HMAC, then the data, which will be stored under `name`."""
     return _mac(name, data) + data
 
 
-def loads(data: bytes, name: str) -> object:
-    """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it;
-    nothing is unpickled then."""
-    pickled = memoryview(data)[_MAC_BYTES:]
-    if not hmac.compare_digest(_mac(name, pickled), data[:_MAC_BYTES]):
+def verify(signed: bytes, name: str) -> memoryview:
+    """Return the data. Raises: ForgedMessage if no process with the same secret has signed it for this name."""
+    data = memoryview(signed)[_MAC_BYTES:]
+    if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
             f"{name} in the job's store is not signed with the job's secret and was not read: "
             "another process wrote it, or "
             f"{JOB_SECRET} is not the same on all nodes."
         )
-    return pickle.loads(pickled)
+    return data
 
 
 def _mac(name: str, data: bytes | memoryview) -> bytes:

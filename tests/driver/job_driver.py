@@ -153,7 +153,7 @@ def chain(executor, folder: Path) -> None:
 def late(executor, folder: Path) -> None:
     """Rank 1 hangs in one call; the driver waits for a later one, which rank 0 answers."""
     right, actor = executor.role("right"), executor.role("actor")
-    executor._timeout_s = LATE_S  # only now: how long the workers take to start says nothing here
+    executor.call_timeout_s = LATE_S  # only now: how long the workers take to start says nothing here
     right.sleep(60.0)
     mark_time(folder)
     actor.sleep(0.0).result()
