@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from megarl.runtime.store_executor import StoreExecutor
 
 ExecutorFactory = Callable[[TrainConfig, int], AbstractContextManager["Executor"]]
-"""(configuration, number of ranks) -> the executor of the job, whose roles can be called within the context."""
+"""(configuration, number of ranks) -> the executor of the job, whose roles can be called within the
+context."""
 
 
 def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:

@@ -83,7 +83,7 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
     from megarl.runtime.local_ranks import LocalRanks, undisturbed
 
     processes, deaths = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory), []
-    processes.tell_deaths(deaths.append)
+    processes.report_deaths(deaths.append)
     try:
         processes.start_ranks()
         while processes.are_running() and not deaths:

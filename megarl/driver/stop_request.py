@@ -16,8 +16,8 @@ class StopRequested(BaseException):
 
 
 class StopRequest:
-    """The request to shut one job down. A signal handler sets it; the executor calls `check` before every call
-    and while the loop waits."""
+    """The request to shut one job down. A signal handler sets it; the executor calls `check` before every
+    call and while the loop waits."""
 
     def __init__(self) -> None:
         self.is_armed = False
@@ -32,7 +32,8 @@ class StopRequest:
         self.requested_at = self.requested_at or time.monotonic()
 
     def begin_update(self) -> None:
-        """Note that a model is about to be updated: from here on the step is finished. Raises: StopRequested."""
+        """Note that a model is about to be updated: from here on the step is finished. Raises:
+        StopRequested."""
         self.check()
         self._has_updated = True
 

@@ -1,5 +1,5 @@
-"""The protocol between a driver and its ranks. Nothing above it knows which executor runs, and no executor knows
-what a role or a step is.
+"""The protocol between a driver and its ranks. Nothing above it knows which executor runs, and no executor
+knows what a role or a step is.
 
     updated = actor.update(step)         a future, at once
     metrics = updated.result()           one value per rank of the role, in the order of its ranks
@@ -35,7 +35,8 @@ class Capabilities:
     deadlines: bool
     """A call that takes longer than `call_timeout_s` is a CallTimeout that shows where the ranks are."""
     rank_processes: bool
-    """Ranks are processes of their own: one that dies is a failure, and none of them is left after the end."""
+    """Ranks are processes of their own: one that dies is a failure, and none of them is left after the
+    end."""
     survives_worker_death: bool
     """The other ranks can be called after one has died."""
 
@@ -103,7 +104,8 @@ class Future(Protocol):
     role: str
     """Name of the role that was called."""
     seconds: float
-    """Time that the call took on the rank where it took longest, not counting calls before it. 0 until done."""
+    """Time that the call took on the rank where it took longest, not counting calls before it. 0 until
+    done."""
     ended: float
     """`time.time()` when the last rank had finished. 0 until done."""
 
@@ -208,7 +210,8 @@ class ProcessExecutor(Executor, Protocol):
 
 
 class RoleHandle:
-    """Lets a role be called like a local object: `actor.update(x)` is `executor.call("actor", "update", x)`."""
+    """Lets a role be called like a local object: `actor.update(x)` is `executor.call("actor", "update",
+    x)`."""
 
     def __init__(self, executor: Executor, role: str):
         self._executor, self._role = executor, role

@@ -1,5 +1,5 @@
-"""What runs on a rank, whatever carries its messages: the roles, the context that they are built with, and the
-idle hook.
+"""What runs on a rank, whatever carries its messages: the roles, the context that they are built with, and
+the idle hook.
 
 An executor's worker loop makes a WorkerContext, builds the roles with it and hands every call to
 `HostedRoles.run`."""

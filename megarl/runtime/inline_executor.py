@@ -44,8 +44,8 @@ class InlineExecutor:
     """An executor whose roles are objects of this process, all of them on rank 0.
 
     A call runs at once and raises at once, with the original exception as cause. Arguments and results are
-    encoded and decoded as for another process, so that a loop that works here does not lean on shared objects.
-    The idle hook takes its steps while the loop waits for an event.
+    encoded and decoded as for another process, so that a loop that works here does not lean on shared
+    objects. The idle hook takes its steps while the loop waits for an event.
 
     Args: roles: see `hosting.Roles`. interfaces: as of StoreExecutor."""
 

@@ -1,16 +1,18 @@
 """How driver and ranks exchange messages over torch's own c10d store.
 
-    log     cmd/0, cmd/1, ...  one ordered list of commands. The driver writes; every rank reads all of it in order and skips calls of roles
-                               that it does not host. So ranks that share roles run them in the same order.
-    inbox   inbox              one queue of the replies, failures and events of all ranks; the driver takes them as they come
-    health  health/0, ...      set when the driver asks who lives: every rank writes where its Python is to health/0/<rank>
-    kill    kill               set once the driver has reported a failure: nobody needs to wait for anything any more
-            shutdown/...       what driver and ranks tell each other in a graceful shutdown, see shutdown_listener.py
+    cmd/0, cmd/1, ...   the log: one ordered list of commands. The driver writes; each rank reads all of it in
+                        order and skips calls of roles that it does not host. So ranks that share roles run
+                        them in the same order
+    inbox               one queue of the replies, failures and events of all ranks, which the driver reads
+    health/0, ...       set when the driver asks who lives; each rank writes where its Python is to
+                        health/0/<rank>
+    kill                set once the driver has reported a failure: nobody needs to wait for anything any more
+    shutdown/...        what driver and ranks tell each other in a graceful shutdown, see shutdown_listener.py
 
-All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the attempt
-before. Messages (messages.py) are signed (signing.py): whoever reaches the store's port can write there. The
-store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are cut into
-parts."""
+All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the
+attempt before. Messages (messages.py) are signed (signing.py): whoever reaches the store's port can write
+there. The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are
+cut into parts."""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _END = b"end"
 
 
 def connect(address: str | None = None, prefix: str | None = None, timeout_s: float = 300.0) -> dist.Store:
-    """A new client connection to the job's store, at `address` ("host:port"; default: MASTER_ADDR and
+    """Open a new client connection to the job's store at `address` ("host:port"; default: MASTER_ADDR and
     MASTER_PORT).
 
     Every thread that blocks on the store needs a connection of its own: a client lets one request through at
@@ -48,15 +50,15 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
 
 
 def has_own_store() -> bool:
-    """Whether the job has a store before its ranks have joined: torchrun's, or that of a driver which has
-    started them."""
+    """Return whether the job has a store before its ranks have joined: torchrun's, or that of a driver which
+    has started them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_store(timeout_s: float) -> dist.Store | None:
-    """Store to hand to `init_process_group`, over which the ranks have agreed on the job's secret; None: its
-    own is right. Before that, where all ranks are on one node, gloo and NCCL are told to stay on its loopback
-    interface.
+    """Return the store for `init_process_group`, over which the ranks have agreed on the job's secret; None:
+    its own is right. Before that, where all ranks are on one node, gloo and NCCL are told to stay on its
+    loopback interface.
 
     In torch 2.13 torchrun keeps one store for all attempts and `init_process_group` no longer puts the
     attempt into its keys (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it),
@@ -76,7 +78,7 @@ def world_store(timeout_s: float) -> dist.Store | None:
 
 
 class Mailbox:
-    """The protocol above over one connection. Not thread-safe while a call blocks."""
+    """The protocol above over one connection, which one thread at a time may block on."""
 
     def __init__(self, store: dist.Store):
         self._store, self._reports = store, 0
@@ -141,7 +143,7 @@ class Mailbox:
         self._store.set(key, value)
 
     def of_ranks(self, key: str, ranks: Sequence[int]) -> dict[int, str]:
-        """What these ranks have set, of those that have."""
+        """Return what these ranks have set under the key, for those that have."""
         return {
             rank: self._store.get(f"{key}/{rank}").decode()
             for rank in ranks
@@ -167,8 +169,8 @@ class Mailbox:
         self._store.queue_push("inbox", head)
 
     def answer_health(self, rank: int, describe: Callable[[], str]) -> None:
-        """Answer the driver's questions with what `describe` returns, until it asks no more. On a thread and a
-        connection of its own."""
+        """Answer the driver's questions with what `describe` returns, until it asks no more. On a thread and
+        a connection of its own."""
         number = 0
         while self._store.get(f"health/{number}") != _END:
             key = f"health/{number}/{rank}"

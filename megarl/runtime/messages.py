@@ -4,8 +4,8 @@ code when it is read.
     driver -> ranks     Call, Shutdown, Kill
     ranks -> driver     Reply, Event, Terminated
 
-Arguments, results and the payload of events are encoded on their own, so that a rank that skips a call does not
-read its arguments. They are decoded by the types that are declared for them: a method's annotations."""
+Arguments, results and the payload of events are encoded on their own, so that a rank that skips a call does
+not read its arguments. They are decoded by the types that are declared for them: a method's annotations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-_HERE = Path(__file__).parent
+_HOSTING = str(Path(__file__).with_name("hosting.py"))
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
@@ -55,9 +55,12 @@ class Failure(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException, role: str, method: str, label: str | None) -> Failure:
         """Describe an exception, without the frames of the transport above the method."""
         last = "".join(traceback.format_exception_only(error)).strip()
-        below = error.__traceback__
-        while below.tb_next is not None and Path(below.tb_frame.f_code.co_filename).parent == _HERE:
-            below = below.tb_next
+        below = error.__traceback__.tb_next or error.__traceback__  # without the frame of the caller
+        here = error.__traceback__
+        while here is not None:
+            if here.tb_frame.f_code.co_filename == _HOSTING and here.tb_next is not None:
+                below = here.tb_next
+            here = here.tb_next
         whole = "".join(traceback.format_exception(type(error), error, below)).rstrip()
         return cls(role, method, label, _printable(last), _printable(whole))
 

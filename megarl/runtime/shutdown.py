@@ -1,7 +1,7 @@
-"""How a driver process ends, whoever started it and its ranks: one message, one exit code, nothing left
-behind.
+"""How a driver process shuts down, whoever started it and its ranks: one message, one exit code, no process
+left behind.
 
-    running    SIGTERM, and the loop stops in order (`graceful_shutdown`)   -> stopping
+    running    SIGTERM, within `graceful_shutdown`                     -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
     stopping   SIGTERM once more: changes nothing
     stopping   SIGINT; the death of rank 0 under torchrun              -> unwinding
@@ -38,12 +38,12 @@ from megarl.runtime.executor import Executor, ProcessExecutor, at_label
 from megarl.runtime.process import ignore_signals_for_good
 
 logger = logging.getLogger(__name__)
-_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _ABORT_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
+_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _KILL_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
 _signals: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM reached the driver. text: what to say of it, if the job was ended in order."""
+    """SIGINT or SIGTERM reached the driver. text: the message after a graceful shutdown."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -70,18 +70,18 @@ class Processes(Protocol):
     then it is no failure."""
 
     def expect_end(self) -> None:
-        """From now on a rank that ends is nothing to tell."""
+        """From now on a rank that ends is no failure."""
 
     def end(self, wait_s: float) -> None:
-        """Give them so long to exit by themselves, then end them."""
+        """Wait so long for the ranks to exit by themselves, then end them."""
 
     def kill(self) -> None:
-        """At once."""
+        """End the ranks at once."""
 
 
 @dataclass
 class _Running:
-    """The job of this process, for the signal handlers."""
+    """The job of this process, as the signal handlers see it."""
 
     executor: Executor | None = None
     processes: Processes | None = None
@@ -103,18 +103,18 @@ class _Running:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a graceful shutdown was asked for."""
+        """Return whether a graceful shutdown was asked for."""
         return self.request is not None and self.request.requested_at is not None
 
     def claim(self) -> bool:
-        """Whether the caller is the one that ends the job. Then nobody else does."""
+        """Return whether the caller is the one that ends the job. Then nobody else does."""
         claimed = self._claim.acquire(blocking=False)
         if claimed:
             self.has_ended.set()
         return claimed
 
     def start_limits(self) -> None:
-        threading.Thread(target=self._run_limits, name="limit_ending", daemon=True).start()
+        threading.Thread(target=self._run_limits, name="limit_shutdown", daemon=True).start()
 
     def _run_limits(self) -> None:
         while (limit := self.limits.get()) is not None:
@@ -130,7 +130,7 @@ def last_failure() -> tuple[str | None, str] | None:
 
 
 def received_signal() -> int | None:
-    """A signal that came, also while a job was being ended."""
+    """Return the first signal that this process got, also while a job was shutting down; None: none came."""
     return _signals[0] if _signals else None
 
 
@@ -177,16 +177,11 @@ def run_job(
             job.executor = executor = connect()
             # A dead rank makes the collectives of its peers raise; by the time its death is known to all it
             # is known why.
-            executor.death_first_s, executor.is_shutting_down, executor.on_terminated = (
-                _DEATH_FIRST_S,
-                _is_shutting_down,
-                _terminate,
-            )
+            executor.death_first_s = _DEATH_FIRST_S
+            executor.is_shutting_down, executor.on_terminated = _is_shutting_down, _terminate
             main(executor)
             if job.is_requested:
-                job.judged.wait(
-                    _JUDGED_S
-                )  # ranks that have been shut down do not answer, and would pass for dead
+                job.judged.wait(_JUDGED_S)  # ranks that are shut down do not answer, and would pass for dead
             executor.shutdown()
             if processes is not None:
                 processes.end(_EXIT_S)
@@ -194,12 +189,8 @@ def run_job(
             _ignore_signals()  # a signal can still raise in here, once; then it lands below
     except BaseException as error:  # process boundary
         _ignore_signals()
-        return _shut_down_after(
-            _first_stop(error)
-            if job.ended_by is None or isinstance(error, Stopped)
-            else Stopped(job.ended_by),
-            job,
-        )
+        came_first = job.ended_by is None or isinstance(error, Stopped)
+        return _shut_down_after(_first_stop(error) if came_first else Stopped(job.ended_by), job)
     else:
         _claim_or_wait(job)
         return 0
@@ -208,16 +199,16 @@ def run_job(
 
 
 def _shut_down_after(error: BaseException, job: _Running) -> int:
-    """Tell what has happened and end the ranks. Returns the exit code."""
+    """Report what has happened and end the ranks. Returns the exit code."""
     _claim_or_wait(job)
     executor, processes = job.executor, job.processes
     if processes is not None:
-        # before they hear of it: an interrupt may have left the executor locked for those who would tell it
+        # before they hear of it: an interrupt may have left the executor locked for those who report deaths
         processes.expect_end()
     sys.stdout.flush()
     explanation, code = _explain(error, job), _exit_code(error, executor)
     job.reported = None if executor is None else executor.label, explanation.splitlines()[0]
-    _tell(explanation)
+    _print(explanation)
     _kill_workers(executor, code)
     if processes is not None:
         processes.end(0.0)
@@ -225,7 +216,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
 
 
 def _claim_or_wait(job: _Running) -> None:
-    """Returns only if the main thread is the one that ends the job: else a limit does, with `os._exit`."""
+    """Return only if the main thread is the one that ends the job. Otherwise a limit does, by `os._exit`."""
     if not job.claim():
         threading.Event().wait()
 
@@ -237,7 +228,7 @@ def run_job_in_process(
     """Run `main` where the roles are objects of this process. SIGTERM means what it means elsewhere; Ctrl-C
     stays a KeyboardInterrupt until it arrives here, as a debugger wants it; an error is raised.
 
-    Returns: 0, or 128 + n after signal n, which is told in one line."""
+    Returns: 0, or 128 + n after signal n, which is reported in one line."""
     global _running
     job = _running = _Running()
     job.judged.set()  # the only rank is this process
@@ -255,7 +246,7 @@ def run_job_in_process(
         _claim_or_wait(job)
         first = _first_stop(error)
         stopped = first if isinstance(first, Stopped) else Stopped(signal.SIGINT)
-        _tell(_explain(stopped, job))
+        _print(_explain(stopped, job))
         return _exit_code(stopped, job.executor)
     else:
         return 0
@@ -265,7 +256,7 @@ def run_job_in_process(
 
 
 def _first_stop(error: BaseException) -> BaseException:
-    """Of several signals that raised, one while the other unwound, the first."""
+    """Return the first of several signals that have raised, each while the one before unwound."""
     while isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__
     return error
@@ -301,7 +292,7 @@ def _explain(error: BaseException, job: _Running) -> str:
     return f"[driver] failed{at_label(label)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -316,20 +307,19 @@ def _kill_workers(executor: Executor | None, exit_code: int) -> None:
 
 
 def _reason(job: _Running) -> str:
-    """Why a SIGTERM came, as far as it is known."""
+    """Return why a SIGTERM came, as far as it is known."""
     if job.rank_0 is None:
         return ""
     return " (rank 0 has died)" if _is_orphan(job) else " (a worker died, or torchrun was told to stop)"
 
 
 def _is_orphan(job: _Running) -> bool:
-    """The kernel also sends SIGTERM when rank 0, which has started this process, ends."""
+    """Return whether rank 0, which has started this process, has ended: the kernel then sends SIGTERM."""
     return job.rank_0 is not None and os.getppid() != job.rank_0
 
 
 def _is_shutting_down() -> bool:
-    """Whether what a rank raises is of no interest: of a signal the consequences. Waits until that is
-    known."""
+    """Return whether what a rank raises is the consequence of a signal. Waits until that is known."""
     if not _signals:
         return False
     if not _running.is_requested:
@@ -339,14 +329,14 @@ def _is_shutting_down() -> bool:
 
 
 def _terminate() -> None:
-    """A rank has got SIGTERM. So has the driver, or it is to act as if it had."""
+    """Send the driver the SIGTERM that a rank has got, unless it came here too."""
     if not _signals:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _act_on_signal_of_rank(signum: int) -> bool:
-    """It has ended a rank, which was still starting, say. One that has agreed to stop in order may not end by
-    SIGTERM."""
+    """Send the driver the signal that has ended a rank. Returns whether that ends the job: during a graceful
+    shutdown no rank may end by SIGTERM."""
     if signum == signal.SIGTERM and _running.executor is not None and _running.is_requested:
         return False
     if signum not in _signals:
@@ -359,9 +349,7 @@ def _act_on_signal_of_rank(signum: int) -> bool:
 
 
 def _handle_signals(*signums: int) -> None:
-    atexit.register(
-        ignore_signals_for_good
-    )  # the interpreter's shutdown puts the default back where a handler of ours is
+    atexit.register(ignore_signals_for_good)  # the interpreter's shutdown takes Python handlers away
     for signum in signums:
         signal.signal(signum, _stop)
 
@@ -373,11 +361,11 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     a SIGINT to overtake it; or while this function is at work on the SIGINT, which then goes on."""
     job = _running
     if signum == signal.SIGTERM:
-        is_seen_to = any(
+        is_request = any(
             outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)
-        ) or _is_seen_to(job)
+        ) or _make_request(job)
         _signals.append(signum)  # now that the request is made: `_is_shutting_down` looks at both
-        if is_seen_to:
+        if is_request:
             return
         if job.rank_0 is not None and job.ended_by is None:
             time.sleep(_OVERTAKE_S)
@@ -389,8 +377,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         raise Stopped(signum)
 
 
-def _is_seen_to(job: _Running) -> bool:
-    """Whether a SIGTERM is a request that the loop sees to, or has seen already."""
+def _make_request(job: _Running) -> bool:
+    """Return whether a SIGTERM is a request for a graceful shutdown, and make it if it is the first."""
     executor = job.executor
     if executor is None or _is_orphan(job):
         return False
@@ -410,7 +398,7 @@ def _ignore_signals() -> None:
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN: the next attempt asks whether a signal came."""
+    """Keep the signal for the next attempt, which asks whether one came; SIG_IGN would not."""
     _signals.append(signum)
 
 
@@ -432,7 +420,7 @@ def _limit_stop(job: _Running) -> None:
     deadline = job.request.requested_at + job.grace_s
     if not job.has_ended.wait(max(0.0, deadline - time.monotonic())) and job.claim():
         newest = "" if job.newest is None else f"; {job.newest()}"
-        _tell(
+        _print(
             f"[driver] stopped by SIGTERM {job.executor.where()}, as --exit-grace-s "
             f"({job.grace_s:g}) is over{newest}"
         )
@@ -442,18 +430,18 @@ def _limit_stop(job: _Running) -> None:
 def _limit_unwinding(job: _Running) -> None:
     if not job.has_ended.wait(_UNWIND_S) and job.claim():
         stopped = Stopped(job.ended_by)
-        _tell(_explain(stopped, job))
+        _print(_explain(stopped, job))
         _exit_now(_exit_code(stopped, job.executor), job)
 
 
 def _exit_now(code: int, job: _Running) -> None:
-    """At once, with all ranks."""
+    """End all ranks and this process at once."""
     try:
         if job.processes is not None:
             job.processes.kill()
         elif job.executor is not None:
             killing = threading.Thread(target=_kill_workers, args=(job.executor, code), daemon=True)
             killing.start()
-            killing.join(_ABORT_S)  # the store may hang
+            killing.join(_KILL_S)  # the store may hang
     finally:
         os._exit(code)

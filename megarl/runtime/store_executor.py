@@ -182,8 +182,7 @@ class StoreExecutor:
         return taken
 
     def drain(self) -> None:
-        while futures := list(self._futures.values()):
-            self.wait_any(futures)
+        self._wait_until(lambda: not self._futures)
 
     def abort_calls(self) -> None:
         if not self._outbox.ask_all(ABORT_CALLS, list(self._queues), _PING_S, str(self._next)):
@@ -257,7 +256,8 @@ class StoreExecutor:
         return future
 
     def _wait_until(self, is_ready: Callable[[], object], timeout_s: float | None = None) -> None:
-        """Block until it is ready, or the time is over. Raises: the failure; what `check_interrupt` raises."""
+        """Block until it is ready, or the time is over. Raises: the failure; what `check_interrupt`
+        raises."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while self.failure is None and not is_ready():

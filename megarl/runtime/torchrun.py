@@ -1,10 +1,10 @@
-"""The driver process under torchrun, from its first to its last line.
+"""The driver process beside rank 0 under torchrun, from its start to its exit code.
 
-    torchrun -> rank 0 -> start_driver -> run_driver(main, ...)     the driver: connect, main(executor), shut down
-             -> rank 0, 1, ... -> serve(roles, ...)                 the workers
+    torchrun -> rank 0 -> start_driver -> run_driver(main, ...)  the driver: connect, run, shut down
+             -> rank 0, 1, ... -> serve(roles, ...)              the workers
 
-Whatever fails is told once (`shutdown.py`), and then everything ends: the driver exits, with it rank 0, with it
-(torchrun) all. Importing this module does not import torch, so the driver starts before rank 0 has.
+Whatever fails is reported once (`shutdown.py`), and then everything ends: the driver exits, then rank 0, then
+torchrun ends all others. Importing this module does not import torch, so the driver starts before rank 0 has.
 """
 
 from __future__ import annotations

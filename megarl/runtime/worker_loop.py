@@ -1,16 +1,17 @@
-"""The worker loop of a rank on the job's store: take the next command of the log, run it if it is for a role of
-this rank, report, again.
+"""The worker loop of a rank on the job's store: take the next command of the log, run it if it is for a role
+of this rank, report, again.
 
     call             -> run, report the value
     call, aborted    -> report no value (a graceful shutdown, see shutdown_listener.py)
-    call, raises     -> report the failure; wait until the driver has shown it (5 s at most, 60 s at start-up); exit 1
+    call, raises     -> report the failure; wait until the driver has shown it, 5 s at most (60 s at
+                        start-up); exit 1
     no command yet   -> the idle hook takes steps, if a role has registered one
     shutdown         -> report, return
     kill             -> exit with the driver's code
 
 A failed worker waits because its exit makes the collectives of its peers fail, and torchrun kill everything:
-first the cause must be reported, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would only
-print the consequences."""
+first the cause must be reported, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would
+only print the consequences."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def answer_health(rank: int) -> threading.Thread:
 
 
 def fail_to_start(error: BaseException, rank: int) -> NoReturn:
-    """Report an error before `serve` to the driver; where its store cannot be reached, print it here. Ends the
-    process."""
+    """Report an error before `serve` to the driver; where its store cannot be reached, print it here. Ends
+    the process."""
     failure = Failure.of(error, "worker", "start-up", None)
     try:
         mailbox = Mailbox(connect(timeout_s=_KILL_WAIT_S))
@@ -97,8 +98,8 @@ def _answer_health(rank: int) -> None:
 
 
 class _WorkerLoop:
-    """Commands come over one connection, which blocks; everything that this rank reports goes over another, so
-    that reports arrive in their order and an event at any time."""
+    """Commands come over one connection, which blocks; everything that this rank reports goes over another,
+    so that reports arrive in their order and an event at any time."""
 
     def __init__(self, rank: int, store: dist.Store, listener: ShutdownListener) -> None:
         self._rank, self._commands, self._listener = rank, Mailbox(store), listener

@@ -1,5 +1,5 @@
 """Who can reach a job's store, and what he can do there: real ranks, a real second process. `pytest
-tests/driver/test_job_store.py`"""
+tests/runtime/test_job_store.py`"""
 
 import json
 import os
@@ -12,7 +12,7 @@ from megarl.runtime import signing
 from megarl.runtime.mailbox import PART_BYTES, Mailbox
 from megarl.runtime.messages import Call, Kill, encode
 from megarl.runtime.signing import ForgedMessage, SecretError, agree, check_secret, job_secret, sign, verify
-from tests.driver.jobs import START_WITHIN_S
+from tests.runtime.jobs import START_WITHIN_S
 
 ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

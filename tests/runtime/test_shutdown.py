@@ -1,5 +1,5 @@
 """SIGTERM, by whom and when: real processes, no models. `pytest --import-mode=importlib
-tests/driver/test_stopping.py`
+tests/runtime/test_shutdown.py`
 
 tests/e2e/test_stopping.py has the same with a job that trains."""
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.jobs import DRIVER, END_WITHIN_S, TORCHRUN, Job
+from tests.runtime.jobs import DRIVER, END_WITHIN_S, TORCHRUN, Job
 
 
 def started(job: Job, scenario: str, command: list[str] = DRIVER):
