@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import os
 import traceback
 import typing
 from collections.abc import Callable, Mapping
@@ -112,7 +113,8 @@ class CannotSend(TypeError):
 
 
 def encode(value: object) -> bytes:
-    """Encode a value of plain types, dataclasses and messages. Numbers of numpy become Python's.
+    """Encode a value of plain types, dataclasses and messages. Numbers of numpy become Python's,
+    and paths strings.
 
     Raises: CannotSend, without saying which value it was."""
     try:
@@ -121,11 +123,13 @@ def encode(value: object) -> bytes:
         raise CannotSend(str(error)) from None
 
 
-def _plain(value: object) -> int | float:
+def _plain(value: object) -> int | float | str:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     raise TypeError(f"{_name(type(value))} is no plain value and no dataclass")
 
 

@@ -46,12 +46,13 @@ def job(sums, tmp_path, monkeypatch):
     flags = (
         f"--algorithm ppo --model {sums}/model --train-data {sums}/train.jsonl --save {tmp_path}/run "
         f"--nproc-per-node 3 --actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 0-1 --train-iters {STEPS} "
-        f"--num-prompts {PROMPTS} --num-samples-per-prompt {GROUP} --global-batch-size 4 --log-with none "
+        f"--num-prompts {PROMPTS} --num-samples-per-prompt {GROUP} --global-batch-size 4 "
         "--max-prompt-length 32 --max-response-length 16"
     )
     config = load_config(flags.split(), REGISTRY)
     placement = dataclasses.replace(config.placement, executor="threads")
-    return dataclasses.replace(config, placement=placement), states
+    run = dataclasses.replace(config.run, log_with=())
+    return dataclasses.replace(config, placement=placement, run=run), states
 
 
 def train(config) -> None:
