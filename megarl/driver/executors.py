@@ -20,7 +20,7 @@ from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.packing import Sample
+from megarl.flow import role_class
 from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries
 
@@ -108,20 +108,9 @@ def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExe
 _FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": inline_ranks}
 
 
-class _Rollout:
-    """What the methods of a rollout role return on each rank, where that is no plain value."""
-
-    def generate(self) -> list[Sample]: ...
-
-
-_INTERFACES: dict[str, type] = {"rollout": _Rollout}
-"""Kind of role -> the class that declares what its methods return."""
-
-
 def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
-    """Return the interface of every role that has one."""
-    kinds = {role: kind_and_suffix(role)[0] for role in roles}
-    return {role: _INTERFACES[kind] for role, kind in kinds.items() if kind in _INTERFACES}
+    """Return the class that declares each role: its annotations say what the role's methods return."""
+    return {role: role_class(role) for role in roles}
 
 
 def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from megarl.messages import from_extension, packable
+
 _HOSTING = str(Path(__file__).with_name("hosting.py"))
 
 
@@ -118,7 +120,10 @@ def encode(value: object) -> bytes:
 
     Raises: CannotSend, without saying which value it was."""
     try:
-        return msgspec.msgpack.encode(value, enc_hook=_plain)
+        try:
+            return msgspec.msgpack.encode(value, enc_hook=_plain)
+        except OverflowError:  # an integer of more than 64 bits, in a row of a data set for example
+            return msgspec.msgpack.encode(packable(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotSend(str(error)) from None
 
@@ -183,7 +188,7 @@ def decode_result(interface: type | None, method: str, data: bytes) -> object:
         raise TypeError(f"its result is not of the declared type: {error}") from None
 
 
-_ANY = msgspec.msgpack.Decoder()
+_ANY = msgspec.msgpack.Decoder(ext_hook=from_extension)
 
 
 class _Parameters:
@@ -244,7 +249,7 @@ def _hints(function: Callable[..., object]) -> dict[str, object]:
 
 def _decoder(hint: object, of: str) -> msgspec.msgpack.Decoder:
     try:
-        return msgspec.msgpack.Decoder(hint)
+        return msgspec.msgpack.Decoder(hint, ext_hook=from_extension)
     except TypeError as error:
         raise TypeError(f"{of} is declared as {hint}, which no message can hold: {error}") from None
 

@@ -21,7 +21,9 @@ from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.reshard.transfer import save_hf
+from megarl.flow.job_roles import Actor, Reference
 from megarl.workers.data_plane import DataPlane
+from megarl.workers.implements import implements
 from megarl.workers.loss_probes import check_token_level, policy_weight
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes, with_target
 from megarl.workers.recompute import check_advantages
@@ -79,6 +81,7 @@ class PolicyRole(MegatronRole):
         self.write_column(column, log_probs, largest=0.0)
 
 
+@implements(Reference)
 class ReferenceRole(PolicyRole):
     """Frozen at the weights that training starts from."""
 
@@ -89,6 +92,7 @@ class ReferenceRole(PolicyRole):
         return self.memory_metrics()
 
 
+@implements(Reference)
 class AdapterlessReferenceRole:
     """The reference of an actor that trains adapters on the same ranks: the actor's model without them. It
     has no weights of its own."""
@@ -113,6 +117,7 @@ class AdapterlessReferenceRole:
         save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)
 
 
+@implements(Actor)
 class ActorRole(PolicyRole):
     _is_token_level = False
     """The loss has been found to be a sum over tokens."""

@@ -12,8 +12,10 @@ from megarl.batch import MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
+from megarl.flow.job_roles import Critic
 from megarl.packing import MiniBatch
 from megarl.workers.data_plane import DataPlane
+from megarl.workers.implements import implements
 from megarl.workers.loss_probes import value_weight
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes, with_target
 from megarl.workers.residence import needs
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from megarl.megatron.loss_check import LossCheck
 
 
+@implements(Critic)
 class CriticRole(MegatronRole):
     """V of the state in which each response token was chosen. Starts from --critic-model; a language model
     gets a value head of zeros."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megarl.batch import check_column_names
 from megarl.config.mesh import MeshSpec, replicas
 from megarl.batch_invariants import check_batch, check_digests
+from megarl.flow.job_roles import Data
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.data_plane import DataPlane, Layout, Share
@@ -28,9 +29,11 @@ from megarl.workers.exchange import (
     collect_samples,
     move_rows,
 )
+from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
 
 
+@implements(Data)
 class DataRole(RandomStateOfRank):
     def __init__(
         self,

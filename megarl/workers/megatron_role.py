@@ -19,7 +19,7 @@ from megarl.config.mesh import MeshSpec, parallel_of, share_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.batch_invariants import check_column
 from megarl.flow import FlowError
-from megarl.flow.methods import writer_of
+from megarl.flow.role import writer_of
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas

@@ -9,13 +9,16 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
+from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
 from megarl.rewards.base import RewardSample, digest_of_text
 from megarl.rewards.pool import RewardPool, Verdict
 from megarl.workers.data_plane import DataPlane
+from megarl.workers.implements import implements
 from megarl.workers.rollout import RolloutRole
 
 
+@implements(Reward)
 class RewardRole:
     def __init__(self, config: TrainConfig, mesh: MeshSpec, plane: DataPlane, rollout: RolloutRole) -> None:
         self.config, self.mesh, self.plane, self.rollout = config, mesh, plane, rollout
@@ -31,7 +34,7 @@ class RewardRole:
         if self.pool is not None:
             self.pool.close()
 
-    def score(self, purpose: str, num_logged: int | None = None) -> list[dict[str, object]]:
+    def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
         """Rule rewards of this engine's samples, from its first rank only: sample_id, reward (None: it
         failed, then `failure` says why, or the job has no rule).
 

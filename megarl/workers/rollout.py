@@ -16,12 +16,14 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.flow.job_roles import Rollout
 from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.draws import draw_key
 from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import DataPlane, Rollouts
+from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.residence import needs
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
 
 
+@implements(Rollout)
 class RolloutRole:
     def __init__(
         self,

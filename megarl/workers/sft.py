@@ -9,12 +9,15 @@ from megarl.batch import Batch
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.data_plane import Share
+from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
 
 
+@implements(Actor)
 class SFTActorRole(ActorRole, RandomStateOfRank):
     def load_dataset(self) -> list[tuple[int, int]] | None:
         """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first

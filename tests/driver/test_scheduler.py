@@ -395,7 +395,7 @@ def test_errors_name_the_node_and_end_the_run():
     scheduler, flow, _ = inline([on_path])
     with pytest.raises(
         RuntimeError,
-        match=r"\[driver\] node save, on the path, failed at step 3: ValueError\('disk is full'\)",
+        match=r"\[driver\] node save, on the critical path, failed at step 3: ValueError\('disk is full'\)",
     ):
         scheduler.run(flow)
     for at_once in (False, True):
