@@ -10,7 +10,7 @@ import pytest
 from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.data.sums_files import make_sums
+from sums.files import make_sums
 from megarl.driver import executors
 from megarl.driver.__main__ import train_job
 from megarl.driver.executors import has_rank_processes, interfaces_of, open_executor, register_executor
