@@ -185,6 +185,7 @@ class StoreExecutor:
         self._wait_until(lambda: not self._futures)
 
     def abort_calls(self) -> None:
+        self._outbox.set(PING, "asked")  # ranks read it first
         if not self._outbox.ask_all(ABORT_CALLS, list(self._queues), _PING_S, str(self._next)):
             self._outbox.set(ALL_RANKS_KNOW, "asked")
         self.drain()

@@ -258,7 +258,7 @@ def a_call_may_be_on_some_ranks(executor: Executor) -> None:
 
 
 def wait_any_returns_what_is_done(executor: Executor) -> None:
-    futures = [executor.call("left", "sleep", 0.3), executor.call("right", "sleep", 0.0)]
+    futures = [executor.call("left", "sleep", 1.0), executor.call("right", "sleep", 0.0)]
     done = executor.wait_any(futures)
     assert done and all(future.done() for future in done)
     if executor.capabilities.overlap:
@@ -322,7 +322,7 @@ def health_says_who_answers_and_where_he_is(executor: Executor) -> None:
         health = executor.health(wait_s=20.0)
         assert sorted(health.stacks) == executor.ranks["both"] and health.silent == []
     if executor.capabilities.overlap:
-        busy = executor.call("left", "sleep", 1.5)
+        busy = executor.call("left", "sleep", 3.0)
         time.sleep(0.3)
         assert "in sleep\n" in executor.health(wait_s=20.0).stacks[0]
         busy.result()
