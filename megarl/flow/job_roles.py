@@ -12,7 +12,7 @@ from typing import Any
 from megarl.flow.role import Caller, Role, method, role_class
 from megarl.packing import MiniBatch, Sample
 
-Metrics = dict[str, int | float]
+Metrics = dict[str, float]
 """One rank's part of metrics of the step; `megarl.metrics.combine` makes one dict of those of all ranks."""
 Record = dict[str, Any]
 """What is known of one sample, by name."""

@@ -14,6 +14,7 @@ import inspect
 import numbers
 import os
 import traceback
+import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -236,8 +237,19 @@ def _result_decoder(interface: type, method: str) -> msgspec.msgpack.Decoder:
     function = getattr(interface, method, None)
     if function is None:
         return _ANY
-    hint = _hints(inspect.unwrap(function)).get("return", typing.Any)
+    hint = _with_integers(_hints(inspect.unwrap(function)).get("return", typing.Any))
     return _decoder(hint, f"the result of {interface.__name__}.{method}")
+
+
+def _with_integers(hint: object) -> object:
+    """Return the type with `int | float` for float: a count among metrics stays an integer."""
+    parts, origin = typing.get_args(hint), typing.get_origin(hint)
+    if hint is float:
+        return int | float
+    if not parts or origin is typing.Literal:
+        return hint
+    changed = tuple(_with_integers(part) for part in parts)
+    return typing.Union[changed] if origin in (types.UnionType, typing.Union) else origin[changed]
 
 
 def _hints(function: Callable[..., object]) -> dict[str, object]:

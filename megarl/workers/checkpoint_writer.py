@@ -1,4 +1,4 @@
-"""Writing checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
+"""Write checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """This rank's part of a role's checkpoints, of which one at a time is being written.
+    """One rank's part of a role's checkpoints, of which one at a time is being written.
 
     Args:
         group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while
@@ -56,8 +56,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
-        """SHA-256 of the manifest, on every rank; None: not yet. Raises: CheckpointError if any rank could
-        not write."""
+        """Return the SHA-256 of the manifest, on every rank, or None if it is not written yet.
+
+        Raises: CheckpointError if any rank could not write."""
         if wait:
             self._thread.join()
         if self._error is not None:
