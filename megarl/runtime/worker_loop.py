@@ -23,13 +23,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from megarl.runtime.hosting import HostedRoles, Roles, WorkerContext, stack_of_call, step_until
 from megarl.runtime.mailbox import STARTUP, Mailbox, connect
-from megarl.runtime.messages import Call, Command, Failure, Kill, Reply, encode
+from megarl.runtime.messages import Call, Command, Failure, Kill, Reply, Report, encode
 from megarl.runtime.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
 from megarl.runtime.shutdown_listener import ShutdownListener
 
@@ -118,7 +119,7 @@ class _WorkerLoop:
             _exit(command.exit_code)
         self._report(Reply(index, self._rank, encode(None)))
 
-    def _build(self, roles: Roles) -> dict[str, object]:
+    def _build(self, roles: Roles) -> Mapping[str, object]:
         try:
             return roles(self._context) if callable(roles) else roles
         except BaseException as error:  # process boundary
@@ -140,7 +141,7 @@ class _WorkerLoop:
                 return Reply(index, self._rank, encode(None), time.perf_counter() - start, time.time())
             self._fail(Failure.of(error, call.role, call.method, call.label), index)
 
-    def _report(self, report) -> None:
+    def _report(self, report: Report) -> None:
         with self._lock:
             self._outbox.report(report)
 
