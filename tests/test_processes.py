@@ -14,12 +14,12 @@ DIRECT = re.compile(
 @pytest.mark.parametrize(
     "test, kind",
     [
-        ("driver/test_stopping.py::test_what_the_signal_ends_first_is_no_failure", "signals"),
+        ("runtime/test_shutdown.py::test_what_the_signal_ends_first_is_no_failure", "signals"),
         (
-            "driver/test_local_ranks.py::test_no_rank_outlives_a_loop_that_is_killed",
+            "runtime/test_local_ranks.py::test_no_rank_outlives_a_loop_that_is_killed",
             "signals",
         ),  # by a fixture of conftest.py
-        ("test_abort.py::test_all_ranks_leave_before_the_same_step", "deadlines"),
+        ("runtime/test_abort.py::test_all_ranks_abort_before_the_same_step", "deadlines"),
         (
             "e2e/test_grpo_job.py::test_three_steps_run_and_record_everything",
             "children",

@@ -50,7 +50,7 @@ class Bench:
         from megarl.trainer.gate import exceeded
 
         actor, reward = megarl.symbolic_roles("actor reward")
-        self.role = training.job.executor._roles["actor"]
+        self.role = training.job.executor.roles["actor"]
         self.parameters = self.role.model.parameters
         self.stale = {name: value.clone() for name, value in self.parameters.items()}
         training.update(training.rollout())
