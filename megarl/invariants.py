@@ -3,6 +3,7 @@ these fails trains on something else than it sampled, and nothing else would say
 
     where                        what
     samples from the engines     every group is complete, every response has a token, ids are unique       check_samples
+    samples before they are sent group and weight version are those that the engine's rank recorded        workers.store
     plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens  check_plan
     batch on a training rank     the tokens are those that the engine made, the mask covers the response    batch_invariants.check_batch
     scores                       each is finite, and of the response that was sampled                       check_scores
@@ -23,7 +24,7 @@ import struct
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.packing import MiniBatch, Sample
 
@@ -57,27 +58,25 @@ def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int)
     return zlib.crc32(struct.pack("<qqdq", sample, group, math.nan if reward is None else reward, tokens))
 
 
-def check_samples(
-    samples: Sequence[Sample], visits: Collection[int], num_samples_per_prompt: int, max_length: int
-) -> None:
-    """Raise unless every prompt of the step has its group, and every response a length that is allowed.
+def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max_length: int) -> None:
+    """Check that every group of the step is complete, and that the length of every response is allowed.
 
     Args:
-        visits: of the step's prompts. They say which ids the samples have; see `RolloutBatch`."""
-    group = range(num_samples_per_prompt)
-    expected = {visit * num_samples_per_prompt + index for visit in visits for index in group}
+        group_sizes: number of samples that each group must have. Groups may have different sizes.
+    Raises: InvariantError naming the sample or the group."""
     ids = Counter(s.sample_id for s in samples)
     if twice := [i for i, count in ids.items() if count > 1]:
         raise InvariantError(f"sample {twice[0]} was sampled more than once in this step")
-    if lost := expected - ids.keys():
+    if strange := [s for s in samples if s.group not in group_sizes]:
         raise InvariantError(
-            f"{len(lost)} of {len(visits)} x {num_samples_per_prompt} samples are missing, the "
-            f"first is {min(lost)}, of visit {min(lost) // num_samples_per_prompt}: groups must be "
-            "complete"
+            f"sample {strange[0].sample_id} belongs to group {strange[0].group}, which is none of the "
+            f"{len(group_sizes)} groups of this step"
         )
-    if strange := ids.keys() - expected:
+    found = Counter(s.group for s in samples)
+    if wrong := [group for group, size in group_sizes.items() if found[group] != size]:
         raise InvariantError(
-            f"sample {min(strange)} belongs to none of the {len(visits)} prompts of this step"
+            f"group {wrong[0]} has {found[wrong[0]]} of {group_sizes[wrong[0]]} samples, and {len(wrong)} of "
+            f"{len(group_sizes)} groups have another number than they must: groups must be complete"
         )
     for s in samples:
         if not 1 <= s.response_length < s.length <= max_length:

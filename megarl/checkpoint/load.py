@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.process_group import ProcessGroupHelper
 from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, check_tensors
 from megarl.checkpoint.rectangles import Box, Rectangle, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
@@ -108,7 +108,7 @@ def load(
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
     checkpoint = verify(folder, rectangles, group, digests, model)
-    Crew(group).all(lambda: checkpoint.fill(rectangles))
+    ProcessGroupHelper(group).all(lambda: checkpoint.fill(rectangles))
     return checkpoint.state
 
 
@@ -127,9 +127,9 @@ def verify(
         digests: False: they have just been checked.
         model: `function_fields` of the model that the tensors are for, which must be those that were saved.
     Raises: CheckpointError, on every rank."""
-    crew = Crew(group)
+    helper = ProcessGroupHelper(group)
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
-    for of_rank in crew.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
+    for of_rank in helper.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
         for kind, name, shape in of_rank:
             sizes.setdefault(kind, {})[name] = matrix_size(shape)
 
@@ -140,10 +140,10 @@ def verify(
         checkpoint.check_model(model or {})
         if digests:
             checkpoint.manifest.check_digests(
-                checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size]
+                checkpoint.folder, checkpoint.files(sizes.keys())[helper.rank :: helper.size]
             )
         return checkpoint
 
     checked: list[Checkpoint] = []
-    crew.all(lambda: checked.append(check()))
+    helper.all(lambda: checked.append(check()))
     return checked[0]

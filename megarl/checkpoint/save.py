@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.process_group import ProcessGroupHelper
 from megarl.checkpoint.manifest import CheckpointError, Manifest, Part, StoredTensor, part_key
 from megarl.checkpoint.rectangles import Box, Rectangle, tiling_problem
 from megarl.checkpoint.tensor_file import Entry, write_tensors
@@ -40,15 +40,15 @@ def save(
         state: what else to remember, for JSON; the first rank's counts.
     Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is
         missing."""
-    crew, folder = Crew(group), Path(folder)
+    helper, folder = ProcessGroupHelper(group), Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     plan = SavePlan.of(rectangles, group)
-    crew.first(lambda: start_folder(partial, folder))
+    helper.first(lambda: start_folder(partial, folder))
     try:
         manifest = plan.write(partial, plan.chosen(rectangles), state, group)
-        crew.first(lambda: publish(partial, folder, manifest))
+        helper.first(lambda: publish(partial, folder, manifest))
     except CheckpointError:
-        if crew.rank == 0:
+        if helper.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -69,9 +69,9 @@ class SavePlan:
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
         """Collective. Raises: CheckpointError, on every rank, if they do not cover every tensor."""
-        crew = Crew(group)
-        offers = crew.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
-        return cls(crew.rank, offers, _choose_writers(offers))
+        helper = ProcessGroupHelper(group)
+        offers = helper.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
+        return cls(helper.rank, offers, _choose_writers(offers))
 
     def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
         """Those that this rank writes."""
@@ -86,7 +86,7 @@ class SavePlan:
     ) -> Manifest:
         """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on
         every rank."""
-        written = Crew(group).all(lambda: _write_files(folder, self.rank, chosen))
+        written = ProcessGroupHelper(group).all(lambda: _write_files(folder, self.rank, chosen))
         return self._manifest({name: of for files in written for name, of in files.items()}, state)
 
     def _manifest(self, files: Mapping[str, tuple[int, str]], state: dict[str, object]) -> Manifest:
@@ -108,13 +108,13 @@ class SavePlan:
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
     """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not
     cover each tensor once."""
-    holders: dict[tuple[str, str, Box], list[int]] = {}
+    ranks_with: dict[tuple[str, str, Box], list[int]] = {}
     boxes: dict[tuple[str, str], set[Box]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     size_of: dict[tuple[str, str, Box], int] = {}
     for rank, of_rank in enumerate(offers):
         for kind, name, box, shape, dtype in of_rank:
-            holders.setdefault((kind, name, box), []).append(rank)
+            ranks_with.setdefault((kind, name, box), []).append(rank)
             boxes.setdefault((kind, name), set()).add(box)
             size_of[kind, name, box] = box.area * dtype.itemsize
             if shapes.setdefault((kind, name), shape) != shape:
@@ -126,7 +126,7 @@ def _choose_writers(offers: list[list[Offer]]) -> Writers:
             raise CheckpointError(f"{kind} of {name}: {problem}")
     load, writer_of = [0] * len(offers), {}
     for rectangle, ranks in sorted(
-        holders.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])
+        ranks_with.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])
     ):  # with a choice: last, large ones first
         writer_of[rectangle] = min(ranks, key=load.__getitem__)
         load[writer_of[rectangle]] += size_of[rectangle]

@@ -131,10 +131,12 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
     )
 
 
-def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
-    """Role -> key of the share of a step's data that it works on: the first role of the same actor on the
-    same ranks with the same sizes (but for those of the experts and of virtual pipelines, which do not say
-    who has which sample). Actors have columns of their own, also of the same samples.
+def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
+    """Return for each role the key of its batch shard. Roles with the same key work on the same shard.
+
+    The key is the first role of the same actor on the same ranks with the same sizes. Sizes of experts and of
+    virtual pipelines do not count, as they do not say which rank has which sample. Every actor has columns of
+    its own, also of the same samples.
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference
     "actor", critic "critic"."""
@@ -191,7 +193,7 @@ def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
 
 
 def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
-    """Those that work on shares of a step; the engines and their rules have what they sampled."""
+    """Return the roles that work on batch shards. The engines and their rules have the rollouts instead."""
     return [role for role in meshes if kind_and_suffix(role)[0] not in ("rollout", "reward")]
 
 

@@ -129,7 +129,7 @@ class Job:
         Args:
             visits: visit -> row. lengths: (length, response length) by row."""
         batch = self.config.batch
-        samples = [Sample(visit, *lengths[row]) for visit, row in visits.items()]
+        samples = [Sample(visit, *lengths[row], group=visit) for visit, row in visits.items()]
         return plan_mini_batches(
             samples,
             len(samples),

@@ -52,14 +52,13 @@ class RolloutBatch:
 
     @property
     def group_ids(self) -> list[int]:
-        """Visit of the prompt that each sample answers, in the order of sample_ids."""
-        return [s.sample_id // self.num_samples_per_prompt for s in self.samples]
+        """Group of each sample, in the order of sample_ids: the visit of the prompt that it answers."""
+        return [s.group for s in self.samples]
 
     @property
     def row_of(self) -> dict[int, int]:
-        """Sample id -> row of the data set."""
-        visits = zip(self.sample_ids, self.group_ids, strict=True)
-        return {sample: self.visits[visit] for sample, visit in visits}
+        """Sample id -> row of the data set of its prompt."""
+        return {s.sample_id: self.visits[s.group] for s in self.samples}
 
     @property
     def reward_digests(self) -> list[int] | None:
@@ -68,8 +67,7 @@ class RolloutBatch:
         if any(s.digest is None for s in self.samples):
             return None
         return [
-            digest_of_reward(s.sample_id, group, self.rewards[s.sample_id], s.digest)
-            for s, group in zip(self.samples, self.group_ids, strict=True)
+            digest_of_reward(s.sample_id, s.group, self.rewards[s.sample_id], s.digest) for s in self.samples
         ]
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.algorithms.kl_controller import MEASURED_KL
-from megarl.config.mesh import replicas, share_keys, training_data_roles
+from megarl.config.mesh import replicas, shard_keys, training_data_roles
 from megarl.driver.executor import Future
 from megarl.driver.failed_rewards import check_failed_rewards
 from megarl.driver.job import Job
@@ -26,7 +26,7 @@ from megarl.flow import Flow, Node
 from megarl.flow.methods import base
 from megarl.invariants import check_plan, check_rewards, check_samples, check_scores
 from megarl.metrics import combine
-from megarl.packing import Sample, homes_of, plan_mini_batches
+from megarl.packing import Sample, preferred_ranks, plan_mini_batches
 from megarl.rewards.combine import combine_rewards
 from megarl.role_names import kind_and_suffix, with_suffix
 
@@ -40,7 +40,7 @@ class StepHost:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.share_of = share_keys(job.meshes)
+        self.share_of = shard_keys(job.meshes)
         shares = dict.fromkeys(self.share_of[role] for role in training_data_roles(job.meshes))
         self.hidden_size = {share: job.learner_of(share).hidden_size(share) for share in shares}
         self.weight_of = {
@@ -143,16 +143,16 @@ class StepHost:
         batch.samples = samples = sorted((s for rank in per_rank for s in rank), key=lambda s: s.sample_id)
         limits = job.learner_of(rollout).config.sampling
         longest = limits.max_prompt_length + limits.max_response_length
-        check_samples(samples, batch.visits, batch.num_samples_per_prompt, longest)
+        check_samples(samples, dict.fromkeys(batch.visits, batch.num_samples_per_prompt), longest)
         shares = [share for share in self.hidden_size if self.batch_of(share) is batch]
         ranks = sorted({rank for role in (rollout, *shares) for rank in job.meshes[role].ranks})
         for share in shares:
             mesh, of_actor = job.meshes[share], job.learner_of(share).config.batch
-            homes = homes_of(samples, replicas(mesh))
+            preferred = preferred_ranks(samples, replicas(mesh))
             mini_batches = plan_mini_batches(
                 samples,
                 of_actor.global_batch_size,
-                homes,
+                preferred,
                 mesh.dp,
                 of_actor.max_tokens_per_micro_batch,
                 self.hidden_size[share],

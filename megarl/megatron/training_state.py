@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.process_group import ProcessGroupHelper
 from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
@@ -102,7 +102,9 @@ def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, obje
         "model": _function_of(model),
     }
     if model.optimizer is not None:
-        steps = max(Crew(group).all(lambda: _optimizer_steps(model)))  # a rank may have nothing to update
+        steps = max(
+            ProcessGroupHelper(group).all(lambda: _optimizer_steps(model))
+        )  # a rank may have nothing to update
         state |= {"optimizer_steps": steps, "schedule_steps": model.scheduler.num_steps}
     return state
 

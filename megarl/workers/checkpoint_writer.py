@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.process_group import ProcessGroupHelper
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.config.checkpoint_folders import MANIFEST
@@ -65,12 +65,12 @@ class CheckpointWriter:
         return self._digest
 
     def _write(self, folder: Path, copies: list[Rectangle], state: dict[str, object]) -> None:
-        crew, partial = Crew(self._group), folder.with_name(f".{folder.name}.partial")
+        helper, partial = ProcessGroupHelper(self._group), folder.with_name(f".{folder.name}.partial")
         try:
-            crew.first(lambda: partial.mkdir(parents=True))
+            helper.first(lambda: partial.mkdir(parents=True))
             manifest = self._plan.write(partial, copies, state, self._group)
-            crew.first(lambda: publish(partial, folder, manifest))
-            self._digest = crew.first(lambda: file_digest(folder / MANIFEST))
+            helper.first(lambda: publish(partial, folder, manifest))
+            self._digest = helper.first(lambda: file_digest(folder / MANIFEST))
         except BaseException as error:  # thread boundary: `written` tells it
             self._error = error
 

@@ -28,8 +28,11 @@ def steps(num_rows: int, num_prompts: int, group: int, resumed_at: int) -> list[
         if step == 2:
             batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows), group))
     for batch in batches:
-        ids = [visit * group + index for visit in batch.visits for index in range(group)]
-        batch.samples = [Sample(sample, 5 + sample % 7, 1 + sample % 3, digest=sample) for sample in ids]
+        ids = [(visit * group + index, visit) for visit in batch.visits for index in range(group)]
+        batch.samples = [
+            Sample(sample, 5 + sample % 7, 1 + sample % 3, digest=sample, group=visit)
+            for sample, visit in ids
+        ]
     return batches
 
 
@@ -41,7 +44,7 @@ def test_every_sample_of_a_run_has_an_id_of_its_own(num_rows, num_prompts, group
     counted = Counter(sample for batch in batches for sample in batch.sample_ids)
     assert {*counted.values()} == {1} and len(counted) == 5 * num_prompts * group
     for batch in batches:
-        check_samples(batch.samples, batch.visits, group, max_length=16)
+        check_samples(batch.samples, dict.fromkeys(batch.visits, group), max_length=16)
         plan = plan_mini_batches(batch.samples, 3, {}, dp_size, max_tokens=20, hidden_size=8, seed="a")
         check_plan(plan, batch.samples)
         assert [batch.row_of[sample] for sample in batch.sample_ids[::group]] == batch.rows

@@ -30,8 +30,8 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from megarl.config.mesh import MeshSpec, replicas, share_keys
-from megarl.packing import Sample, homes_of, plan_mini_batches, plan_route, ranks_of_samples
+from megarl.config.mesh import MeshSpec, replicas, shard_keys
+from megarl.packing import Sample, preferred_ranks, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
 from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.mailbox import Command, Mailbox
@@ -124,7 +124,7 @@ def plan_and_dispatch(
         share: plan_mini_batches(
             samples,
             GLOBAL_BATCH_SIZE,
-            homes_of(samples, replicas(mesh)),
+            preferred_ranks(samples, replicas(mesh)),
             mesh.dp,
             MAX_TOKENS,
             HIDDEN_SIZE,
@@ -156,11 +156,11 @@ def route_seconds(arguments: argparse.Namespace) -> float:
         arguments.samples, arguments.length, [tuple(range(i, i + 8)) for i in range(0, 64, 8)]
     )
     plan = plan_mini_batches(samples, GLOBAL_BATCH_SIZE, {}, mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1")
-    holders = {s.sample_id: s.holders for s in samples}
+    owners = {s.sample_id: s.owners for s in samples}
     seconds = []
     for rank in mesh.ranks[::8]:
         start = time.perf_counter()
-        plan_route(rank, holders, ranks_of_samples(plan, replicas(mesh)))
+        plan_route(rank, owners, ranks_of_samples(plan, replicas(mesh)))
         seconds.append(time.perf_counter() - start)
     return max(seconds)
 
@@ -197,13 +197,19 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
     samples = make_samples(arguments.exchange_samples, arguments.length, [(r,) for r in everyone])
     plans = {
         share: plan_mini_batches(
-            samples, len(samples), homes_of(samples, replicas(mesh)), mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1"
+            samples,
+            len(samples),
+            preferred_ranks(samples, replicas(mesh)),
+            mesh.dp,
+            MAX_TOKENS,
+            HIDDEN_SIZE,
+            "0/1",
         )
         for share, mesh in meshes.items()
     }
     vocab_sizes = dict.fromkeys(meshes, 3)  # prompts of token 1, responses of token 2
-    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_sizes)
-    mine = [s for s in samples if rank in s.holders]
+    role = DataRole(DataPlane(), meshes, shard_keys(meshes), vocab_sizes)
+    mine = [s for s in samples if rank in s.owners]
     role.plane.rollouts["train"] = Rollouts(
         [],
         [s.sample_id for s in mine],
@@ -269,14 +275,14 @@ def messages_alone(
 ) -> float:
     """Contiguous messages of the sizes that the data plane sends. Returns the bytes that this rank
     received."""
-    holders = (
-        {s.sample_id: s.holders for s in samples}
+    owners = (
+        {s.sample_id: s.owners for s in samples}
         if source is None
         else ranks_of_samples(plans[source], replicas(meshes[source], True))
     )
     route = plan_route(
         rank,
-        holders,
+        owners,
         ranks_of_samples(plans[destination], replicas(meshes[destination], last_stage=source is not None)),
     )
     operations = []

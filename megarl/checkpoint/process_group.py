@@ -1,4 +1,4 @@
-"""Steps that all ranks of a group take together, or none does."""
+"""Run a step on all ranks of a process group, so that all of them succeed or all of them fail."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from megarl.checkpoint.manifest import CheckpointError
 T = TypeVar("T")
 
 
-class Crew:
-    """The ranks of a group; without torch.distributed this process alone.
+class ProcessGroupHelper:
+    """Run functions on the ranks of a process group; without torch.distributed, on this process alone.
 
     Args:
-        group: None: the world."""
+        group: None is the world."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group, self._alone = group, not dist.is_initialized()
         self.rank, self.size = (0, 1) if self._alone else (dist.get_rank(group), dist.get_world_size(group))
 
     def all(self, work: Callable[[], T]) -> list[T]:
-        """What each rank's work returned. Raises: CheckpointError, on every rank, if it failed on any."""
+        """Run `work` on every rank and return the result of each. Raises: CheckpointError, on every rank, if it
+        failed on any."""
         result, error = None, None
         try:
             result = work()
@@ -33,7 +34,7 @@ class Crew:
         if not self._alone:
             outcomes = [None] * self.size
             dist.all_gather_object(outcomes, (result, error and str(error)), group=self._group)
-        # one cause is enough, and the same cause on every rank is one
+        # The first cause is reported, without its rank if all ranks have the same.
         failed = next(
             ((rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason is not None), None
         )
@@ -47,5 +48,5 @@ class Crew:
         return [result for result, _ in outcomes]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Of the first rank, which alone works; the others wait."""
+        """Run `work` on the first rank while the others wait; return its result on all of them."""
         return self.all(lambda: work() if self.rank == 0 else None)[0]
