@@ -16,6 +16,7 @@ from megarl.algorithms import REGISTRY
 from megarl.config.check import check_job
 from megarl.config.loader import load_config
 from megarl.config.mesh import role_meshes, shard_keys
+from megarl.invariants import digest
 from megarl.metrics import combine
 from megarl.packing import plan_mini_batches
 from megarl.workers.store import Rollout, RolloutBlock
@@ -77,9 +78,19 @@ class Step:
     def __init__(self, roles: dict, meshes: dict, rows: list[dict], seed: int) -> None:
         self.roles, self.meshes, self.rows = roles, meshes, rows
         made = [
-            Rollout(r["sample"], 0, r["group"], 0, r["prompt"], r["response"], r["rollout"]) for r in rows
+            Rollout(
+                r["sample"],
+                0,
+                r["group"],
+                0,
+                r["prompt"],
+                r["response"],
+                r["rollout"],
+                digest=digest(r["prompt"], r["response"]),
+            )
+            for r in rows
         ]
-        samples = [rollout.record((rollout.sample_id % WORLD_SIZE,)) for rollout in made]
+        self.samples = samples = [rollout.record((rollout.sample_id % WORLD_SIZE,)) for rollout in made]
         rollouts = roles["data"].store.source("train")
         rollouts.release()
         rollouts.add(RolloutBlock([r for r in made if r.sample_id % WORLD_SIZE == dist.get_rank()]))
@@ -87,6 +98,7 @@ class Step:
         for key in dict.fromkeys(self.key_of[role] for role in ("actor", "critic") if role in meshes):
             plan = plan_mini_batches(samples, MINI_BATCH, {}, meshes[key].dp, MAX_TOKENS, 64, seed=str(seed))
             roles["data"].distribute(key, samples, plan)
+            self.plan = plan
             self.mini_batch_of = {
                 s: i for i, m in enumerate(plan) for rank in range(meshes[key].dp) for s in m.samples_of(rank)
             }

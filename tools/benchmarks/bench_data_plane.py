@@ -1,4 +1,4 @@
-"""The data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns
+"""Measure the data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns
 between two meshes over gloo.
 
 python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--length 8192] [--repeats 5]
@@ -33,9 +33,9 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec, replicas, shard_keys
 from megarl.packing import Sample, preferred_ranks, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
-from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.mailbox import Command, Mailbox
 from megarl.workers.process import peak_rss_bytes
+from megarl.workers.store import Rollout, RolloutBlock, SampleStore
 
 HIDDEN_SIZE, MAX_TOKENS, GLOBAL_BATCH_SIZE = 4096, 16384, 1024
 WORLD_SIZE = 4
@@ -121,7 +121,7 @@ def plan_and_dispatch(
 ) -> dict[str, float]:
     start = time.perf_counter()
     plans = {
-        share: plan_mini_batches(
+        key: plan_mini_batches(
             samples,
             GLOBAL_BATCH_SIZE,
             preferred_ranks(samples, replicas(mesh)),
@@ -130,16 +130,16 @@ def plan_and_dispatch(
             HIDDEN_SIZE,
             "0/1",
         )
-        for share, mesh in meshes.items()
+        for key, mesh in meshes.items()
     }
     planned, num_bytes = time.perf_counter(), 0
-    for index, (share, plan) in enumerate(plans.items()):
-        arguments = pickle.dumps(((share, samples, plan), {}))
+    for index, (key, plan) in enumerate(plans.items()):
+        arguments = pickle.dumps(((key, samples, plan), {}))
         keys = mailbox.post(index, Command("data", tuple(range(11)), "distribute", 1, arguments))
         num_bytes += len(arguments)
         received = pickle.loads(mailbox.next_command(index).arguments)
         mailbox.delete(keys)
-    assert received == ((share, samples, plan), {})
+    assert received == ((key, samples, plan), {})
     end = time.perf_counter()
     return {
         "planning_s": planned - start,
@@ -196,7 +196,7 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
     meshes = {"actor": MeshSpec(everyone, tp=2), "critic": MeshSpec(everyone)}
     samples = make_samples(arguments.exchange_samples, arguments.length, [(r,) for r in everyone])
     plans = {
-        share: plan_mini_batches(
+        key: plan_mini_batches(
             samples,
             len(samples),
             preferred_ranks(samples, replicas(mesh)),
@@ -205,18 +205,24 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
             HIDDEN_SIZE,
             "0/1",
         )
-        for share, mesh in meshes.items()
+        for key, mesh in meshes.items()
     }
     vocab_sizes = dict.fromkeys(meshes, 3)  # prompts of token 1, responses of token 2
-    role = DataRole(DataPlane(), meshes, shard_keys(meshes), vocab_sizes)
-    mine = [s for s in samples if rank in s.owners]
-    role.plane.rollouts["train"] = Rollouts(
-        [],
-        [s.sample_id for s in mine],
-        [[1] * (s.length - s.response_length) for s in mine],
-        [[2] * s.response_length for s in mine],
-        [[-1.0] * s.response_length for s in mine],
+    role = DataRole(SampleStore(), meshes, shard_keys(meshes), vocab_sizes)
+    rollouts = RolloutBlock(
+        Rollout(
+            s.sample_id,
+            0,
+            s.group,
+            s.version,
+            [1] * (s.length - s.response_length),
+            [2] * s.response_length,
+            [-1.0] * s.response_length,
+        )
+        for s in samples
+        if rank in s.owners
     )
+    role.store.source("train").add(rollouts)
     seconds: dict[str, list[float]] = {}
     num_bytes: dict[str, float] = {}
 
@@ -228,14 +234,14 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         num_bytes[name] = moved
 
-    timed("pack", lambda: float(len(role.plane.pack("train").tokens) * 13))
+    timed("pack", lambda: float(len(rollouts.batch.tokens) * 13))
     for _ in range(arguments.repeats):
-        for share, plan in plans.items():
+        for key, plan in plans.items():
             timed(
-                f"distribute_{share}",
-                lambda share=share, plan=plan: role.distribute(share, samples, plan)["batch/bytes_moved"],
+                f"distribute_{key}",
+                lambda key=key, plan=plan: role.distribute(key, samples, plan)["batch/bytes_moved"],
             )
-        batch = role.plane.shares["critic"].batch
+        batch = role.store.batch("critic").batch
         for column in ("values", "returns"):
             batch.set_column(column, torch.ones(len(batch.tokens)))
         timed(
