@@ -1,5 +1,6 @@
-"""What must hold of every step, checked at every step: cheap, and always on. A run that goes on after one of
-these fails trains on something else than it sampled, and nothing else would say so.
+"""Check at every step that training is on exactly what was sampled. The checks are cheap and always on.
+
+A run that goes on after a failed check trains on something else than it sampled, and nothing else would say so.
 
     where                        what
     samples from the engines     every group is complete, every response has a token, ids are unique       check_samples
@@ -13,9 +14,9 @@ these fails trains on something else than it sampled, and nothing else would say
     columns                      every sample has the rows that were written for it, also on another mesh   batch_invariants.check_digests
     columns of log-probs, ...    finite on response tokens, 0 elsewhere                                     batch_invariants.check_column
 
-A response is followed by its digest: made by the rank of the engine, compared by the ranks that train on it
-and by the driver. Every
-column has a digest per sample too: made where the column is written, compared wherever it is read."""
+Every response has a digest: the rank of the engine makes it, and the driver and the ranks that train on the
+response compare it. Every column has a digest per sample too: it is made where the column is written, and
+compared wherever the column is read."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class InvariantError(RuntimeError):
-    """A step is not what it must be. The message names the invariant, the sample and what was found."""
+    """An invariant of a step is violated. The message names the sample and what was found."""
 
 
 class NonFiniteUpdate(FloatingPointError):
@@ -43,18 +44,19 @@ class NonFiniteUpdate(FloatingPointError):
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
-    """32 bits of the token ids and of where the response begins. Example: digest([5, 6], [7]) != digest([5],
-    [6, 7])."""
+    """Return 32 bits that depend on the token ids and on where the response begins.
+
+    Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
     return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())
 
 
 def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
-    """The same of int64 token ids as they are in memory."""
+    """Return the `digest` of int64 token ids given by their memory."""
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
 
 
 def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int) -> int:
-    """32 bits that bind a reward to its sample, whose tokens have the digest `tokens`."""
+    """Return 32 bits that bind a reward to its sample, whose tokens have the digest `tokens`."""
     return zlib.crc32(struct.pack("<qqdq", sample, group, math.nan if reward is None else reward, tokens))
 
 
@@ -88,11 +90,12 @@ def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max
 
 
 def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
-    """Raise ValueError for a reward that float32 cannot hold. Scores are finite, but weights and the user's
-    loop have changed them since.
+    """Raise ValueError for a reward that float32 cannot hold.
+
+    Scores are finite, but weights and the user's loop have changed them since.
 
     Args:
-        rewards: sample id -> reward; None: it failed."""
+        rewards: sample id -> reward; None if it failed."""
     for sample, reward in rewards.items():
         if reward is not None and not abs(reward) <= LARGEST_FLOAT32:
             raise ValueError(
@@ -104,8 +107,7 @@ def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
 
 
 def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
-    """Each sample is trained on once per epoch, and the losses are divided by all tokens that they sum
-    over."""
+    """Check that each sample is trained on once per epoch, and that losses are divided by all their tokens."""
     length_of = {s.sample_id: s.response_length for s in samples}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
@@ -127,8 +129,9 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> 
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
-    """Every sample is scored once, each score is a number that float32 holds or None, and the text that was
-    judged is the one that was sampled."""
+    """Check that every sample is scored once, by a number that float32 holds or None.
+
+    The text that was judged must be the one that was sampled."""
     digest_of, seen = {s.sample_id: s.digest for s in samples}, Counter()
     for record in records:
         sample = record["sample_id"]
@@ -157,7 +160,7 @@ def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Se
 def check_rewards(
     rewards: Mapping[int, float | None], scores: Sequence[tuple[float, Mapping[int, float | None]]]
 ) -> None:
-    """Every sample's reward is the weighted sum of its own scores, and None where one of them failed.
+    """Check that every reward is the weighted sum of the sample's own scores, or None where one failed.
 
     Args:
         scores: weight and scores by sample id, of each role that scores."""
@@ -182,7 +185,7 @@ def check_reward_digests(
     digests: Sequence[int],
     tokens: Mapping[int, int],
 ) -> None:
-    """On a rank that trains: the rewards of its samples are those that the driver had for these tokens.
+    """Check on a training rank that the rewards of its samples are those that the driver has for these tokens.
 
     Args:
         digests: `digest_of_reward` of each row, made by the driver.

@@ -1,4 +1,4 @@
-"""This module plans which rank trains on which samples, and which rank sends which sample where.
+"""Plan which rank trains on which samples, and which rank sends which sample where.
 
 It knows lengths and ids only, no tensors. Mini-batches (one optimizer update each) are drawn from *all*
 samples of the step, so the same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples
@@ -142,8 +142,9 @@ def _plan_one(
 def _balance(
     samples: list[Sample], preferred: Mapping[int, int], dp_size: int, hidden_size: int
 ) -> list[list[Sample]]:
-    """Deal out the samples, longest first, to the least loaded rank, or to the preferred rank while its load is
-    fair."""
+    """Deal out the samples, longest first, each to the least loaded rank.
+
+    A sample goes to its preferred rank if that rank's load stays fair."""
     fair = sum(sequence_cost(s.length, hidden_size) for s in samples) / dp_size
     loads = [0] * dp_size
     samples_of: list[list[Sample]] = [[] for _ in range(dp_size)]
@@ -227,8 +228,9 @@ class Route:
     """Source rank -> sample ids."""
 
     def reads(self, wanted: Iterable[int]) -> list[int]:
-        """Return the samples that the rank must hold: those that it sends, and those that it wants and nobody
-        sends to it."""
+        """Return the samples that the rank must hold: those that it sends, and those that it keeps.
+
+        It keeps a wanted sample that no other rank sends to it."""
         received = {sample for ids in self.incoming.values() for sample in ids}
         kept = [sample for sample in wanted if sample not in received]
         return [*kept, *(sample for ids in self.outgoing.values() for sample in ids)]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, by all ranks of a mesh or by one process."""
+"""Read a checkpoint, on all ranks of a mesh or in one process."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Checkpoint:
         return self.manifest.state
 
     def tensors(self, kind: str) -> dict[str, StoredTensor]:
-        """Canonical name -> what is stored; empty if there is nothing of this kind."""
+        """Return the stored tensors of a kind by canonical name; empty if there are none."""
         return self.manifest.tensors.get(kind, {})
 
     def files(self, kinds: Collection[str]) -> list[str]:
-        """Names of the files that hold something of these kinds."""
+        """Return the names of the files that hold tensors of these kinds."""
         return sorted(
             {part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts}
         )
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
-        """[rows, cols] of the box, in the dtype that was written."""
+        """Return the [rows, cols] of a box, in the dtype that was written."""
         stored = self.tensors(kind)[name]
         out = torch.empty(box.row_end - box.row_start, box.col_end - box.col_start, dtype=stored.dtype)
         self._fill(kind, name, box, out)
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, rectangles: Iterable[Rectangle]) -> None:
-        """Write what is stored into the values."""
+        """Copy the stored values into those of the rectangles."""
         for r in rectangles:
             self._fill(r.kind, r.name, r.box, r.values)
 
@@ -81,7 +81,7 @@ class Checkpoint:
             )
 
     def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
-        """Raises: CheckpointError if the tensors of this kind are not these."""
+        """Check that the stored tensors of this kind are exactly these. Raises: CheckpointError."""
         check_tensors(
             f"{kind} in {self.folder}",
             {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()},
@@ -89,8 +89,9 @@ class Checkpoint:
         )
 
     def check_model(self, model: Mapping[str, object]) -> None:
-        """Raises: CheckpointError if the tensors were saved for a model that computes something else, by its
-        `function_fields`."""
+        """Check by `function_fields` that the tensors were saved for a model that computes the same.
+
+        Raises: CheckpointError."""
         saved = self.state.get("model")
         if model and isinstance(saved, dict) and (different := differences(saved, model)):
             raise CheckpointError(f"{self.folder} is of another model: it has {', '.join(different)}.")
@@ -119,12 +120,13 @@ def verify(
     digests: bool = True,
     model: Mapping[str, object] | None = None,
 ) -> Checkpoint:
-    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which
-    each rank reads its share. Collective. Of each kind that the ranks ask for, the checkpoint must have the
-    tensors that they ask for and no others.
+    """Check that the rectangles of every rank of a group can be filled. Collective.
+
+    All files are compared with their digests; the ranks divide the files among them. Of each kind that the ranks
+    ask for, the checkpoint must have the tensors that they ask for and no others.
 
     Args:
-        digests: False: they have just been checked.
+        digests: False if the digests have just been checked.
         model: `function_fields` of the model that the tensors are for, which must be those that were saved.
     Raises: CheckpointError, on every rank."""
     helper = ProcessGroupHelper(group)

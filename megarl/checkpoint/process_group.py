@@ -23,8 +23,9 @@ class ProcessGroupHelper:
         self.rank, self.size = (0, 1) if self._alone else (dist.get_rank(group), dist.get_world_size(group))
 
     def all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return the result of each. Raises: CheckpointError, on every rank, if it
-        failed on any."""
+        """Run `work` on every rank and return the result of each.
+
+        Raises: CheckpointError, on every rank, if it failed on any."""
         result, error = None, None
         try:
             result = work()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint, by all ranks of a mesh or by one process."""
+"""Write a checkpoint, on all ranks of a mesh or in one process."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ def save(
     state: dict[str, object],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it
-    returns, or not there.
+    """Write what the ranks of a group hold together. Collective.
 
-    To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else
-    uses.
+    When it returns `folder` is complete, or does not exist. A thread may call it while training goes on, with
+    copies of the values and a process group that nothing else uses.
 
     Args:
-        rectangles: of this rank. The same rectangle of several ranks is written once. All together must cover
-            every tensor.
-        state: what else to remember, for JSON; the first rank's counts.
+        rectangles: those of this rank. A rectangle that several ranks have is written once. All together must
+            cover every tensor.
+        state: further values to save as JSON; the first rank's are saved.
     Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is
         missing."""
     helper, folder = ProcessGroupHelper(group), Path(folder)
@@ -59,8 +58,9 @@ Writers = dict[tuple[str, str, Box], int]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every
-    rank, but for `rank`."""
+    """The plan which rank of a group writes which rectangles. It holds while the ranks keep their rectangles.
+
+    It is the same on every rank, except for `rank`."""
 
     rank: int
     offers: list[list[Offer]]
@@ -68,13 +68,15 @@ class SavePlan:
 
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
-        """Collective. Raises: CheckpointError, on every rank, if they do not cover every tensor."""
+        """Make the plan for the rectangles of all ranks. Collective.
+
+        Raises: CheckpointError, on every rank, if they do not cover every tensor."""
         helper = ProcessGroupHelper(group)
         offers = helper.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
         return cls(helper.rank, offers, _choose_writers(offers))
 
     def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Those that this rank writes."""
+        """Return those of the rectangles that this rank writes."""
         return [r for r in rectangles if self.writer_of[r.kind, r.name, r.box] == self.rank]
 
     def write(
@@ -84,8 +86,9 @@ class SavePlan:
         state: dict[str, object],
         group: dist.ProcessGroup | None = None,
     ) -> Manifest:
-        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on
-        every rank."""
+        """Write all files but the manifest, and return the manifest on every rank. Collective.
+
+        Raises: CheckpointError, on every rank."""
         written = ProcessGroupHelper(group).all(lambda: _write_files(folder, self.rank, chosen))
         return self._manifest({name: of for files in written for name, of in files.items()}, state)
 
@@ -106,8 +109,9 @@ class SavePlan:
 
 
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
-    """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not
-    cover each tensor once."""
+    """Choose for every rectangle the rank that has the least to write so far.
+
+    Raises: CheckpointError if the rectangles do not cover each tensor once."""
     ranks_with: dict[tuple[str, str, Box], list[int]] = {}
     boxes: dict[tuple[str, str], set[Box]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -138,7 +142,7 @@ def file_name(kind: str, number: int) -> str:
 
 
 def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[str, tuple[int, str]]:
-    """One file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the file."""
+    """Write one file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the file."""
     mine: dict[str, dict[str, Entry]] = {}
     for r in chosen:
         key = part_key(r.name, r.shape, r.box)
@@ -157,7 +161,7 @@ def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[s
 
 
 def start_folder(partial: Path, folder: Path) -> None:
-    """An empty folder to write into. Raises: CheckpointError if the one that it will become exists."""
+    """Create the empty folder to write into. Raises: CheckpointError if the final folder exists."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists; a checkpoint never replaces one.")
     shutil.rmtree(partial, ignore_errors=True)  # of a job that ended while it wrote
@@ -165,7 +169,7 @@ def start_folder(partial: Path, folder: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename."""
+    """Write the manifest, then rename the partial folder to the final one."""
     manifest.check_sizes(partial)  # all files of all machines
     manifest.write(partial)
     sync_folder(partial)

@@ -1,4 +1,6 @@
-"""A role's mesh: a list of ranks and its parallel sizes. Pure arithmetic, so the driver can plan with it.
+"""Describe where each role lives: its mesh is a list of ranks with parallel sizes.
+
+This is pure arithmetic, so the driver can plan with it.
 
 Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid
 of their own over the same ranks of each pipeline stage: etp fastest, then ep, then edp."""
@@ -18,17 +20,19 @@ from megarl.role_names import actor_suffix, kind_and_suffix
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Where a role lives. `ranks[i]` has the coordinates of index i; the data-parallel size is what is left.
+    """The ranks of a role and its parallel sizes; the data-parallel size is what is left of the ranks.
+
+    `ranks[i]` has the coordinates of index i.
 
     Example: MeshSpec((0, 1, 2, 3), tp=2) is two data-parallel replicas, (0, 1) and (2, 3).
 
     Args:
-        ep: ranks over which a layer's experts are dealt out.
-        etp: ranks that split each expert. None: as tp.
-        cp: ranks that split each sequence. They hold the same weights and belong to one data-parallel
+        ep: number of ranks over which a layer's experts are spread.
+        etp: number of ranks that split each expert. None is the same as tp.
+        cp: number of ranks that split each sequence. They hold the same weights and belong to one data-parallel
             replica.
-        vpp: model chunks of each pipeline stage. They say which layers a rank holds and change no group of
-            ranks."""
+        vpp: number of model chunks of each pipeline stage. It says which layers a rank holds and changes no
+            group of ranks."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -81,12 +85,12 @@ class MeshSpec:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes by name, fastest-varying first."""
+        """Return the parallel sizes by name, fastest-varying first."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
 
     @property
     def expert_shape(self) -> dict[str, int]:
-        """The same for the grid of the experts."""
+        """Return the sizes of the experts' grid by name, fastest-varying first."""
         return {
             "etp": self.expert_tp,
             "ep": self.ep,
@@ -95,18 +99,19 @@ class MeshSpec:
         }
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """In both grids; they share pp."""
+        """Return the coordinates of a rank in both grids, which have pp in common."""
         return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(
             self.ranks.index(rank), self.expert_shape
         )
 
     def ranks_where(self, **fixed: int) -> tuple[int, ...]:
-        """Ranks whose coordinates match, e.g. ranks_where(dp=0): the model-parallel block of the first
-        replica."""
+        """Return the ranks whose coordinates match.
+
+        Example: ranks_where(dp=0) is the model-parallel block of the first replica."""
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
     def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
-        """Ranks with the same coordinates as `rank`, except along the varied names, which are of one grid."""
+        """Return the ranks with the same coordinates as `rank`, except along the varied names of one grid."""
         grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
         mine = self.coordinates(rank)
         return self.ranks_where(**{name: mine[name] for name in grid if name not in varied})
@@ -149,8 +154,9 @@ def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each data-parallel replica, those of its last pipeline stage only if asked:
-    `mesh.ranks_where(dp=i)` for all i at once."""
+    """Return the ranks of each data-parallel replica, or only those of its last pipeline stage.
+
+    This is `mesh.ranks_where(dp=i)` for all i at once."""
     blocks: list[list[int]] = [[] for _ in range(mesh.dp)]
     for index, rank in enumerate(mesh.ranks):
         at = _coordinates(index, mesh.shape)
@@ -160,8 +166,9 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Every role of the job and where it lives, in the order in which they are set up: the first actor's, the
-    second's, ..."""
+    """Return the mesh of every role of the job, in the order of their set-up.
+
+    The roles of the first actor come first, then those of the second."""
     return {
         f"{role}{suffix}": mesh
         for suffix, of_actor in configs_of_actors(config).items()
@@ -170,7 +177,9 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Those of one actor, without its number. Rules score samples where they were made."""
+    """Return the meshes of one actor's roles, named without its number.
+
+    Rules score samples where they were made."""
     backend_of = {model.name: model.backend for model in reward_models(config)}
     meshes: dict[str, MeshSpec] = {}
     for role, ranks in role_ranks(config, world_size).items():
@@ -186,8 +195,9 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
-    """Role -> the ranks that have it: those of its mesh; `data`, which moves samples and columns between
-    meshes, is on all."""
+    """Return for each role the ranks that host it: those of its mesh.
+
+    The role `data`, which moves samples and columns between meshes, is on all ranks."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
     return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
 
@@ -198,12 +208,12 @@ def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
 
 
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
-    """Of a Megatron role, by its actor's configuration; reward models share theirs."""
+    """Return the parallel options of a Megatron role. All reward models of an actor have the same."""
     return getattr(config, kind_and_suffix(role)[0].removesuffix("_model"))
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
-    """'in-process' or 'out-of-process': what --rollout-engine of one actor means on this many ranks."""
+    """Return 'in-process' or 'out-of-process': what --rollout-engine of one actor means on this many ranks."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
     everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))

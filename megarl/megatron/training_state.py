@@ -1,5 +1,4 @@
-"""What a checkpoint holds of a model that Megatron trains: weights, Adam's moments, and how many steps were
-taken.
+"""Save and load a model that Megatron trains: its weights, Adam's moments, and the number of steps taken.
 
 The tensors are views of live memory, cut into rectangles of the canonical tensors. A distributed optimizer
 holds stretches of parameters, each at most three rectangles; where there are fp32 masters, they are the
@@ -40,13 +39,13 @@ def save_checkpoint(
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
-    To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a
-    group of its own.
+    To write while training goes on, `save` copies of `saved_rectangles` and `model_state` in a thread that has
+    its own process group.
 
     Args:
-        atlas: of this rank.
-        state: what else to remember, for JSON; returned by `load_checkpoint`.
-        group: of the mesh's ranks. Default: that of the model.
+        atlas: atlas of this rank.
+        state: further values to save as JSON; `load_checkpoint` returns them.
+        group: process group of the mesh's ranks. Default: that of the model.
     Raises: CheckpointError, on every rank."""
     group = group or model.groups.intra_dist_opt
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
@@ -60,13 +59,14 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
     digests: bool = True,
 ) -> dict[str, object]:
-    """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this
-    job's flags say at that step.
+    """Load a checkpoint that was saved on any mesh. Collective over the mesh.
+
+    The learning rate is what this job's flags say at the step of the checkpoint.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which
             has none. A frozen model reads no others.
-        digests: False: `verify_checkpoint` has just checked them.
+        digests: False if `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model
         is then as it was."""
@@ -89,13 +89,13 @@ def load_checkpoint(
 def verify_checkpoint(
     folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
+    """Raise CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
     rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
     verify(folder, rectangles, group or model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
-    """What is the same on every rank, and the layout, for people. Collective."""
+    """Return the part of the state that all ranks have in common, with the layout for readers. Collective."""
     state: dict[str, object] = {
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "mesh": model.mesh.shape | model.mesh.expert_shape,
@@ -118,25 +118,26 @@ def _function_of(model: TrainedModel) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """What the optimizer has of the elements [start, start + length) of a parameter, each [length].
+    """The optimizer's state of the elements [start, start + length) of a parameter, each tensor [length].
 
     Args:
-        master: fp32, None if the parameter itself is."""
+        master: fp32 weights, None if the parameter itself is fp32."""
 
     start: int
     master: Tensor | None
     moments: dict[str, Tensor]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, values)"""
+        """Return pairs of kind and values."""
         yield from self.moments.items()
         if self.master is not None:
             yield WEIGHTS, self.master
 
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
-    """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut
-    otherwise."""
+    """Return the rectangles that this rank offers to save.
+
+    A tied embedding is saved by the first stage, as the last stage's copy may be cut differently."""
     sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
@@ -152,8 +153,9 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
 
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
-    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the
-    moments, if it resumes, its own."""
+    """Return the rectangles that this rank reads: all of its weights, and its own moments if it resumes.
+
+    It reads weights whose masters other ranks hold, too."""
     sizes, stretches = _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -164,7 +166,7 @@ def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Itera
 
 
 def _canonical_sizes(model: TrainedModel) -> Sizes:
-    """Of its canonical tensors, those of adapters too."""
+    """Return the sizes of the model's canonical tensors, adapters included."""
     return hf_sizes(model.shape) | (adapter_sizes(model.shape, model.adapters.lora) if model.adapters else {})
 
 
@@ -180,7 +182,7 @@ def _param(atlas: Atlas, name: str) -> LocalParam:
 
 
 def _inner_optimizers(model: TrainedModel) -> list:
-    """One for the parameters outside of experts and one for experts; some ranks have none of a kind."""
+    """Return the optimizer of the parameters outside of experts and that of the experts, if the rank has them."""
     found = (
         getattr(model.optimizer, "chained_optimizers", [model.optimizer])
         if model.optimizer is not None
@@ -190,7 +192,7 @@ def _inner_optimizers(model: TrainedModel) -> list:
 
 
 def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
-    """On this rank or another one; None: a buffer."""
+    """Return whether a parameter has fp32 masters, on this rank or another one. parameter: None for a buffer."""
     return (
         model.optimizer is not None
         and parameter is not None
@@ -200,7 +202,7 @@ def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> b
 
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
-    """By name, what this rank updates. Adam's state is made if it has not taken a step yet."""
+    """Return by parameter name what this rank updates. Adam's state is made if it has taken no step yet."""
     model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
     out: dict[str, _Stretch] = {}
     name_of = {parameter: name for name, parameter in model.named_parameters()}
@@ -221,8 +223,9 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
 
 
 def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
-    """(parameter of the model, first element, what Adam updates in its place, is that a master) of an
-    optimizer of Megatron 0.16.1."""
+    """Return (model parameter, first element, what Adam updates in its place, whether that is a master).
+
+    The optimizer is one of Megatron 0.16.1."""
     if model.sharded:
         yield from (
             (parameter, start, shard, model.bf16)
@@ -255,8 +258,9 @@ def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn
 
 
 def _make_state(inner) -> None:
-    """As the first step would. Megatron's own function leaves out the counter that PyTorch's Adam keeps
-    beside each parameter."""
+    """Make Adam's state as the first step would.
+
+    Megatron's own function leaves out the counter that PyTorch's Adam keeps beside each parameter."""
     with cpu_megatron():
         inner.init_state_fn(inner.optimizer, inner.config)
     if isinstance(inner.optimizer, torch.optim.AdamW):
@@ -269,7 +273,7 @@ def _make_state(inner) -> None:
 
 
 def _optimizer_steps(model: TrainedModel) -> int:
-    """Of this rank; 0 if it updates nothing."""
+    """Return the number of steps that this rank's optimizer has taken; 0 if it updates nothing."""
     steps = []
     for inner in _inner_optimizers(model):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]

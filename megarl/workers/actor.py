@@ -106,8 +106,7 @@ class ActorRole(PolicyRole):
         }
 
     def worst_tokens(self, count: int) -> list[dict[str, float]]:
-        """Return the tokens of this rank where trainer and engine differ most, to report a failed log-prob
-        gate."""
+        """Return the tokens where trainer and engine differ most, to report a failed log-prob gate."""
         if not self.model.reports:
             return []
         batch = self.shard.batch
@@ -132,8 +131,10 @@ class ActorRole(PolicyRole):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> dict[str, float]:
-        """Write the columns that the algorithm computes from rewards: advantages, and returns if there is a
-        critic. Both are NaN on the tokens of a sample whose reward failed.
+        """Write the columns that the algorithm computes from rewards.
+
+        These are advantages, and returns if there is a critic. Both are NaN on the tokens of a sample whose
+        reward failed.
 
         Args:
             sample_ids, group_ids, rewards: of the whole step, so that group statistics do not depend on the

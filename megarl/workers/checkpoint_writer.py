@@ -1,4 +1,4 @@
-"""Writing checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
+"""Write checkpoints of a role while it trains: a call copies this rank's part, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """This rank's part of a role's checkpoints, of which one at a time is being written.
+    """This rank's part in writing a role's checkpoints, one at a time.
 
     Args:
-        group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while
-            training goes on."""
+        group: a gloo process group of the role's ranks, used by the writing threads only, as they communicate
+            while training goes on."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -37,9 +37,13 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
-        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of
-        it is. Collective, after `written` has said that the one before is. When this returns the model may
-        change. state: what else to remember, for JSON; the first rank's counts."""
+        """Copy what this rank writes into host memory, and start to write it.
+
+        Collective, after `written` has reported the checkpoint before as complete. The model may change as soon
+        as this returns. `folder` appears when the checkpoint is complete.
+
+        Args:
+            state: further values to save as JSON; the first rank's are saved."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)
@@ -56,8 +60,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
-        """SHA-256 of the manifest, on every rank; None: not yet. Raises: CheckpointError if any rank could
-        not write."""
+        """Return the SHA-256 of the manifest, on every rank, or None while the checkpoint is incomplete.
+
+        Raises: CheckpointError if any rank could not write."""
         if wait:
             self._thread.join()
         if self._error is not None:
@@ -71,7 +76,7 @@ class CheckpointWriter:
             manifest = self._plan.write(partial, copies, state, self._group)
             helper.first(lambda: publish(partial, folder, manifest))
             self._digest = helper.first(lambda: file_digest(folder / MANIFEST))
-        except BaseException as error:  # thread boundary: `written` tells it
+        except BaseException as error:  # thread boundary: `written` raises it
             self._error = error
 
 

@@ -1,4 +1,6 @@
-"""The role `data`, on every rank, brings samples to the meshes that train on them, and columns from mesh to mesh.
+"""The role `data` brings samples to the meshes that train on them, and columns from mesh to mesh.
+
+It is on every rank of a job that samples.
 
     distribute("actor", samples, plan_a)      every rank       rollouts -> batch shard of mesh "actor"
     distribute("critic", samples, plan_c)     every rank       rollouts -> batch shard of mesh "critic"
@@ -42,11 +44,13 @@ class DataRole(RandomStateOfRank):
         vocab_sizes: Mapping[str, int],
         formats: Mapping[str, Formats] | None = None,
     ) -> None:
-        """Args:
-        meshes: mesh of every role.
-        shard_keys: role -> shard key, see `config.mesh.shard_keys`.
-        vocab_sizes: role -> vocabulary of its model.
-        formats: shard key -> formats of the further columns that engines report for this mesh."""
+        """Prepare to move samples between the meshes of a job.
+
+        Args:
+            meshes: mesh of every role.
+            shard_keys: role -> shard key, see `config.mesh.shard_keys`.
+            vocab_sizes: role -> vocabulary of its model.
+            formats: shard key -> formats of the further columns that engines report for this mesh."""
         self.store, self.vocab_sizes, self.formats = store, vocab_sizes, formats or {}
         self.meshes = {key: meshes[key] for key in shard_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -54,10 +58,9 @@ class DataRole(RandomStateOfRank):
     def distribute(
         self, key: str, samples: list[Sample], mini_batches: list[MiniBatch], source: str = "train"
     ) -> dict[str, float]:
-        """Bring the samples of `mini_batches` from their owners to all ranks of a mesh, as its next batch. The
-        samples that the mesh had before are released.
+        """Bring the samples of `mini_batches` from their owners to all ranks of a mesh, as its next batch.
 
-        Called by the owners, the ranks of the mesh, and the ranks that will exchange columns with it; every rank
+        The samples that the mesh had before are released. Called by the owners, the ranks of the mesh, and the ranks that will exchange columns with it; every rank
         of the job may.
 
         Args:

@@ -58,8 +58,9 @@ def move_rows(
     lengths: Mapping[int, int],
     formats: Formats | None = None,
 ) -> Moved:
-    """Bring the named columns of the `wanted` samples to this rank, packed in that order. Called by every rank
-    that the routes of others name.
+    """Bring the named columns of the `wanted` samples to this rank, packed in that order.
+
+    Every rank that a route names must call it.
 
     Args:
         held: what this rank has of the samples in `route.reads(wanted)`. Columns on another device travel
@@ -191,8 +192,9 @@ def _rows_of_all(
 
 
 def _rows_of(held: Batch, name: str, dtype: torch.dtype, row: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    """Return views of each sample's rows of a column. Raises: MissingRowsError for a column that is not there
-    or has another format."""
+    """Return views of each sample's rows of a column.
+
+    Raises: MissingRowsError for a column that is not there or has another format."""
     column = getattr(held, name)
     if column is None or column.shape != (*held.tokens.shape, *row) or column.dtype != dtype:
         is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
@@ -215,10 +217,10 @@ def collect_samples(
     lengths: Mapping[int, int],
     formats: Formats | None = None,
 ) -> tuple[Batch, Digests]:
-    """Bring this rank's `wanted` samples as the engines made them, packed in that order, with all columns of
-    `formats`.
+    """Bring the `wanted` samples to this rank as the engines made them, packed in that order.
 
-    Arguments and errors are those of `move_rows`. Returns the batch, and the digests as the senders had them."""
+    They come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the batch, and
+    the digests as the senders had them."""
     columns, digests = move_rows(held, (*ROLLOUT_COLUMNS, *(formats or ())), route, wanted, lengths, formats)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(

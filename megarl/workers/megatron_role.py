@@ -168,8 +168,9 @@ class MegatronRole:
             raise FlowError([f"{text}{'' if source == self.name else bring}."])
 
     def has_own(self, name: str) -> bool:
-        """Whether this role itself wrote the column, with the weights that it still has. The answer is the same
-        on every pipeline stage."""
+        """Return whether this role itself wrote the column, with the weights that it still has.
+
+        The answer is the same on every pipeline stage."""
         shard, column = self.own_columns.get(name, (None, None))
         return shard is self.shard and column is getattr(shard.batch, name)
 
@@ -261,8 +262,9 @@ class MegatronRole:
             )
 
     def scored_mini_batches(self) -> list[MiniBatch]:
-        """Return the step's mini-batches with the counts of the samples that have a reward: the denominators of
-        the loss. Collective over the mesh.
+        """Return the step's mini-batches with the counts of the samples that have a reward.
+
+        These counts are the denominators of the loss. Collective over the mesh.
 
         Raises: InvariantError if the ranks hold another number of tokens than was planned."""
         mini_batches, batch = self.shard.mini_batches, self.shard.batch
@@ -290,8 +292,7 @@ class MegatronRole:
         return amended
 
     def memory_metrics(self) -> dict[str, float]:
-        """Return this rank's metrics, see `OffloadManager.take_metrics`. Only the mesh's first rank has the
-        time."""
+        """Return this rank's metrics of `OffloadManager.take_metrics`; the time on the mesh's first rank only."""
         return self.offload_manager.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
 
     @needs("parameters")
@@ -329,14 +330,16 @@ class MegatronRole:
         )
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest of the checkpoint that was begun, or None while it is incomplete.
+        """Return the SHA-256 of the manifest once the checkpoint that was begun is complete, else None.
+
         Raises: CheckpointError if a rank failed."""
         return self.writer.written(wait)
 
     @needs("parameters", "optimizer")
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would not. Collective
-        over the mesh."""
+        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would not.
+
+        Collective over the mesh."""
         from megarl.megatron.training_state import verify_checkpoint
 
         try:

@@ -41,7 +41,7 @@ class OffloadManager:
     """The models of one process, and where their parts are."""
 
     def __init__(self, ahead_bytes: int = 0) -> None:
-        """ahead_bytes: how much of the next call's parts may be on the device beside what the call needs."""
+        """Start without models. ahead_bytes: limit of what is loaded before the call that needs it."""
         self._models: dict[str, _Model] = {}
         self._ahead_bytes = ahead_bytes
         self._recent: tuple[_Call, ...] = ()
@@ -56,8 +56,7 @@ class OffloadManager:
         self.note_peak()
 
     def enter(self, role: str | None, parts: Collection[str]) -> None:
-        """Bring the parts of a role's model that a call needs to the device, and start to load the next
-        call's."""
+        """Load the parts of a role's model that a call needs, and start to load those of the next call."""
         call = role, frozenset(parts)
         self._followed |= {self._recent: call, self._recent[-1:]: call}
         self._recent = *self._recent[-1:], call
@@ -73,8 +72,9 @@ class OffloadManager:
         self.note_peak()
 
     def _ahead(self, call: _Call) -> tuple[str | None, list[str]]:
-        """Return the role of the next call and the parts of it to load ahead. Gradients are never loaded ahead:
-        they come back as zeros, in no time."""
+        """Return the role of the next call and the parts of it to load ahead.
+
+        Gradients are never loaded ahead: they come back as zeros, in no time."""
         role, parts = self._followed.get(self._recent) or self._followed.get(self._recent[-1:], (None, ()))
         if role not in self._models:
             return None, []

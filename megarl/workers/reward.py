@@ -104,8 +104,9 @@ def _logged(rollout: Rollout, text: str, prompt: Prompt) -> dict[str, object]:
 
 
 def num_workers(asked: int | None) -> int:
-    """Return the number of processes of one rank's pool: --reward-num-workers if given, else the node's cores
-    divided by its ranks, at most 8."""
+    """Return the number of processes of one rank's pool.
+
+    It is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8."""
     return (
         asked
         if asked is not None

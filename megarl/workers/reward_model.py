@@ -49,10 +49,12 @@ class RewardModelRole:
         shard_key: str,
         suffix: str = "",
     ) -> None:
-        """Args:
-        config: configuration of its actor, whose suffix is `suffix`.
-        name: name of the role, see `reward_models`.
-        shard_key: which batch shard of this rank it scores, see `config.mesh.shard_keys`."""
+        """Describe the model; `setup` loads it.
+
+        Args:
+            config: configuration of its actor, whose suffix is `suffix`.
+            name: name of the role, see `reward_models`.
+            shard_key: which batch shard of this rank it scores, see `config.mesh.shard_keys`."""
         self.config, self.name, self.mesh, self.shard_key = config, name, mesh, shard_key
         self.store, self.offload_manager = store, offload_manager
         self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
@@ -294,8 +296,9 @@ class RewardModelRole:
 
 
 def same_tokenizer(actor, own) -> bool:
-    """Return whether a reward model can read the actor's ids: it has all words of the actor at the same ids, and
-    the same chat template.
+    """Return whether a reward model can read the token ids of the actor.
+
+    It can if it has all words of the actor at the same ids, and the same chat template.
 
     Args:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.

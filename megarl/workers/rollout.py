@@ -44,10 +44,12 @@ class RolloutRole:
         mode: str,
         suffix: str = "",
     ) -> None:
-        """Args:
-        actor: the actor in this process, if there is one.
-        mode: how the engine runs, see `engine_mode`.
-        suffix: number of role and actor, as in "rollout_2"."""
+        """Describe the engine; `setup` starts it.
+
+        Args:
+            actor: the actor in this process, if there is one.
+            mode: how the engine runs, see `engine_mode`.
+            suffix: number of role and actor, "_2" of rollout_2."""
         self.config, self.shape, self.mesh = config, shape, mesh
         self.store, self.offload_manager = store, offload_manager
         self.actor, self.actor_mesh = actor, actor_mesh
@@ -57,8 +59,9 @@ class RolloutRole:
 
     @needs("parameters", of="actor")
     def setup(self) -> None:
-        """Start the engine and plan how the actor's weights get into it. Collective, after the actor's
-        `setup`."""
+        """Start the engine and plan how the actor's weights get into it.
+
+        Collective over the world, after the actor's `setup`."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         column = "ground_truth" if needs_ground_truth(config) else None
@@ -98,8 +101,9 @@ class RolloutRole:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Ranks that own the samples of this rank's engine: all ranks of an in-process engine, the first of an
-        out-of-process one."""
+        """Ranks that own the samples of this rank's engine.
+
+        These are all ranks of an in-process engine, and the first rank of an out-of-process one."""
         ranks = self.mesh.peers(self.rank, "tp")
         return ranks if self.mode == "in-process" else ranks[:1]
 

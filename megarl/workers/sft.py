@@ -18,8 +18,9 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
     """An actor that learns the responses of its dataset."""
 
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows. Returns (length, response length) of every row, on the mesh's first rank
-        only."""
+        """Tokenize the training rows.
+
+        Returns: (length, response length) of every row, on the mesh's first rank only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         dataset = PromptDataset.load(

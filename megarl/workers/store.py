@@ -148,8 +148,9 @@ class BatchShard(PackedSamples):
         self.digests |= written
 
     def micro_batch(self, sample_ids: Sequence[int]) -> MicroBatch:
-        """Return the micro-batch of these samples. Raises: InvariantError if a sample no longer has the tokens
-        or values written for it."""
+        """Return the micro-batch of these samples.
+
+        Raises: InvariantError if a sample no longer has the tokens or values written for it."""
         batch = self.batch.select_samples(sample_ids)
         check_digests(batch, self.digests)
         return MicroBatch.of(batch)
@@ -186,7 +187,7 @@ class SampleTable(Generic[Block]):
         table.release([7])                    sample 7 cannot be read any more"""
 
     def __init__(self, name: str) -> None:
-        """name: how errors call the table."""
+        """Start empty. name: what errors call the table."""
         self.name = name
         self._block_of: dict[int, Block] = {}
 
@@ -217,13 +218,15 @@ class SampleTable(Generic[Block]):
         return self._block_of[sample_id]
 
     def blocks(self, sample_ids: Iterable[int]) -> list[Block]:
-        """Return the blocks with these samples, each block once. Raises: MissingSampleError for a sample that
-        is not held."""
+        """Return the blocks with these samples, each block once.
+
+        Raises: MissingSampleError for a sample that is not held."""
         return list({id(block): block for block in map(self.block, sample_ids)}.values())
 
     def release(self, sample_ids: Iterable[int] | None = None) -> None:
-        """Forget these samples, or all of them (None). Raises: MissingSampleError for a sample that is not held;
-        then none is forgotten."""
+        """Forget these samples, or all of them (None).
+
+        Raises: MissingSampleError for a sample that is not held; then none is forgotten."""
         ids = list(self if sample_ids is None else sample_ids)
         ids_of: dict[int, list[int]] = {}
         blocks = [self.block(sample) for sample in ids]
@@ -251,8 +254,9 @@ class SampleStore:
         return self._sources[name]
 
     def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[Rollout]:
-        """Return rollouts by id, or all of the source in the order in which they came. Raises:
-        MissingSampleError."""
+        """Return rollouts by id, or all of the source in the order in which they came.
+
+        Raises: MissingSampleError for a sample that is not held."""
         table = self.source(source)
         return [table.block(s).rollouts[s] for s in (table if sample_ids is None else sample_ids)]
 
@@ -291,8 +295,9 @@ class SampleStore:
             self._batches.pop(key, None)
 
     def batch(self, key: str) -> BatchShard:
-        """Return the batch shard that the roles of a mesh train on. Raises: MissingSampleError if there is none,
-        or if one of its samples was released."""
+        """Return the batch shard that the roles of a mesh train on.
+
+        Raises: MissingSampleError if there is none, or if one of its samples was released."""
         if key not in self._batches:
             raise MissingSampleError(
                 f"there is no batch shard '{key}' on this rank: none was distributed, or all of it was released"

@@ -139,8 +139,9 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
 
 
 def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
-    """Return a checkpoint writer per trained role of this rank, each with its own process group. Collective over
-    the world."""
+    """Return a checkpoint writer per trained role of this rank, each with its own process group.
+
+    Collective over the world."""
     groups = {
         role: dist.new_group(list(mesh.ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
         for role, mesh in meshes.items()

@@ -91,7 +91,7 @@ def make_samples(count: int, length: int, engines: list[tuple[int, ...]]) -> lis
 
 
 def driver_side(arguments: argparse.Namespace) -> dict[str, float]:
-    """11 ranks: actor dp 8 on 0-7, critic dp 3 on 8-10, engines on 0-7."""
+    """Measure the driver for 11 ranks: actor dp 8 on 0-7, critic dp 3 on 8-10, engines on 0-7."""
     meshes = {"actor": MeshSpec(tuple(range(8))), "critic": MeshSpec((8, 9, 10))}
     engines = [(rank,) for rank in range(8)]
     with socket.socket() as free:
@@ -150,7 +150,9 @@ def plan_and_dispatch(
 
 
 def route_seconds(arguments: argparse.Namespace) -> float:
-    """Engines of 8 ranks to an actor with TP 4, PP 2 on 64 ranks: every sample goes to 8 ranks."""
+    """Return the seconds to plan a rank's messages from engines of 8 ranks to an actor on 64 (TP 4, PP 2).
+
+    Every sample goes to 8 ranks."""
     mesh = MeshSpec(tuple(range(64)), tp=4, pp=2)
     samples = make_samples(
         arguments.samples, arguments.length, [tuple(range(i, i + 8)) for i in range(0, 64, 8)]
@@ -255,7 +257,20 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
                     rank, samples, plans, meshes, *pair, 13 if pair[0] is None else 8
                 ),
             )
-    total = torch.tensor([num_bytes[name] for name in num_bytes], dtype=torch.float64)
+    write_result(folder, rank, samples, seconds, num_bytes)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write_result(
+    folder: str,
+    rank: int,
+    samples: list[Sample],
+    seconds: dict[str, list[float]],
+    num_bytes: dict[str, float],
+) -> None:
+    """Add up the bytes of all ranks, and write medians on rank 0. Collective."""
+    total = torch.tensor(list(num_bytes.values()), dtype=torch.float64)
     dist.all_reduce(total)
     if rank == 0:
         result = {"samples": len(samples), "tokens": sum(s.length for s in samples)}
@@ -266,8 +281,6 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
                 f"{name}_gb_per_s": of_all / median(taken) / 1e9,
             }
         (Path(folder) / "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def messages_alone(
@@ -279,8 +292,9 @@ def messages_alone(
     destination: str,
     bytes_per_token: int,
 ) -> float:
-    """Contiguous messages of the sizes that the data plane sends. Returns the bytes that this rank
-    received."""
+    """Send contiguous messages of the sizes that the data plane sends.
+
+    Returns: the bytes that this rank received."""
     owners = (
         {s.sample_id: s.owners for s in samples}
         if source is None
