@@ -41,5 +41,5 @@ $(ENV): tools/setup_env.py $(SOURCES)
 	@$(PYTHON) tools/setup_env.py --device $(DEVICE)
 
 clean:
-	rm -rf .venv build dist *.egg-info megarl/_C.*.so .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info megarl/_C.*.so .pytest_cache .ruff_cache .mypy_cache
 	find megarl triton_kernels tests tools -name __pycache__ -prune -exec rm -rf {} +

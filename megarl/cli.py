@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import megarl
 from megarl.config.errors import ConfigError, did_you_mean, raise_findings
-from megarl.workers.process import exit_on_signals, ignore_signals_for_good
+from megarl.runtime.process import exit_on_signals, ignore_signals_for_good
+from megarl.runtime.signing import SecretError
 
 if TYPE_CHECKING:
     from megarl.config.mesh import MeshSpec
@@ -68,7 +69,7 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     try:
         return COMMANDS[command](rest)
-    except ConfigError as error:
+    except (ConfigError, SecretError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except KeyboardInterrupt:

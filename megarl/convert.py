@@ -232,8 +232,7 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
 
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
     """One rank's part of the way through Megatron. Rank 0 compares what was written with what was read."""
-    from megarl.driver.torchrun import DRIVER_PID
-    from megarl.workers.process import end_with_parent, quiet_libraries
+    from megarl.runtime.process import DRIVER_PID, end_with_parent, quiet_libraries
 
     if launcher := os.environ.get(DRIVER_PID):
         end_with_parent(int(launcher))

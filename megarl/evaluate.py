@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from megarl.train import main as run
-from megarl.workers.process import quiet_libraries
+from megarl.runtime.process import quiet_libraries
 
 
 def main(argv: list[str]) -> int:

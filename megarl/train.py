@@ -17,9 +17,8 @@ from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
 from megarl.driver.restarts import attempt_under_torchrun, continued
-from megarl.driver.torchrun import DRIVER_PID
-from megarl.signed_pickle import check_secret
-from megarl.workers.process import end_on_signals, keep_checkout_off_path, quiet_libraries
+from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
+from megarl.runtime.signing import SecretError, check_secret
 
 InlineJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
@@ -67,7 +66,7 @@ def main(
         return 2
     try:
         check_secret()
-    except ConfigError as error:  # of one node, so that each tells its own
+    except SecretError as error:  # each node reports its own
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"{error}\n")
         return 2
@@ -77,8 +76,8 @@ def main(
 def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) -> int:
     """Start the driver on rank 0, unless it is the driver that started this process (it checks the job while
     this process imports), join the world, serve."""
-    from megarl.driver.torchrun import start_driver
-    from megarl.workers.process import compute_fp32_exactly, end_with_parent, keep_freed_memory
+    from megarl.runtime.torchrun import start_driver
+    from megarl.runtime.process import compute_fp32_exactly, end_with_parent, keep_freed_memory
 
     keep_freed_memory()
     if trains_in_fp32(config):
@@ -87,8 +86,8 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
         end_with_parent(int(driver_pid))
     driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
     quiet_libraries()
-    from megarl.workers.mailbox import connect, has_own_store
-    from megarl.workers.serve import answer_for_stacks, fail_to_start, serve
+    from megarl.runtime.mailbox import connect, has_own_store
+    from megarl.runtime.worker_loop import answer_for_stacks, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
     teller = answer_for_stacks(rank) if has_own_store() else None
@@ -103,8 +102,8 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     """Driver and the only rank in one process: a debugger stands where the error is."""
     quiet_libraries()
     from megarl.driver.__main__ import train_job
-    from megarl.driver.ending import run_here
-    from megarl.driver.inline import inline_ranks
+    from megarl.runtime.shutdown import run_job_in_process
+    from megarl.driver.executors import inline_ranks
     from megarl.driver.preflight import read_inputs
 
     try:
@@ -112,7 +111,7 @@ def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool 
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return run_here(
+    return run_job_in_process(
         lambda executor: (job or train_job)(executor, config, inputs, 1), lambda: inline_ranks(config)
     )
 

@@ -28,7 +28,7 @@ STARTERS = (
     "megarl.rewards.pool",
     "megarl.rewards.sandbox",
     "megarl.rewards.code",
-    "megarl.driver.local_ranks",
+    "megarl.runtime.local_ranks",
     "megarl.driver.launch",
     "megarl.doctor",
     "torch.multiprocessing",

@@ -19,7 +19,7 @@ DIRECT = re.compile(
             "driver/test_local_ranks.py::test_no_rank_outlives_a_loop_that_is_killed",
             "signals",
         ),  # by a fixture of conftest.py
-        ("test_leaving.py::test_all_ranks_leave_before_the_same_step", "deadlines"),
+        ("test_abort.py::test_all_ranks_leave_before_the_same_step", "deadlines"),
         (
             "e2e/test_grpo_job.py::test_three_steps_run_and_record_everything",
             "children",

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from megarl.workers.process import (
+from megarl.runtime.process import (
     end_with_parent,
     keep_checkout_off_path,
     listen_on_loopback,
@@ -54,7 +54,7 @@ def main(rank: int) -> None:
     if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version")):
         os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when torch imports it
     if rank == 0:
-        from megarl.driver.job_store import loopback_store
+        from megarl.runtime.job_store import loopback_store
 
         store = loopback_store()
         tell(port=store.port)
@@ -68,7 +68,7 @@ def main(rank: int) -> None:
         attempt("Megatron updates a model", update)
     else:
         port = int(sys.stdin.readline())
-        from megarl.workers.mailbox import connect
+        from megarl.runtime.mailbox import connect
 
         add(connect(f"127.0.0.1:{port}", "doctor", _TIMEOUT.seconds), rank)
         attempt("vLLM imports", import_vllm)

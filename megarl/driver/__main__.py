@@ -9,7 +9,7 @@ from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor
+from megarl.runtime.executor import Executor
 from megarl.driver.job import open_job
 from megarl.driver.loop import train_rl, train_sft
 from megarl.driver.preflight import Inputs, read_inputs
@@ -25,7 +25,7 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
 
 def main(argv: list[str]) -> int:
     """Exit code of the driver: 0, 2 for a job that cannot start as it is, 1 for one that failed."""
-    from megarl.driver.torchrun import run_driver, world_size_from_env
+    from megarl.runtime.torchrun import run_driver, world_size_from_env
 
     config = load_config(argv, REGISTRY)
     if attempt_under_torchrun():

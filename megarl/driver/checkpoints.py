@@ -35,7 +35,7 @@ from megarl.config.checkpoint_folders import (
 from megarl.config.checkpoint_json import file_digest, sync_folder
 from megarl.config.loader import write_args
 from megarl.config.writing import writing
-from megarl.driver.executor import Future
+from megarl.runtime.executor import Future
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 
 if TYPE_CHECKING:

@@ -10,16 +10,17 @@ from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor, RoleHandle
+from megarl.runtime.executor import Executor
 from megarl.driver.preflight import Inputs, read_inputs
 from megarl.driver.weights import sync_weights
+from megarl.flow import Reward, Rollout
 
 MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 """Metric -> whether it decodes greedily (else samples at --temperature)."""
 
 
 def held_out_accuracy(
-    rollout: RoleHandle, reward: RoleHandle, rows: list[int]
+    rollout: Rollout, reward: Reward, rows: list[int]
 ) -> tuple[dict[str, float], dict[str, dict]]:
     """Mean reward of one response per row, sampled and greedy, and the first row's answer for each.
 
@@ -42,17 +43,17 @@ def evaluate_job(
     meshes = role_meshes(config, world_size)
     for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
         future.result()
-    rollout = executor.role("rollout")
+    rollout, reward = Rollout(executor, "rollout"), Reward(executor, "reward")
     sync_weights(executor, meshes, version=0).result()
     rows = list(range(len(inputs[""].evaluation)))[: config.run.eval_num_prompts]
-    scores, _ = held_out_accuracy(rollout, executor.role("reward"), rows)
+    scores, _ = held_out_accuracy(rollout, reward, rows)
     sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
-    for role in ("rollout", "reward"):
-        executor.role(role).shut_down().result()
+    rollout.shut_down().result()
+    reward.shut_down().result()
 
 
 def main(argv: list[str]) -> int:
-    from megarl.driver.torchrun import run_driver, world_size_from_env
+    from megarl.runtime.torchrun import run_driver, world_size_from_env
 
     config = load_config(argv, REGISTRY, "megarl eval")
     world_size = world_size_from_env()

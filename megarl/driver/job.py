@@ -15,11 +15,12 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.driver.checkpoints import Checkpoints
 from megarl.driver.evaluate import held_out_accuracy
-from megarl.driver.executor import Executor, Future, RoleHandle
+from megarl.runtime.executor import Executor, Future
 from megarl.driver.gate import GateError, gate_finding
 from megarl.driver.learner import Learner
 from megarl.driver.metrics import phase_times
 from megarl.driver.preflight import Inputs
+from megarl.flow import Role, role_class
 from megarl.loggers.console import Progress
 from megarl.driver.run import Run
 from megarl.driver.weights import sync_weights
@@ -78,9 +79,9 @@ class Job:
         """Of the actor that the role belongs to."""
         return self.learners[actor_suffix(role, self.meshes)]
 
-    def role(self, name: str) -> RoleHandle | None:
+    def role(self, name: str) -> Role | None:
         """The role, or None if this job has none of that name."""
-        return self.executor.role(name) if name in self.executor.ranks else None
+        return role_class(name)(self.executor, name) if name in self.executor.ranks else None
 
     def set_up(self) -> None:
         """Build every role, in an order that all ranks share."""

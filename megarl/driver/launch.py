@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.driver.ending import last_failure, run_to_the_end, signal_since
+from megarl.runtime.shutdown import last_failure, run_job, received_signal
+from megarl.driver.executors import remove_engine_memory
 from megarl.driver.restarts import continued, where_it_goes_on
-from megarl.workers.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
+from megarl.runtime.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
 
 if TYPE_CHECKING:
-    from megarl.driver.executor import Executor
+    from megarl.runtime.executor import Executor
     from megarl.driver.preflight import Inputs
 
 logger = logging.getLogger(__name__)
@@ -33,14 +34,14 @@ def launch(
     config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
 ) -> int:
     """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again,
-    --max-restarts times. Returns the exit code of the last attempt, as `run_to_the_end`.
+    --max-restarts times. Returns the exit code of the last attempt, as `run_job`.
 
     new_run: --save must be free."""
     exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to unwind yet
     _prepare_process()
     code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
-        if (signum := signal_since()) is not None:
+        if (signum := received_signal()) is not None:
             return 128 + signum
         attempt, config = attempt + 1, continued(config)
         failure = *last_failure(), where_it_goes_on(config)
@@ -58,14 +59,16 @@ def launch(
 
 def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
     """The ranks of later attempts have the same arguments: what differs, --load, is the driver's alone."""
-    from megarl.driver.local_ranks import (
+    from megarl.runtime.local_ranks import (
         LocalRanks,
     )  # torch: what a signal interrupts there cannot be unwound
     from megarl.driver.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
-    processes = LocalRanks(argv, world_size, module, hosting_ranks(config, world_size), attempt)
-    return run_to_the_end(
+    processes = LocalRanks(
+        argv, world_size, module, hosting_ranks(config, world_size), attempt, remove_engine_memory
+    )
+    return run_job(
         lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
         lambda: processes.start(config.placement.call_timeout_s),
         processes,
@@ -78,9 +81,9 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
 
     Returns: 0; 1 if one failed, after which the others are ended; 130 after Ctrl-C."""
     _prepare_process()
-    from megarl.driver.local_ranks import LocalRanks, undisturbed
+    from megarl.runtime.local_ranks import LocalRanks, undisturbed
 
-    processes, deaths = LocalRanks(argv, world_size, module, {}), []
+    processes, deaths = LocalRanks(argv, world_size, module, {}, tidy_up=remove_engine_memory), []
     processes.tell_deaths(deaths.append)
     try:
         processes.start_ranks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.driver.executor import Future
+from megarl.runtime.executor import Future
 from megarl.invariants import digest_of_reward
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix

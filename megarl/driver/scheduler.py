@@ -21,11 +21,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from megarl.driver.background import BackgroundThread, DriverCall
-from megarl.driver.executor import Executor, Future, at_step
-from megarl.driver.flow_step import Candidate, FlowStep, PreparedFlow
+from megarl.runtime.background import BackgroundThread, DriverCall
+from megarl.runtime.executor import Executor, Future, at_step
 from megarl.driver.timeline import Timeline
 from megarl.flow import Flow, Node
+from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 class Host(Protocol):
@@ -200,8 +200,8 @@ class Scheduler:
         in_front = {self._newest.get(rank) for rank in ranks}
         become_free_together = len(in_front) <= 1
         if candidate.node.background:
-            others_free = all(rank not in self._newest for rank in ranks - step.prepared.path_ranks)
-            return not ranks or (become_free_together or others_free) and not step.path_wants(ranks)
+            others_free = all(rank not in self._newest for rank in ranks - step.prepared.critical_ranks)
+            return not ranks or (become_free_together or others_free) and not step.critical_path_wants(ranks)
         if become_free_together:
             return in_front <= {None} or not ranks & held_back
         if not step.others_want(candidate):
@@ -213,7 +213,7 @@ class Scheduler:
         node, issued, ranks = candidate.node, time.time(), candidate.ranks
         if candidate.source is not None:
             future = self._host.move(candidate.columns, candidate.source.role, node)
-            step.moved[candidate.source.name, step.prepared.share_of[node.role]] = future is not None
+            step.moved[candidate.source.name, step.prepared.shard_of[node.role]] = future is not None
             if future is not None:
                 self._add(
                     _Call(
@@ -276,7 +276,7 @@ class Scheduler:
             call.future.ended,
         )
         if isinstance(call.future, DriverCall) and (error := call.future.error) is not None:
-            where = "in the background" if call.node.background else "on the path"
+            where = "in the background" if call.node.background else "on the critical path"
             raise RuntimeError(
                 f"[driver] node {call.name}, {where}, failed{at_step(call.step)}: {error!r}"
             ) from error

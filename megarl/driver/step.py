@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.algorithms.kl_controller import MEASURED_KL
 from megarl.config.mesh import replicas, shard_keys, training_data_roles
-from megarl.driver.executor import Future
+from megarl.runtime.executor import Future
 from megarl.driver.failed_rewards import check_failed_rewards
 from megarl.driver.job import Job
 from megarl.driver.learner import Learner
@@ -22,8 +22,8 @@ from megarl.driver.metrics import phase_times
 from megarl.driver.rollout_batch import RolloutBatch
 from megarl.driver.scheduler import NodeResult
 from megarl.driver.weights import send_weights
-from megarl.flow import Flow, Node
-from megarl.flow.methods import base
+from megarl.flow import Flow, Node, declaration
+from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, base
 from megarl.invariants import check_plan, check_rewards, check_samples, check_scores
 from megarl.metrics import combine
 from megarl.packing import Sample, preferred_ranks, plan_mini_batches
@@ -34,9 +34,7 @@ from megarl.role_names import kind_and_suffix, with_suffix
 class StepHost:
     """What `Scheduler` asks of a training job."""
 
-    driver_columns = ("lengths", "rewards", "scores")
-    """What comes back to the driver: who reads it waits until it is there, and a batch that is handed out has
-    it."""
+    driver_columns = DRIVER_COLUMNS
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -71,11 +69,11 @@ class StepHost:
 
     def batch_of(self, role: str) -> RolloutBatch:
         """With the samples that the role works on."""
-        return self.batches.get(self.flow.lineage(role), self.current)
+        return self.batches.get(self.flow.rollout_source(role), self.current)
 
     def has_own_samples(self, role: str) -> bool:
         """Whether the role works on samples of its own actor's engines, and not on another actor's."""
-        return self.flow.lineage(role) == self.job.learner_of(role).suffix
+        return self.flow.rollout_source(role) == self.job.learner_of(role).suffix
 
     # Asked by the scheduler.
 
@@ -118,7 +116,7 @@ class StepHost:
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
         """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
         giver, taker = self.share_of[source], self.share_of[node.role]
-        columns = [column for column in map(base, columns) if column in EXCHANGED_COLUMNS]
+        columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
         if giver == taker or not columns or taker not in self.hidden_size:
             return None
         ranks = sorted({*self.job.meshes[giver].ranks, *self.job.meshes[taker].ranks})
@@ -191,9 +189,7 @@ class StepHost:
     def finish(self, results: Mapping[str, NodeResult]) -> dict[str, float]:
         """Record the step: what the nodes report, and what the driver knows. Returns it. Raises as
         `record`."""
-        return self.record(
-            [result for result in results.values() if result.is_on_path and result.method in REPORTING]
-        )
+        return self.record([result for result in results.values() if result.is_on_path and _reports(result)])
 
     def record(self, reports: Iterable[Future]) -> dict[str, float]:
         """Record the step with the metrics of these calls, then judge them. Raises GateError if trainer and
@@ -320,8 +316,7 @@ def _without_id(record: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in record.items() if key != "sample_id"}
 
 
-EXCHANGED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""Token columns that a role computes. What the engine made (tokens, rollout_log_probs) goes to every mesh
-when the step is planned."""
-REPORTING = ("log_probs", "advantages", "update", "sync")
-"""Methods whose answers are metrics."""
+def _reports(result: NodeResult) -> bool:
+    """Whether the values of the call are metrics of the step."""
+    declared = declaration(result.role, result.method)
+    return declared is not None and declared.reports

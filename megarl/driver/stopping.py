@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from megarl.config.check_checkpoints import is_savable
 from megarl.config.checkpoint_folders import checkpoints_in, folder_of_step
-from megarl.driver.ending import Stopped, limited_stop
-from megarl.driver.stop_request import StopRequested
+from megarl.runtime.shutdown import Stopped, graceful_shutdown
+from megarl.runtime.stop_request import StopRequested
 
 if TYPE_CHECKING:
     from megarl.driver.job import Job
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def stops_in_order(job: Job) -> Iterator[None]:
     """Around the loop. Raises: Stopped with what to say, after a StopRequested."""
-    with limited_stop(job.config.checkpoint.exit_grace_s, lambda: newest_checkpoint(job.run.folder)):
+    with graceful_shutdown(job.config.checkpoint.exit_grace_s, lambda: newest_checkpoint(job.run.folder)):
         job.stops_in_order = True
         try:
             yield
         except StopRequested:
             with job.executor.stop.held():
-                job.executor.leave_calls()
+                job.executor.abort_calls()
                 where = _checkpoint_of_last_step(job)
             raise Stopped(signal.SIGTERM, f"[driver] stopped by SIGTERM {where}") from None
         finally:

@@ -26,18 +26,18 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import Executor
+from megarl.runtime.executor import Executor
 from megarl.driver.job import Job, open_job
 from megarl.driver.preflight import read_inputs
 from megarl.loggers.console import Progress
 from megarl.driver.training import Training
-from megarl.workers.process import quiet_libraries
+from megarl.runtime.process import quiet_libraries
 
 
 class Trainer(Training):
     """A job with ranks of its own: starts them, sets the roles up, brings the first weights into the engines.
 
-    Leaving the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the end of this
+    AbortToken the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the end of this
     process, whatever ends it. After a failure (RemoteError, a rank's death) no call works any more.
 
     Args:
@@ -131,18 +131,23 @@ def _open(config: TrainConfig, progress: bool) -> Iterator[Job]:
 def _executor(config: TrainConfig, world_size: int) -> Iterator[Executor]:
     if config.placement.executor == "inline":
         quiet_libraries()
-        from megarl.driver.inline import inline_ranks
+        from megarl.driver.executors import inline_ranks
 
         with inline_ranks(config) as executor:
             yield executor
         return
-    from megarl.driver.local_ranks import local_ranks
+    from megarl.driver.executors import remove_engine_memory
+    from megarl.runtime.local_ranks import local_ranks
 
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
         with local_ranks(
-            [f"@{arguments}"], hosting_ranks(config, world_size), world_size, config.placement.call_timeout_s
+            [f"@{arguments}"],
+            hosting_ranks(config, world_size),
+            world_size,
+            config.placement.call_timeout_s,
+            tidy_up=remove_engine_memory,
         ) as executor:
             yield executor
 

@@ -8,16 +8,16 @@ for step in training.steps():
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.driver.executor import Executor, Future, RoleHandle
+from megarl.runtime.executor import Future
 from megarl.driver.job import Job
 from megarl.driver.learner import Learner
 from megarl.driver.rollout_batch import RolloutBatch
 from megarl.driver.scheduler import NodeResult, Scheduler
-from megarl.driver.step import EXCHANGED_COLUMNS, StepHost
-from megarl.flow import Flow, Node
-from megarl.flow.methods import base
+from megarl.driver.step import StepHost
+from megarl.flow import Flow, Node, Roles
+from megarl.flow.columns import COMPUTED_COLUMNS, any_in_driver
 
 
 class Training:
@@ -28,7 +28,7 @@ class Training:
         self.job, self.config = job, job.config
         self.flow: Flow = job.flow
         """What depends on what in a step, as the algorithms of all actors say."""
-        self.roles = Roles(job.executor)
+        self.roles = Roles(job.executor, job.executor.ranks)
         self.step = 0
         self.results: dict[str, NodeResult] = {}
         self._host = StepHost(job)
@@ -73,11 +73,7 @@ class Training:
         flow = self.flow if flow is None else flow
         self._validate(flow)
         batch = self._host.begin(self.step, self._visits(flow, rows), flow)
-        judged = {
-            node.name
-            for node in flow.nodes
-            if not node.background and {*map(base, node.writes)} & {*StepHost.driver_columns}
-        }
+        judged = {node.name for node in flow.nodes if not node.background and any_in_driver(node.writes)}
         self.results = self._scheduler.run(flow, until=judged)
         return batch
 
@@ -115,8 +111,8 @@ class Training:
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
         """Bring token columns from the ranks of one role to those of another. None: they are there, as both
         work on the same share."""
-        if unknown := sorted({*columns} - {*EXCHANGED_COLUMNS}):
-            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(EXCHANGED_COLUMNS)}.")
+        if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
+            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
         for role in (source, destination):
             if role not in self._host.share_of:
                 raise ValueError(
@@ -226,22 +222,3 @@ def _checked(learner: Learner, rows: list[int]) -> list[int]:
             f"global_batch_size ({batch.global_batch_size}). Try {batch.num_prompts} rows."
         )
     return rows
-
-
-class Roles:
-    """The job's roles as objects whose methods run on their ranks and return futures:
-    `roles.actor.export_hf("out").result()`."""
-
-    def __init__(self, executor: Executor):
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> RoleHandle:
-        if name.startswith("_") or name not in self._executor.ranks:
-            raise AttributeError(f"role ({name}): this job has {', '.join(self._executor.ranks)}.")
-        return self._executor.role(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._executor.ranks)
-
-    def __dir__(self) -> Iterable[str]:
-        return list(self)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from megarl.config.mesh import MeshSpec
-from megarl.driver.executor import Executor, Future
+from megarl.runtime.executor import Executor, Future
+from megarl.flow import Actor, Rollout
 
 
 def send_weights(executor: Executor, meshes: dict[str, MeshSpec], version: int, suffix: str) -> None:
     """Call the ranks that hold the weights and have no engine; those with one do their part in `sync`.
     suffix: of the actor."""
     if set(meshes[f"actor{suffix}"].ranks) - set(meshes[f"rollout{suffix}"].ranks):
-        executor.role(f"actor{suffix}").send_weights(version)
+        Actor(executor, f"actor{suffix}").send_weights(version)
 
 
 def sync_weights(executor: Executor, meshes: dict[str, MeshSpec], version: int, suffix: str = "") -> Future:
     """Call the ranks that hold the weights and the ranks that need them. Returns the latter's future."""
     send_weights(executor, meshes, version, suffix)
-    return executor.role(f"rollout{suffix}").sync(version)
+    return Rollout(executor, f"rollout{suffix}").sync(version)

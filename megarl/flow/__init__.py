@@ -1,20 +1,37 @@
-"""A step of training as a graph of calls: how it is written, checked and drawn. `driver/scheduler.py` runs
-it. Reading it needs no torch."""
+"""A step of training as a graph of calls: the roles and their methods, the columns, how a flow is written,
+checked and drawn, and what of it may be issued next. `driver/scheduler.py` runs it. Reading it needs no
+torch."""
 
-from megarl.flow.graph import DRIVER, Flow, Node
-from megarl.flow.methods import METHODS, columns
-from megarl.flow.roles import SymbolicRole, background, dataflow, symbolic_roles
+from megarl.flow.flow import Flow
+from megarl.flow.job_roles import Actor, Critic, Data, Metrics, Reference, Reward, RewardModel, Roles, Rollout
+from megarl.flow.node import DRIVER, Node, columns
+from megarl.flow.role import Caller, Future, Role, declaration, method, role_class
+from megarl.flow.symbolic import SymbolicRole, background, dataflow, symbolic_roles
 from megarl.flow.validate import FlowError
 
 __all__ = [
     "DRIVER",
-    "METHODS",
+    "Actor",
+    "Caller",
+    "Critic",
+    "Data",
     "Flow",
     "FlowError",
+    "Future",
+    "Metrics",
     "Node",
+    "Reference",
+    "Reward",
+    "RewardModel",
+    "Role",
+    "Roles",
+    "Rollout",
     "SymbolicRole",
     "background",
     "columns",
     "dataflow",
+    "declaration",
+    "method",
+    "role_class",
     "symbolic_roles",
 ]

@@ -1,29 +1,28 @@
-"""A flow for people: a table for the terminal, and a picture, an SVG written by hand."""
+"""Draw a flow: as a table for the terminal, and as an SVG picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from megarl.flow.methods import is_state
-
-if TYPE_CHECKING:
-    from megarl.flow.graph import Flow, Node
+from megarl.flow.columns import is_state
+from megarl.flow.graph import Graph, Meshes
+from megarl.flow.node import Node
 
 COLOURS = ("#cfe3f7", "#d8eecf", "#fbe3c4", "#ead7f3", "#f8d3d3", "#d2eeee", "#f1ecc3", "#e0e0e0")
-_CHAR, _LINE, _PAD = (
-    6.6,
-    17,
-    12,
-)  # pixels: width of a character of the 11 px font, height of a line, distance of things
+_CHAR = 6.6
+"""Width in pixels of a character of the 11 px font."""
+_LINE = 17
+"""Height in pixels of a line."""
+_PAD = 12
+"""Distance in pixels between things."""
 
 
-def draw_text(flow: Flow, meshes: Mapping[str, object] | None) -> str:
-    """One line per node, by depth: nodes of one depth may overlap if their ranks do not."""
+def draw_text(flow: Graph, meshes: Meshes | None) -> str:
+    """Return one line per node, by depth. Nodes of one depth may overlap if their ranks do not."""
     rows = [("", "node", "ranks", "reads", "writes")]
     for node in _by_depth(flow):
-        reads = ", ".join(f"({column})" if is_state(column) else column for column in node.reads)
+        reads = ", ".join(f"({column})" if is_state(column) else column for column in node.reads or ())
         name = f"{node.name}{' (background)' if node.background else ''}"
         rows.append(
             (
@@ -31,7 +30,7 @@ def draw_text(flow: Flow, meshes: Mapping[str, object] | None) -> str:
                 name,
                 _ranks(node, meshes),
                 reads or "-",
-                ", ".join(node.writes) or "-",
+                ", ".join(node.writes or ()) or "-",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -41,23 +40,25 @@ def draw_text(flow: Flow, meshes: Mapping[str, object] | None) -> str:
     return "\n".join([*table, f"longest chain: {' -> '.join(longest_chain(flow)) or 'none'}", ""])
 
 
-def longest_chain(flow: Flow) -> list[str]:
-    """Of the nodes on the path: those that every step must run one after another."""
-    path = {node.name: node.background for node in flow.nodes}
-    chain = [max((n for n in flow.depth if not path[n]), key=flow.depth.__getitem__, default=None)]
-    while chain[0] is not None and flow.dependencies[chain[0]]:
+def longest_chain(flow: Graph) -> list[str]:
+    """Return the longest chain of nodes on the critical path: every step runs them one after another."""
+    background = {node.name for node in flow.nodes if node.background}
+    chain = [name for name in flow.depth if name not in background]
+    chain = [max(chain, key=flow.depth.__getitem__)] if chain else []
+    while chain and flow.dependencies[chain[0]]:
         chain.insert(0, max(flow.dependencies[chain[0]], key=flow.depth.__getitem__))
-    return [name for name in chain if name is not None]
+    return chain
 
 
-def draw_svg(flow: Flow, meshes: Mapping[str, object] | None) -> str:
-    """Left to right by depth, a lane per mesh; an edge ends at the names of the columns that it brings.
-    Dashed: background, and state."""
+def draw_svg(flow: Graph, meshes: Meshes | None) -> str:
+    """Return an SVG: left to right by depth, a lane per mesh. An edge ends at the names of the columns that it
+    brings. Background nodes and state are dashed."""
     edges = {
         node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns]
         for node in flow.nodes
     }
-    nodes, lanes = _by_depth(flow), {}
+    nodes = _by_depth(flow)
+    lanes: dict[str, list[Node]] = {}
     for node in nodes:
         lanes.setdefault(_lane(node, meshes), []).append(node)
     node_width = 2 * _PAD + _CHAR * max(len(node.name) for node in nodes)
@@ -107,9 +108,12 @@ def _box(node: Node, x: float, y: float, height: float, width: float, colour: st
 
 
 def _arrows(
-    boxes: Mapping[str, tuple], name: str, into: Sequence[tuple[str, Sequence[str]]], width: float
+    boxes: Mapping[str, tuple[float, float, float]],
+    name: str,
+    into: Sequence[tuple[str, Sequence[str]]],
+    width: float,
 ) -> list[str]:
-    """Curves into one node, one below the other, each ending at its columns."""
+    """Return the curves into one node, one below the other, each ending at its columns."""
     x, y, _ = boxes[name]
     shapes = []
     for i, (source, columns) in enumerate(into):
@@ -135,12 +139,12 @@ def _label(x: float, y: float, text: str, anchor: str = "start", colour: str = "
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
 
 
-def _by_depth(flow: Flow) -> list[Node]:
-    """Nodes of a cycle last."""
+def _by_depth(flow: Graph) -> list[Node]:
+    """Return the nodes by depth, those of a cycle last."""
     return sorted(flow.nodes, key=lambda node: flow.depth.get(node.name, len(flow.nodes)))
 
 
-def _ranks(node: Node, meshes: Mapping[str, object] | None) -> str:
+def _ranks(node: Node, meshes: Meshes | None) -> str:
     if node.function is not None:
         return "driver"
     if meshes is None:
@@ -148,7 +152,7 @@ def _ranks(node: Node, meshes: Mapping[str, object] | None) -> str:
     return ranges(meshes[node.role].ranks) if node.role in meshes else "none"
 
 
-def _lane(node: Node, meshes: Mapping[str, object] | None) -> str:
+def _lane(node: Node, meshes: Meshes | None) -> str:
     ranks = _ranks(node, meshes)
     if meshes is None or ranks == "none":
         return node.role
@@ -156,7 +160,7 @@ def _lane(node: Node, meshes: Mapping[str, object] | None) -> str:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """(0, 1, 2, 5) -> "0-2,5"."""
+    """Return ranks as words: (0, 1, 2, 5) -> "0-2,5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

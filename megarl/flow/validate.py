@@ -1,4 +1,4 @@
-"""What can be wrong with a flow: found before anything starts, all of it at once."""
+"""Finds everything that is wrong with a flow before anything starts."""
 
 from __future__ import annotations
 
@@ -6,41 +6,42 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from megarl.flow.methods import METHODS, base, is_state, writer_of
+from megarl.flow.columns import base, is_state
+from megarl.flow.graph import Graph, Meshes
+from megarl.flow.node import Node
+from megarl.flow.role import methods_of, role_class, writer_of
 from megarl.role_names import kind_and_suffix
-
-if TYPE_CHECKING:
-    from megarl.flow.graph import Flow, Node
-
 
 Needs = Mapping[tuple[str, str], Sequence[str]]
 """(role, method) -> columns that the call needs in this job, whatever its node says."""
 
 
 class FlowError(ValueError):
-    """What is wrong with a flow. `findings` holds one line per error, which names the node and the column."""
+    """A flow that cannot run. `errors` has one line per error, which names the node and the column."""
 
-    def __init__(self, findings: Sequence[str]) -> None:
-        self.findings = tuple(findings)
-        super().__init__("the flow cannot run:\n" + "\n".join(f"  - {line}" for line in findings))
+    def __init__(self, errors: Sequence[str]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("the flow cannot run:\n" + "\n".join(f"  - {line}" for line in errors))
 
 
-def findings(flow: Flow, meshes: Mapping[str, object] | None, needs: Needs | None = None) -> list[str]:
-    """One line per error, in the order of the nodes; [] if the flow can run. Without meshes: roles are not
-    looked at."""
-    if not flow.nodes:
+def errors_of(graph: Graph, meshes: Meshes | None, needs: Needs | None = None) -> list[str]:
+    """Return one line per error, in the order of the nodes; [] if the flow can run.
+
+    Args:
+        meshes: None: roles may be anywhere."""
+    if not graph.nodes:
         return ["flow (empty): it needs at least one node. Start it with actor.rollout()."]
-    found = [*_names(flow), *_columns(flow, needs or {}), *_cycles(flow), *_background(flow)]
-    return [*_methods(flow), *([] if meshes is None else _roles(flow, meshes)), *found]
+    found = [*_names(graph), *_columns(graph, needs or {}), *_cycles(graph), *_background(graph)]
+    return [*_methods(graph), *([] if meshes is None else _roles(graph, meshes)), *found]
 
 
-def _methods(flow: Flow) -> Iterable[str]:
-    for node in flow.declared:
+def _methods(graph: Graph) -> Iterable[str]:
+    for node in graph.declared:
         if not node.is_known:
             kind = kind_and_suffix(node.role)[0]
-            known = [method for of, method in METHODS if of == kind]
+            methods = methods_of(role_class(node.role))
+            known = [name for name, declared in methods.items() if declared.columns is not None]
             which = (
                 f"Known methods of {kind}: {', '.join(sorted(known))}."
                 if known
@@ -49,13 +50,13 @@ def _methods(flow: Flow) -> Iterable[str]:
             yield (
                 f"node ({node.name}): no columns are known for method "
                 f"({node.method}).{_near(node.method, known)} {which} "
-                "For one of your own, say what it reads= and writes=, or put @columns on it."
+                "For one of your own, say what it reads= and writes=, or declare it with @method in a class of its role."
             )
 
 
-def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
+def _roles(graph: Graph, meshes: Meshes) -> Iterable[str]:
     placed = f"Placed roles: {', '.join(sorted(meshes))}."
-    for node in flow.nodes:
+    for node in graph.nodes:
         if node.function is None and node.role not in meshes:
             flag = f"--{node.role.replace('_', '-')}-ranks"
             yield (
@@ -63,7 +64,7 @@ def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
                 f"Place it with {flag}, "
                 f"or leave the node out. {placed}"
             )
-        for column in filter(is_state, node.reads):
+        for column in filter(is_state, node.reads or ()):
             role = column.split(":", 1)[1]
             if role not in meshes and role != node.role:
                 yield (
@@ -72,8 +73,8 @@ def _roles(flow: Flow, meshes: Mapping[str, object]) -> Iterable[str]:
                 )
 
 
-def _names(flow: Flow) -> Iterable[str]:
-    for name, count in Counter(node.name for node in flow.nodes).items():
+def _names(graph: Graph) -> Iterable[str]:
+    for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1:
             yield (
                 f"node ({name}) is there {count} times: give each a name= of its own, or leave "
@@ -81,16 +82,16 @@ def _names(flow: Flow) -> Iterable[str]:
             )
 
 
-def _columns(flow: Flow, needs: Needs) -> Iterable[str]:
+def _columns(graph: Graph, needs: Needs) -> Iterable[str]:
     writers: dict[str, list[Node]] = {}
-    for node in flow.nodes:
-        for column in node.writes:
+    for node in graph.nodes:
+        for column in node.writes or ():
             writers.setdefault(column, []).append(node)
-    for node in flow.nodes:
+    for node in graph.nodes:
         for column in _reads(node, needs):
             if not is_state(column) and not any(writer is not node for writer in writers.get(column, ())):
-                itself = " but this node itself" if column in node.writes else ""
-                writer = writer_of(base(column), flow.lineage(node.role))
+                itself = " but this node itself" if column in (node.writes or ()) else ""
+                writer = writer_of(base(column), graph.rollout_source(node.role))
                 add = f" Add {writer}, which does." if writer else _near(column, writers)
                 written = ", ".join(sorted(c for c in writers if not is_state(c) and c != column)) or "none"
                 yield (
@@ -107,14 +108,18 @@ def _columns(flow: Flow, needs: Needs) -> Iterable[str]:
 
 
 def _reads(node: Node, needs: Needs) -> list[str]:
-    """Columns that the node reads, with those that its algorithm needs. Scores count as rewards."""
-    declared = {base(column).replace("scores", "rewards") for column in node.reads}
+    """Return the columns that the node reads, with those that its algorithm needs. Scores count as
+    rewards."""
+    reads = node.reads or ()
+    declared = {base(column).replace("scores", "rewards") for column in reads}
     needed = needs.get((node.role, node.method), ())
-    return [*node.reads, *(column for column in needed if column not in declared)]
+    return [*reads, *(column for column in needed if column not in declared)]
 
 
-def _cycles(flow: Flow) -> Iterable[str]:
-    waiting = {name: needs for name, needs in flow.dependencies.items() if name not in flow.depth}
+def _cycles(graph: Graph) -> Iterable[str]:
+    waiting: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+        name: needs for name, needs in graph.dependencies.items() if name not in graph.depth
+    }
     while waiting:
         name = next(iter(waiting))
         chain = [name]
@@ -136,23 +141,25 @@ def _cycles(flow: Flow) -> Iterable[str]:
         waiting = _without(waiting, cycle)
 
 
-def _without(waiting: Mapping[str, Mapping], cycle: Sequence[str]) -> dict[str, Mapping]:
-    """What still waits, once the cycle is taken as broken."""
+def _without(
+    waiting: Mapping[str, Mapping[str, tuple[str, ...]]], cycle: Sequence[str]
+) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    """Return the nodes that still wait when the cycle is taken as broken."""
     left = {name: needs for name, needs in waiting.items() if name not in cycle}
     while ready := [name for name, needs in left.items() if not needs.keys() & left.keys()]:
         left = {name: needs for name, needs in left.items() if name not in ready}
     return left
 
 
-def _background(flow: Flow) -> Iterable[str]:
-    nodes = {node.name: node for node in flow.nodes}
-    for name, needs in flow.dependencies.items():
+def _background(graph: Graph) -> Iterable[str]:
+    nodes = {node.name: node for node in graph.nodes}
+    for name, needs in graph.dependencies.items():
         for need, columns in needs.items():
             if nodes[need].background and columns and not nodes[name].background:
                 yield (
                     f"node ({name}) reads {', '.join(columns)} of {need}, which is a background "
-                    "node: the path cannot wait for it. "
-                    f"Put {need} on the path, or {name} into the background too."
+                    "node: the critical path cannot wait for it. "
+                    f"Put {need} on the critical path, or {name} into the background too."
                 )
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megarl import signed_pickle
+from megarl.runtime import signing
 
 
 class Late(TimeoutError):
@@ -37,7 +37,7 @@ class Board:
         self._own[name] = value
         self._pages[-1].append(name)
         if self._store is not None:
-            self._store.set(name, signed_pickle.dumps(value, f"{self._generation}/{name}"))
+            self._store.set(name, signing.dumps(value, f"{self._generation}/{name}"))
 
     def read(self, name: str, deadline: float) -> object:
         """deadline: by time.monotonic(). Raises: Late."""
@@ -50,7 +50,7 @@ class Board:
             if isinstance(error, dist.DistNetworkError):
                 raise
             raise Late(f"nobody wrote {name} within {left:.1f} s") from error
-        return signed_pickle.loads(self._store.get(name), f"{self._generation}/{name}")
+        return signing.loads(self._store.get(name), f"{self._generation}/{name}")
 
     def turn_page(self) -> None:
         """Between syncs: remove what this rank wrote two syncs ago, which everybody has read."""

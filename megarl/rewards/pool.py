@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.schema import DataConfig
-from megarl.leaving import LEAVING
+from megarl.runtime.abort import ABORT
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
 from megarl.rewards.printed import Printed
@@ -125,7 +125,7 @@ class RewardPool:
                 ready = {
                     key.data for key, _ in selector.select(min(_LOOK_S, max(0.0, first - time.monotonic())))
                 }
-                LEAVING.check()
+                ABORT.check()
                 now = time.monotonic()
                 for worker, (index, deadline) in list(running.items()):
                     if worker not in ready and now < deadline:

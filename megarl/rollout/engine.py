@@ -25,7 +25,7 @@ from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequ
 from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
 from megarl.config.timeouts import group_timeout
-from megarl.leaving import LeavableEngine
+from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.copier import View
@@ -134,7 +134,7 @@ class Engine:
                 the tokens that it would have had. A stop string that begins in a prefix is not found.
         Raises: RuntimeError before the first sync; ValueError for prompts that are too long, keys or prefixes
             that do not pair up, prefixes that leave nothing to sample, and an engine that cannot go on after
-            a prefix; Left if the job is to end, and then nothing can be generated any more."""
+            a prefix; Aborted if the job is to end, and then nothing can be generated any more."""
         if self.version is None:
             raise RuntimeError(
                 "generate was called before a sync was committed: the engine's weights are noise. "
@@ -263,7 +263,7 @@ class RolloutEngine(Engine):
             offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
             with offering(offered, parameters) as offer:
                 self.llm = LLM(**arguments)
-        LeavableEngine(
+        AbortableEngine(
             self.llm.llm_engine,
             f"{actor}/{dist.get_rank() // self._tp}",
             dist.get_rank() % self._tp,

@@ -16,7 +16,7 @@ import torch
 
 from megarl.config.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.config.schema import TrainConfig
-from megarl.leaving import LeavableEngine
+from megarl.runtime.abort import AbortableEngine
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.environment import (
     engine_environment,
@@ -63,7 +63,7 @@ class Judge:
                 raise EngineDied(
                     f"[{name}] judge {path} did not start: {type(error).__name__}: {error}"
                 ) from error
-        LeavableEngine(self.llm.llm_engine)
+        AbortableEngine(self.llm.llm_engine)
         self._processes = EngineProcesses(
             self.llm, lambda pid, how: f"[{name}] judge process ({pid}) died: {how}"
         )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
-from megarl.leaving import LeavableEngine
+from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
@@ -85,7 +85,7 @@ class OutOfProcessEngine(Engine):
                 self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
             except Exception as error:  # whose cause is in the engine
                 raise self._errors.explained(error, self.rank) from None
-        LeavableEngine(self.llm.llm_engine)
+        AbortableEngine(self.llm.llm_engine)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self._plan: ReshardPlan | None = None
         self._is_updating = False

@@ -18,6 +18,8 @@ from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
+from megarl.flow.job_roles import Actor
+from megarl.workers.implements import implements
 from megarl.workers.loss_probes import check_token_level, policy_weight
 from megarl.workers.megatron_role import peak_memory_bytes
 from megarl.workers.objective import Objective
@@ -35,6 +37,7 @@ ADVANTAGE_COLUMNS = ("old_log_probs", "ref_log_probs", "values")
 _LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 
 
+@implements(Actor)
 class ActorRole(PolicyRole):
     """The policy that is trained, and the source of the engines' weights."""
 

@@ -15,7 +15,7 @@ from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.config.checkpoint_folders import MANIFEST
 from megarl.config.checkpoint_json import file_digest
-from megarl.workers.process import WRITES_CHECKPOINT
+from megarl.runtime.process import WRITES_CHECKPOINT
 
 if TYPE_CHECKING:
     from megarl.megatron.trained_model import TrainedModel

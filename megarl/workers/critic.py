@@ -9,7 +9,9 @@ from megarl.algorithms.base import ValueLossInputs
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
+from megarl.flow.job_roles import Critic
 from megarl.packing import MiniBatch
+from megarl.workers.implements import implements
 from megarl.workers.loss_probes import value_weight
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
 from megarl.workers.objective import Objective
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from megarl.megatron.loss_check import LossCheck, PassLimit
 
 
+@implements(Critic)
 class CriticRole(MegatronRole):
     """The value model, which starts from --critic-model. A language model gets a value head of zeros.
 

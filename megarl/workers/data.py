@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarl.batch import check_column_names
 from megarl.config.mesh import MeshSpec, replicas
 from megarl.batch_invariants import check_batch, check_digests
+from megarl.flow.job_roles import Data
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.exchange import (
@@ -29,10 +30,12 @@ from megarl.workers.exchange import (
     collect_samples,
     move_rows,
 )
+from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.store import BatchLayout, BatchShard, MissingSampleError, SampleStore
 
 
+@implements(Data)
 class DataRole(RandomStateOfRank):
     """The part of every rank in moving samples and columns between meshes."""
 

@@ -19,7 +19,7 @@ from megarl.config.mesh import MeshSpec, parallel_of, shard_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.batch_invariants import check_column
 from megarl.flow import FlowError
-from megarl.flow.methods import writer_of
+from megarl.flow.role import writer_of
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch
 from megarl.reshard import megatron_atlas
@@ -28,10 +28,10 @@ from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
+from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.objective import Objective
 from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.process import peak_rss_bytes
 from megarl.workers.store import BatchShard, SampleStore
 from megarl.workers.updates import Updates
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from megarl.flow.job_roles import Reference
 from megarl.reshard.transfer import save_hf
 from megarl.workers.actor import ActorRole
+from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs
 from megarl.workers.policy import PolicyRole
 
 
+@implements(Reference)
 class ReferenceRole(PolicyRole):
     """A policy that keeps the weights that training starts from."""
 
@@ -18,6 +21,7 @@ class ReferenceRole(PolicyRole):
         return self.memory_metrics()
 
 
+@implements(Reference)
 class AdapterlessReferenceRole:
     """The reference of an actor that trains adapters on the same ranks.
 

@@ -11,13 +11,16 @@ from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.prompts import Prompt, PromptDataset
+from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
 from megarl.rewards.base import RewardSample
 from megarl.rewards.pool import RewardPool, Verdict
+from megarl.workers.implements import implements
 from megarl.workers.rollout import RolloutRole
-from megarl.workers.store import Rollout, SampleStore
+from megarl.workers.store import RolloutSample, SampleStore
 
 
+@implements(Reward)
 class RewardRole:
     """The rule's verdicts on the samples of one engine."""
 
@@ -36,7 +39,7 @@ class RewardRole:
         if self.pool is not None:
             self.pool.close()
 
-    def score(self, purpose: str, num_logged: int | None = None) -> list[dict[str, object]]:
+    def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
         """Score the samples of this engine, on its first rank only.
 
         Args:
@@ -68,7 +71,7 @@ class RewardRole:
         return records
 
     def _verdicts(
-        self, rollouts: Sequence[Rollout], texts: Sequence[str], dataset: PromptDataset
+        self, rollouts: Sequence[RolloutSample], texts: Sequence[str], dataset: PromptDataset
     ) -> list[Verdict]:
         """Ask the pool for the verdict on each rollout; without a pool there are none."""
         if self.pool is None:
@@ -89,7 +92,7 @@ class RewardRole:
         return verdicts
 
 
-def _logged(rollout: Rollout, text: str, prompt: Prompt) -> dict[str, object]:
+def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, object]:
     """Return the fields of a record in the rollouts/ files."""
     return {
         "row": rollout.row,

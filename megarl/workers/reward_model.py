@@ -23,9 +23,11 @@ from megarl.config.reward_models import read_model_config, reward_models, value_
 from megarl.config.schema import TrainConfig
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
 from megarl.rollout.draws import draw_key
+from megarl.workers.implements import implements
 from megarl.workers.offload_manager import OffloadManager, needs
 from megarl.workers.store import SampleStore
 
@@ -33,9 +35,10 @@ if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
 
 logger = logging.getLogger(__name__)
-Records = list[dict[str, object]]
+Records = list[Record]
 
 
+@implements(RewardModel)
 class RewardModelRole:
     """A classifier, a value model or a judge."""
 

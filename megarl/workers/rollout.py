@@ -16,19 +16,22 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.flow.job_roles import Rollout
 from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.draws import draw_key
 from megarl.workers.actor import ActorRole
+from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.store import Rollout, RolloutBlock, SampleStore
+from megarl.workers.store import RolloutBlock, RolloutSample, SampleStore
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
 
 
+@implements(Rollout)
 class RolloutRole:
     """One engine, or this rank's part of it, and the prompts that it answers."""
 
@@ -148,7 +151,7 @@ class RolloutRole:
         )
         has_experts = tells_experts(config, self.shape)
         made = [
-            Rollout(
+            RolloutSample(
                 visit * n + index,
                 row,
                 group=visit,

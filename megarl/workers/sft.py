@@ -8,12 +8,15 @@ from megarl.batch import Batch
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
+from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.store import BatchShard
 
 
+@implements(Actor)
 class SFTActorRole(ActorRole, RandomStateOfRank):
     """An actor that learns the responses of its dataset."""
 

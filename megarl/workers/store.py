@@ -30,7 +30,7 @@ class MissingSampleError(LookupError):
 
 
 @dataclass(eq=False, slots=True)
-class Rollout:
+class RolloutSample:
     """One sample as the engine made it."""
 
     sample_id: int
@@ -89,7 +89,7 @@ class PackedSamples:
 class RolloutBlock(PackedSamples):
     """Rollouts that came together. They are packed when the first of them is sent to a mesh."""
 
-    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+    def __init__(self, rollouts: Iterable[RolloutSample]) -> None:
         self.rollouts = {rollout.sample_id: rollout for rollout in rollouts}
         self.digests = {}
 
@@ -253,7 +253,7 @@ class SampleStore:
             self._sources[name] = SampleTable(f"rollouts '{name}'")
         return self._sources[name]
 
-    def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[Rollout]:
+    def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[RolloutSample]:
         """Return rollouts by id, or all of the source in the order in which they came.
 
         Raises: MissingSampleError for a sample that is not held."""

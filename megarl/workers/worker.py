@@ -24,7 +24,7 @@ from megarl.workers.actor import ActorRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
-from megarl.workers.mailbox import world_store
+from megarl.runtime.mailbox import world_store
 from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reference import AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.reward_model import RewardModelRole

@@ -25,8 +25,8 @@ from megarl.config.loader import load_config
 from megarl.convert import main as convert
 from megarl.data.sums_files import make_sums
 from megarl.driver.checkpoints import NoWholeCheckpoint
-from megarl.driver.executor import RemoteError
-from megarl.driver.inline import inline_ranks
+from megarl.runtime.executor import RemoteError
+from megarl.driver.executors import inline_ranks
 from megarl.driver.job import Job, open_job
 from megarl.driver.loop import train_sft
 from megarl.driver.preflight import read_inputs

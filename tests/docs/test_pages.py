@@ -58,6 +58,7 @@ PYTHON = {
     ("docs/dataflow.md", "@dataflow"): "quick",
     ("docs/kernels.md", "import torch"): "quick",
     ("docs/python_api.md", "import megarl"): "plain",
+    ("docs/python_api.md", "from megarl.flow import Role, method"): "quick",
     ("docs/python_api.md", "actor, critic, reference, reward ="): "in a trainer",
     ("docs/python_api.md", "sampling, roles ="): "in a trainer",
     ("docs/python_api.md", "config = megarl.load_config("): "plain",

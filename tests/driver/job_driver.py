@@ -17,15 +17,15 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-from megarl.driver.ending import Stopped, limited_stop, run_here, run_to_the_end
-from megarl.driver.executor import Executor, RemoteError
-from megarl.driver.inline import InlineExecutor
-from megarl.driver.local_ranks import LocalRanks
+from megarl.runtime.shutdown import Stopped, graceful_shutdown, run_job_in_process, run_job
+from megarl.runtime.executor import Executor, RemoteError
+from megarl.runtime.inline_executor import InlineExecutor
+from megarl.runtime.local_ranks import LocalRanks
 from megarl.driver.scheduler import Scheduler
-from megarl.driver.stop_request import StopRequested
-from megarl.driver.torchrun import run_driver
+from megarl.runtime.stop_request import StopRequested
+from megarl.runtime.torchrun import run_driver
 from megarl.flow import Flow, Node
-from megarl.leaving import LEAVING
+from megarl.runtime.abort import ABORT
 
 CALL_TIMEOUT_S, LATE_S = 60.0, 2.0
 RANKS = {"actor": [0, 1], "left": [0], "right": [1]}
@@ -305,7 +305,7 @@ class InlineRole:
 
     def generate(self, seconds: float):
         for _ in range(int(seconds / 0.02)):
-            LEAVING.check()
+            ABORT.check()
             time.sleep(0.02)
 
 
@@ -327,11 +327,11 @@ def main(scenario: str, folder: str) -> int:
     if "MEGARL_STORE" in os.environ:
         return run_driver(job, RANKS, CALL_TIMEOUT_S)
     if scenario.startswith("inline"):
-        return run_here(
+        return run_job_in_process(
             job, lambda: contextlib.nullcontext(InlineExecutor({"actor": InlineRole(), "left": InlineRole()}))
         )
     processes = LocalRanks([scenario, folder], 2, "job_worker", RANKS)
-    return run_to_the_end(job, lambda: processes.start(CALL_TIMEOUT_S), processes)
+    return run_job(job, lambda: processes.start(CALL_TIMEOUT_S), processes)
 
 
 class InOrder:
@@ -346,7 +346,7 @@ class InOrder:
             pids = executor.call("actor", "setup").result()
             (self.folder / "pids").write_text(" ".join(map(str, pids)))
         executor.step, executor.stop.is_armed = 3, True
-        with limited_stop(self.grace_s, lambda: "nothing is saved"):
+        with graceful_shutdown(self.grace_s, lambda: "nothing is saved"):
             try:
                 futures = [executor.call(*call) for call in calls]
                 (self.folder / "ready").touch()
@@ -354,7 +354,7 @@ class InOrder:
                     future.result()
             except StopRequested:
                 with executor.stop.held():
-                    executor.leave_calls()
+                    executor.abort_calls()
                     (self.folder / "saved").write_text(str(executor.call("actor", "echo").result()))
                 raise Stopped(signal.SIGTERM, "[driver] stopped in order") from None
 

@@ -13,11 +13,11 @@ START = time.time()
 import torch
 import torch.distributed as dist
 
-from megarl.driver.torchrun import DRIVER_PID, start_driver
-from megarl.leaving import LEAVING
-from megarl.workers.mailbox import connect, world_store
-from megarl.workers.process import end_on_signals, end_with_parent
-from megarl.workers.serve import serve
+from megarl.runtime.torchrun import start_driver
+from megarl.runtime.abort import ABORT
+from megarl.runtime.mailbox import connect, world_store
+from megarl.runtime.process import DRIVER_PID, end_on_signals, end_with_parent
+from megarl.runtime.worker_loop import serve
 
 
 class Role:
@@ -44,7 +44,7 @@ class Role:
     def generate(self, seconds: float):
         """What can be left."""
         for _ in range(int(seconds / 0.02)):
-            LEAVING.check()
+            ABORT.check()
             time.sleep(0.02)
 
     def use_child(self, seconds: float):

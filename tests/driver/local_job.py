@@ -14,10 +14,9 @@ from pathlib import Path
 def rank_main(scenario: str, folder: str) -> int:
     import torch.distributed as dist
 
-    from megarl.driver.torchrun import DRIVER_PID
-    from megarl.workers.mailbox import connect, world_store
-    from megarl.workers.process import end_on_signals, end_with_parent
-    from megarl.workers.serve import serve
+    from megarl.runtime.mailbox import connect, world_store
+    from megarl.runtime.process import DRIVER_PID, end_on_signals, end_with_parent
+    from megarl.runtime.worker_loop import serve
 
     end_on_signals()
     end_with_parent(int(os.environ[DRIVER_PID]))
@@ -66,7 +65,7 @@ class Role:
 
 
 def ranks_of(scenario: str, folder: str):
-    from megarl.driver.local_ranks import local_ranks
+    from megarl.runtime.local_ranks import local_ranks
 
     return local_ranks([scenario, folder], {"actor": [0, 1]}, 2, 60.0, module="local_job")
 
@@ -174,7 +173,7 @@ def waits(folder: str) -> None:
 
 def goes_on(folder: str) -> None:
     """After a Ctrl-C; a rank takes a second to end, and by then there is another."""
-    from megarl.driver.local_ranks import LocalRanks
+    from megarl.runtime.local_ranks import LocalRanks
 
     end_ranks = LocalRanks._end_ranks
     LocalRanks._end_ranks = lambda self: ((Path(folder) / "ending").touch(), time.sleep(1.0), end_ranks(self))

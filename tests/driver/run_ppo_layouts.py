@@ -22,16 +22,16 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
-from megarl.driver.executor import RoleHandle
+from megarl.runtime.executor import RoleHandle
 from megarl.driver.job import Job
 from megarl.driver.preflight import Inputs
 from megarl.driver.scheduler import Scheduler
 from megarl.driver.step import StepHost
-from megarl.driver.stop_request import StopRequest
+from megarl.runtime.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
-from megarl.workers.store import Rollout, RolloutBlock
+from megarl.workers.store import RolloutSample, RolloutBlock
 from megarl.workers.worker import build_roles
 
 WORLD_SIZE, STEPS, NUM_PROMPTS, SAMPLES_PER_PROMPT = 4, 2, 4, 3
@@ -95,7 +95,7 @@ class FixedRollout:
             prompt = [rng.randrange(5, 200) for _ in range(rng.randint(2, 9))]
             response = [rng.randrange(5, 200) for _ in range(rng.randint(1, 14))]
             log_probs = [-5.0 - rng.random() for _ in response]
-            made.append(Rollout(sample_id, 0, visit, 0, prompt, response, log_probs))
+            made.append(RolloutSample(sample_id, 0, visit, 0, prompt, response, log_probs))
         rollouts = self.store.source(purpose + self.suffix)
         rollouts.release()
         rollouts.add(RolloutBlock(made))

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megarl.driver.executor import CallTimeout, RemoteError, RoleHandle
-from megarl.driver.inline import InlineExecutor
+from megarl.runtime.executor import CallTimeout, RemoteError, RoleHandle
+from megarl.runtime.inline_executor import InlineExecutor
 
 
 class Critic:
@@ -88,7 +88,7 @@ def test_a_timeout_names_exactly_who_is_missing():
     ],
 )
 def test_every_rank_needs_a_role(ranks, message):
-    from megarl.driver.store_executor import StoreExecutor
+    from megarl.runtime.store_executor import StoreExecutor
 
     with pytest.raises(ValueError, match=message):
         StoreExecutor(ranks, 2, 1.0, writer=None, reader=None)
@@ -97,7 +97,7 @@ def test_every_rank_needs_a_role(ranks, message):
 def test_peak_memory_is_this_process_alone():
     """A child of a large parent: getrusage would report the parent's size at the fork."""
     code = (
-        "from megarl.workers.process import peak_rss_bytes as peak; a = peak(); x = bytearray(100 << 20); "
+        "from megarl.runtime.process import peak_rss_bytes as peak; a = peak(); x = bytearray(100 << 20); "
         "x[::4096] = bytes(len(x[::4096])); b = peak(); del x; print(a, b, peak())"
     )
     ballast = bytearray(300 << 20)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl import signed_pickle
-from megarl.config.errors import ConfigError
-from megarl.signed_pickle import ForgedMessage, agree, check_secret, dumps, job_secret, loads
-from megarl.workers.mailbox import PART_BYTES, Abort, Command, Mailbox
+from megarl.runtime import signing
+from megarl.runtime.signing import ForgedMessage, SecretError, agree, check_secret, dumps, job_secret, loads
+from megarl.runtime.mailbox import PART_BYTES, Command, Kill, Mailbox
 from tests.driver.jobs import START_WITHIN_S
 
 ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -82,8 +81,8 @@ def test_messages_above_the_stores_limit_are_signed_as_a_whole():
     store.set(keys[2], store.get(keys[3]))
     with pytest.raises(ForgedMessage):
         mailbox.next_command(0)
-    mailbox.abort(1, 3)
-    assert mailbox.next_command(1) == Abort(3)
+    mailbox.kill(1, 3)
+    assert mailbox.next_command(1) == Kill(3)
 
 
 @pytest.fixture
@@ -91,10 +90,10 @@ def as_rank(tmp_path, monkeypatch):
     """A function that makes this process a fresh one, of a rank that was given no secret, and returns its
     environment."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.delenv(signed_pickle.JOB_SECRET, raising=False)
+    monkeypatch.delenv(signing.JOB_SECRET, raising=False)
 
     def become(rank: int, **env: str) -> dict[str, str]:
-        monkeypatch.setattr(signed_pickle, "_secret", None)
+        monkeypatch.setattr(signing, "_secret", None)
         return ONE_NODE | {"RANK": str(rank)} | env
 
     return become
@@ -126,7 +125,7 @@ def test_a_folder_that_others_made_or_may_open_is_refused(tmp_path, as_rank):
     folder = tmp_path / f"megarl-{os.getuid()}"
     for make in (lambda: folder.mkdir(mode=0o755), lambda: folder.symlink_to(tmp_path)):
         make()
-        with pytest.raises(ConfigError, match="must be a folder of this user that nobody else may open"):
+        with pytest.raises(SecretError, match="must be a folder of this user that nobody else may open"):
             agree(dist.HashStore(), as_rank(0))
         folder.rmdir() if not folder.is_symlink() else folder.unlink()
 
@@ -135,7 +134,7 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
     two_nodes = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
     for env in (as_rank(0, **two_nodes), as_rank(0, TORCHELASTIC_USE_AGENT_STORE="False")):
         with pytest.raises(
-            ConfigError,
+            SecretError,
             match=r"^MEGARL_JOB_SECRET \(variable, not set\): must be set unless.*Try export "
             r"MEGARL_JOB_SECRET=",
         ):
@@ -149,7 +148,7 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
             assert job_secret() == secret and "MEGARL_JOB_SECRET" not in env
         else:
             with pytest.raises(
-                ConfigError,
+                SecretError,
                 match=r"MEGARL_JOB_SECRET \(variable, 8 characters\): must have at least 32 characters",
             ):
                 check_secret(env)

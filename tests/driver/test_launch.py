@@ -33,7 +33,7 @@ def test_a_failure_is_one_message_and_the_executors_agree(job):
     assert lines[-1] == "ValueError: learning rate (-1) must be positive"
     assert any(line.endswith("in update") for line in lines) and len(lines) <= 6, job.stderr()
 
-    from megarl.driver.inline import InlineExecutor
+    from megarl.runtime.inline_executor import InlineExecutor
 
     job_driver = load("job_driver")
     assert job.seen() == job_driver.conversation(InlineExecutor({"actor": LoneRole()}), "actor")

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.driver.executor import RemoteError
-from megarl.driver.inline import InlineExecutor
+from megarl.runtime.executor import RemoteError
+from megarl.runtime.inline_executor import InlineExecutor
 from megarl.driver.scheduler import Scheduler
 from megarl.flow import Flow, FlowError, Node, symbolic_roles
 
@@ -395,7 +395,7 @@ def test_errors_name_the_node_and_end_the_run():
     scheduler, flow, _ = inline([on_path])
     with pytest.raises(
         RuntimeError,
-        match=r"\[driver\] node save, on the path, failed at step 3: ValueError\('disk is full'\)",
+        match=r"\[driver\] node save, on the critical path, failed at step 3: ValueError\('disk is full'\)",
     ):
         scheduler.run(flow)
     for at_once in (False, True):

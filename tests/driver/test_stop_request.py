@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.driver.stop_request import StopRequest, StopRequested
+from megarl.runtime.stop_request import StopRequest, StopRequested
 
 
 @pytest.fixture

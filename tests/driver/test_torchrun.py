@@ -60,7 +60,7 @@ def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
     assert "[rank 0] the driver process was killed by signal 9; ending the job\n" in stderr
     assert "[right] sleep timed out at step 14: no answer from rank 1 within call_timeout_s (2 s)." in stderr
     busy = stderr.split("[rank 1] was here:\n")[1]  # the call that hangs, and only that
-    assert "in sleep\n    time.sleep(seconds)" in busy and "serve.py" not in busy.split("\n[")[0]
+    assert "in sleep\n    time.sleep(seconds)" in busy and "worker_loop.py" not in busy.split("\n[")[0]
     assert "[rank 0] was here:\n" in stderr
     assert "[worker rank 1] start-up failed: ValueError: num_layers (0) must be at least 1.\n" in stderr
     assert (
@@ -84,9 +84,9 @@ def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
 
 INTERRUPTED_TWICE = """
 import os, signal, sys
-from megarl.driver import ending
+from megarl.runtime import shutdown
 where = sys.argv[1]
-signal.signal(signal.SIGINT, ending._stop), signal.signal(signal.SIGTERM, ending._stop)
+signal.signal(signal.SIGINT, shutdown._stop), signal.signal(signal.SIGTERM, shutdown._stop)
 class Signals(list):
     def append(self, signum):
         super().append(signum)
@@ -94,11 +94,11 @@ class Signals(list):
 class Limits:
     def put(self, limit):
         if where == "last": signal.raise_signal(signal.SIGTERM)
-ending._signals, ending._running.limits, ending._running.rank_0 = Signals(), Limits(), os.getppid()
+shutdown._signals, shutdown._running.limits, shutdown._running.rank_0 = Signals(), Limits(), os.getppid()
 try:
     signal.raise_signal(signal.SIGINT)
-except ending.Stopped as stopped:
-    print(stopped.signal.name, len(ending._signals))
+except shutdown.Stopped as stopped:
+    print(stopped.signal.name, len(shutdown._signals))
 """
 
 
@@ -158,19 +158,19 @@ def test_a_ctrl_c_is_told_as_one_whichever_signal_comes_first(launcher, first, s
     Elsewhere the first decides."""
     code = (
         "import os, signal, threading, time\n"
-        "from megarl.driver import ending\n"
+        "from megarl.runtime import shutdown\n"
         f"first, second = signal.{first}, signal.{second}\n"
-        f"if {launcher == 'torchrun'}: ending._running.rank_0 = os.getppid()\n"
-        "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, ending._stop)\n"
+        f"if {launcher == 'torchrun'}: shutdown._running.rank_0 = os.getppid()\n"
+        "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, shutdown._stop)\n"
         "def send():\n"
         "    time.sleep(0.05); os.kill(os.getpid(), first)\n"
         # two that come at once are one, or come in the order of their numbers
-        "    while not ending._signals: time.sleep(0.001)\n"
+        "    while not shutdown._signals: time.sleep(0.001)\n"
         "    os.kill(os.getpid(), second)\n"
         "threading.Thread(target=send).start()\n"
         "try: time.sleep(20)\n"
-        "except ending.Stopped as stopped: print(stopped.signal.name)\n"
-        "while len(ending._signals) < 2: time.sleep(0.01)\n"
+        "except shutdown.Stopped as stopped: print(stopped.signal.name)\n"
+        "while len(shutdown._signals) < 2: time.sleep(0.01)\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.stdout, done.stderr) == (f"{told}\n", "")

@@ -59,7 +59,7 @@ def by_hand(config, seen: dict) -> None:
             seen["no_role"] = str(error)
         roles.critic.export_hf(str(Path(config.run.save) / "critic")).result()
         try:
-            roles.critic.no_such_method().result()
+            roles.critic.call("no_such_method").result()
         except megarl.RemoteError as error:
             seen["remote"] = [error.role, error.rank, error.step]
             raise

@@ -64,7 +64,7 @@ def command(data: Path, save: Path, flags: tuple[str, ...]) -> list[str]:
     return megarl("train", replace_flags(arguments, ["--train-iters", str(STEPS), *flags]))
 
 
-def run_to_the_end(folder: Path, command: list[str]) -> Job:
+def run_job(folder: Path, command: list[str]) -> Job:
     job = Job(folder, command)
     try:
         assert job.launcher.wait(600) == 0, job.stderr()
@@ -86,7 +86,7 @@ def uninterrupted(sums_data, tmp_path_factory):
     def run(*flags: str) -> Path:
         if flags not in folders:
             folder = tmp_path_factory.mktemp("uninterrupted")
-            run_to_the_end(folder, command(sums_data, folder / "run", flags))
+            run_job(folder, command(sums_data, folder / "run", flags))
             folders[flags] = folder / "run"
         return folders[flags]
 
@@ -117,7 +117,7 @@ def test_a_job_that_is_killed_in_every_phase_ends_where_one_that_is_not_does(
             phase,
             outcome,
         )
-    run_to_the_end(tmp_path, again)
+    run_job(tmp_path, again)
     assert [row["step"] for row in metrics(save)] == list(range(1, STEPS + 1))
     assert metrics(save) == metrics(uninterrupted(*flags))
     weights, expected = (

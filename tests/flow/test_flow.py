@@ -6,7 +6,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megarl.flow import Flow, FlowError, Node, SymbolicRole, background, columns, dataflow, symbolic_roles
+from megarl.flow import (
+    Flow,
+    FlowError,
+    Node,
+    Role,
+    SymbolicRole,
+    background,
+    columns,
+    dataflow,
+    method,
+    symbolic_roles,
+)
 from megarl.flow.draw import ranges
 
 GAE = SimpleNamespace(
@@ -175,7 +186,7 @@ def test_two_actors_read_columns_of_their_own_samples_only():
     told = [
         "node (actor_2.advantages) reads rewards:*_2, which nobody writes. Add reward_2.score, which does."
     ]
-    assert [f.split(" Written")[0] for f in without.findings(meshes)] == told
+    assert [f.split(" Written")[0] for f in without.errors(meshes)] == told
 
 
 def test_a_missing_node_is_named_also_where_only_the_algorithm_of_the_job_needs_its_column():
@@ -184,7 +195,7 @@ def test_a_missing_node_is_named_also_where_only_the_algorithm_of_the_job_needs_
         advantage_reads=("rewards", "ref_log_probs", "values"), advantage_writes=("advantages", "returns")
     )
     flow = actor.rollout().join(reward.score, critic.values).advantages(algorithm).update(actor)
-    [told] = flow.findings(COLOCATED)
+    [told] = flow.errors(COLOCATED)
     assert told.startswith(
         "node (actor.advantages) reads ref_log_probs, which nobody writes. Add reference.log_probs, "
         "which does."
@@ -199,34 +210,38 @@ def test_a_missing_node_is_named_also_where_only_the_algorithm_of_the_job_needs_
         .join(reward.score)
         .advantages(SimpleNamespace(advantage_reads=("rewards",), advantage_writes=("advantages",)))
     )
-    told = [line.split(" Written")[0] for line in flow.update(actor).findings(COLOCATED, needs)]
+    told = [line.split(" Written")[0] for line in flow.update(actor).errors(COLOCATED, needs)]
     assert told == [
         "node (actor.advantages) reads values, which nobody writes. Add critic.values, which does.",
         "node (actor.update) reads ref_log_probs, which nobody writes. Add reference.log_probs, which does.",
     ]
     scored = actor.rollout().join(SymbolicRole("reward_model").score).advantages(GRPO).update(actor)
     assert (
-        scored.findings(COLOCATED | {"reward_model": mesh(0)}, {("actor", "advantages"): ("rewards",)}) == []
+        scored.errors(COLOCATED | {"reward_model": mesh(0)}, {("actor", "advantages"): ("rewards",)}) == []
     )  # scores are rewards
 
 
-class Judge:
-    @columns(reads=["tokens", "lengths"], writes=["rewards"])
-    def judge(self): ...
+class Judge(Role, kind="judge"):
+    @method(reads=["tokens", "lengths"], writes=["rewards"])
+    def judge(self) -> None: ...
 
 
 def test_methods_of_ones_own():
     actor = SymbolicRole("actor")
-    declared = actor.rollout().then(SymbolicRole("judge", cls=Judge).judge)
-    assert declared == actor.rollout().then(
-        SymbolicRole("judge").judge, reads=("tokens", "lengths"), writes=("rewards",)
-    )
+    declared = actor.rollout().then(SymbolicRole("judge").judge)
+    assert declared.nodes[1].reads == ("tokens", "lengths") and declared.nodes[1].writes == ("rewards",)
+    said = actor.rollout().then(SymbolicRole("other").judge, reads=("tokens", "lengths"), writes=("rewards",))
+    assert [(n.reads, n.writes) for n in said.nodes] == [(n.reads, n.writes) for n in declared.nodes]
 
     @dataflow
     def traced(actor, judge):
-        judge.judge(actor.rollout(), writes=("rewards",))
+        judge.judge(actor.rollout())
 
-    assert traced() == declared
+    @dataflow
+    def traced_by_name(actor, other):
+        other.judge(actor.rollout(), writes=("rewards",))
+
+    assert traced() == declared and traced_by_name() == said
     declared.advantages(GRPO).update(actor).validate(dict.fromkeys(["actor", "rollout", "judge"], mesh(0)))
 
 
@@ -311,7 +326,7 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
             [Node(role="actor", method="logprobs")],
             r"node \(actor.logprobs\): no columns are known for method \(logprobs\). Did you mean "
             r"log_probs\? "
-            r"Known methods of actor: log_probs, update. For one of your own",
+            r"Known methods of actor: log_probs, receive_rows, update. For one of your own",
         ),
         (
             [Node(role="a", method="x")],
@@ -319,8 +334,8 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
         ),
         (
             [node("a.x", writes=["q"], background=True), node("b.y", reads=["q"])],
-            r"node \(b.y\) reads q of a.x, which is a background node: the path cannot wait for it. "
-            r"Put a.x on the path, or b.y into the",
+            r"node \(b.y\) reads q of a.x, which is a background node: the critical path cannot wait for it. "
+            r"Put a.x on the critical path, or b.y into the",
         ),
         (
             [node("a.x"), node("a.x")],
@@ -332,7 +347,7 @@ def test_every_mistake_is_named(nodes, finding):
     meshes = {"a": mesh(0), "b": mesh(1), "actor": mesh(0)}
     with pytest.raises(FlowError, match=finding) as raised:
         Flow(nodes).validate(meshes)
-    assert len(raised.value.findings) == 1, raised.value
+    assert len(raised.value.errors) == 1, raised.value
     Flow(nodes).text(meshes)  # what is wrong can still be shown
 
 
@@ -344,12 +359,12 @@ def test_all_mistakes_are_told_at_once():
     ]
     with pytest.raises(FlowError) as raised:
         Flow(nodes).validate({"a": mesh(0)})
-    assert len(raised.value.findings) == 5  # method, two roles, written twice, cycle
+    assert len(raised.value.errors) == 5  # method, two roles, written twice, cycle
     assert str(raised.value).startswith(
         "the flow cannot run:\n  - node (actor.logprobs): no columns are known"
     )
     two = [node(f"{r}.x", reads=[a], writes=[b]) for r, a, b in ("apq", "bqp", "crs", "dsr")]
-    assert len(Flow(two).findings()) == 2  # cycles
+    assert len(Flow(two).errors()) == 2  # cycles
 
 
 def test_text_shows_order_ranks_and_columns():
@@ -432,7 +447,10 @@ def test_a_flow_of_another_actor_beside_the_first():
 def test_roles_without_a_rollout_of_their_number_work_on_the_samples_of_the_first():
     actor, student = symbolic_roles("actor actor_2")
     flow = actor.rollout().join(actor.log_probs, student.log_probs)
-    assert flow.lineage("actor_2") == flow.lineage("critic") == ""
+    assert flow.rollout_source("actor_2") == flow.rollout_source("critic") == ""
     assert flow.dependencies["actor_2.log_probs"].keys() == {"rollout.generate"}
     synced = flow.then(SymbolicRole("rollout_2").sync)  # gets weights, samples nothing
-    assert synced.lineage("actor_2") == "" and flow.beside(student.rollout()).lineage("actor_2") == "_2"
+    assert (
+        synced.rollout_source("actor_2") == ""
+        and flow.beside(student.rollout()).rollout_source("actor_2") == "_2"
+    )

@@ -19,7 +19,7 @@ from megarl.config.mesh import role_meshes, shard_keys
 from megarl.invariants import digest
 from megarl.metrics import combine
 from megarl.packing import plan_mini_batches
-from megarl.workers.store import Rollout, RolloutBlock
+from megarl.workers.store import RolloutSample, RolloutBlock
 from megarl.workers.worker import build_roles
 
 WORLD_SIZE, NUM_PROMPTS, GROUP, MINI_BATCH = 2, 4, 3, 6
@@ -78,7 +78,7 @@ class Step:
     def __init__(self, roles: dict, meshes: dict, rows: list[dict], seed: int) -> None:
         self.roles, self.meshes, self.rows = roles, meshes, rows
         made = [
-            Rollout(
+            RolloutSample(
                 r["sample"],
                 0,
                 r["group"],

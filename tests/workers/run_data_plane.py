@@ -20,7 +20,7 @@ from megarl.packing import Sample, preferred_ranks, plan_mini_batches
 from megarl.invariants import InvariantError
 from megarl.workers import data, exchange
 from megarl.workers.data import DataRole
-from megarl.workers.store import MissingSampleError, Rollout, RolloutBlock, SampleStore
+from megarl.workers.store import MissingSampleError, RolloutSample, RolloutBlock, SampleStore
 
 WORLD_SIZE = 4
 MESHES = {
@@ -82,7 +82,7 @@ def rolled_out(seed: int, samples: list[Sample], rank: int) -> RolloutBlock:
             tokens, split = tokens_of(seed, s), s.length - s.response_length
             log_probs = [-s.sample_id - k / 64 for k in range(s.response_length)]
             of_engine = tokens[:split], tokens[split:], log_probs, experts_of(seed, s)
-            made.append(Rollout(s.sample_id, 0, s.group, s.version, *of_engine))
+            made.append(RolloutSample(s.sample_id, 0, s.group, s.version, *of_engine))
     return RolloutBlock(made)
 
 

@@ -201,7 +201,7 @@ def too_early(roles) -> dict[str, str]:
         try:
             getattr(roles[role], method)(*arguments)
         except FlowError as error:
-            told[f"{role}.{method}"] = error.findings[0]
+            told[f"{role}.{method}"] = error.errors[0]
     return told
 
 

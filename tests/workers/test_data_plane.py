@@ -20,7 +20,7 @@ from megarl.config.mesh import MeshSpec, replicas, shard_keys
 from megarl.packing import Route, Sample, plan_mini_batches
 from megarl.workers.data import DataRole
 from megarl.workers.exchange import move_rows
-from megarl.workers.store import BatchLayout, Rollout, RolloutBlock, SampleStore
+from megarl.workers.store import BatchLayout, RolloutSample, RolloutBlock, SampleStore
 from tests.workers.run_data_plane import WORLD_SIZE
 
 MESH = MeshSpec((0,))
@@ -99,7 +99,10 @@ def role(monkeypatch) -> DataRole:
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("something was sent"))
     meshes = {"actor": MESH, "critic": MeshSpec((0, 1)), "odd": MeshSpec((1, 0))}
     role = DataRole(SampleStore(), meshes, shard_keys(meshes), vocab_sizes=dict.fromkeys(meshes, 100))
-    made = [Rollout(0, 0, 7, 2, [5], [1, 2], [-0.5, -1.0]), Rollout(1, 0, 7, 2, [6, 7], [3], [-2.0])]
+    made = [
+        RolloutSample(0, 0, 7, 2, [5], [1, 2], [-0.5, -1.0]),
+        RolloutSample(1, 0, 7, 2, [6, 7], [3], [-2.0]),
+    ]
     role.store.source("train").add(RolloutBlock(made))
     return role
 

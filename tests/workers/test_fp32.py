@@ -30,7 +30,7 @@ main(sys.argv[1:])
 """A rank, up to where it imports torch."""
 DOT = """
 import sys
-from megarl.workers.process import compute_fp32_exactly
+from megarl.runtime.process import compute_fp32_exactly
 if sys.argv[1] == "exact":
     compute_fp32_exactly()
 import importlib.util

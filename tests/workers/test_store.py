@@ -16,14 +16,14 @@ from megarl.config.mesh import MeshSpec, shard_keys
 from megarl.invariants import InvariantError, digest
 from megarl.packing import Sample, plan_mini_batches
 from megarl.workers.data import DataRole
-from megarl.workers.store import BatchShard, MissingSampleError, Rollout, RolloutBlock, SampleStore
+from megarl.workers.store import BatchShard, MissingSampleError, RolloutSample, RolloutBlock, SampleStore
 
 
-def rollout(sample_id: int, group: int = 0, version: int = 0) -> Rollout:
+def rollout(sample_id: int, group: int = 0, version: int = 0) -> RolloutSample:
     prompt, response = [5, 6], [7] * (1 + sample_id % 3)
     log_probs = [-0.5 - sample_id] * len(response)
     bound = digest(prompt, response)
-    return Rollout(sample_id, 2, group, version, prompt, response, log_probs, digest=bound)
+    return RolloutSample(sample_id, 2, group, version, prompt, response, log_probs, digest=bound)
 
 
 def make_store(*blocks: tuple[int, ...]) -> SampleStore:

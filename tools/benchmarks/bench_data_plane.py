@@ -33,9 +33,9 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec, replicas, shard_keys
 from megarl.packing import Sample, preferred_ranks, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
-from megarl.workers.mailbox import Command, Mailbox
-from megarl.workers.process import peak_rss_bytes
-from megarl.workers.store import Rollout, RolloutBlock, SampleStore
+from megarl.runtime.mailbox import Command, Mailbox
+from megarl.runtime.process import peak_rss_bytes
+from megarl.workers.store import RolloutSample, RolloutBlock, SampleStore
 
 HIDDEN_SIZE, MAX_TOKENS, GLOBAL_BATCH_SIZE = 4096, 16384, 1024
 WORLD_SIZE = 4
@@ -212,7 +212,7 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
     vocab_sizes = dict.fromkeys(meshes, 3)  # prompts of token 1, responses of token 2
     role = DataRole(SampleStore(), meshes, shard_keys(meshes), vocab_sizes)
     rollouts = RolloutBlock(
-        Rollout(
+        RolloutSample(
             s.sample_id,
             0,
             s.group,

@@ -1,7 +1,7 @@
 """How a driver process ends, whoever started it and its ranks: one message, one exit code, nothing left
 behind.
 
-    running    SIGTERM, and the loop stops in order (`limited_stop`)   -> stopping
+    running    SIGTERM, and the loop stops in order (`graceful_shutdown`)   -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
     stopping   SIGTERM once more: changes nothing
     stopping   SIGINT; the death of rank 0 under torchrun              -> unwinding
@@ -34,12 +34,12 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from megarl.driver.executor import at_step
-from megarl.workers.process import ignore_signals_for_good
+from megarl.runtime.executor import at_step
+from megarl.runtime.process import ignore_signals_for_good
 
 if TYPE_CHECKING:
-    from megarl.driver.inline import InlineExecutor
-    from megarl.driver.store_executor import StoreExecutor
+    from megarl.runtime.inline_executor import InlineExecutor
+    from megarl.runtime.store_executor import StoreExecutor
 
 logger = logging.getLogger(__name__)
 _UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _ABORT_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
@@ -111,17 +111,17 @@ _running = _Running()
 
 
 def last_failure() -> tuple[int | None, str] | None:
-    """Step and first line of what `run_to_the_end` has told."""
+    """Step and first line of what `run_job` has told."""
     return _running.told
 
 
-def signal_since() -> int | None:
+def received_signal() -> int | None:
     """A signal that came, also while a job was being ended."""
     return _signals[0] if _signals else None
 
 
 @contextlib.contextmanager
-def limited_stop(grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
+def graceful_shutdown(grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
     """Around a loop that sees to `executor.stop`: seconds that it has for it; what to say of the checkpoint
     that there is if it takes longer."""
     _running.grace_s, _running.newest = grace_s, newest
@@ -131,7 +131,7 @@ def limited_stop(grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
         _running.newest = None
 
 
-def run_to_the_end(
+def run_job(
     main: Callable[[StoreExecutor], object],
     connect: Callable[[], StoreExecutor],
     processes: Processes | None = None,
@@ -153,16 +153,16 @@ def run_to_the_end(
     try:
         try:
             _handle_signals(signal.SIGINT, signal.SIGTERM)
-            if (signum := signal_since()) is not None:  # between two attempts, where nobody heeds one
+            if (signum := received_signal()) is not None:  # between two attempts, where nobody heeds one
                 raise Stopped(signum)
             if processes is not None:
                 processes.on_signal = _act_on_signal_of_rank
             job.executor = executor = connect()
             # A dead rank makes the collectives of its peers raise; by the time its death is known to all it
             # is known why.
-            executor.death_first_s, executor.is_ending, executor.on_terminated = (
+            executor.death_first_s, executor.is_shutting_down, executor.on_terminated = (
                 _DEATH_FIRST_S,
-                _is_ending,
+                _is_shutting_down,
                 _terminate,
             )
             main(executor)
@@ -177,7 +177,7 @@ def run_to_the_end(
             _ignore_signals()  # a signal can still raise in here, once; then it lands below
     except BaseException as error:  # process boundary
         _ignore_signals()
-        return _end_after(
+        return _shut_down_after(
             _first_stop(error)
             if job.ended_by is None or isinstance(error, Stopped)
             else Stopped(job.ended_by),
@@ -190,7 +190,7 @@ def run_to_the_end(
         job.limits.put(None)
 
 
-def _end_after(error: BaseException, job: _Running) -> int:
+def _shut_down_after(error: BaseException, job: _Running) -> int:
     """Tell what has happened and end the ranks. Returns the exit code."""
     _claim_or_wait(job)
     executor, processes = job.executor, job.processes
@@ -201,7 +201,7 @@ def _end_after(error: BaseException, job: _Running) -> int:
     explanation, code = _explain(error, job), _exit_code(error, executor)
     job.told = None if executor is None else executor.step, explanation.splitlines()[0]
     _tell(explanation)
-    _abort(executor, code)
+    _kill_workers(executor, code)
     if processes is not None:
         processes.end(0.0)
     return code
@@ -213,7 +213,7 @@ def _claim_or_wait(job: _Running) -> None:
         threading.Event().wait()
 
 
-def run_here(
+def run_job_in_process(
     main: Callable[[InlineExecutor], object],
     ranks: Callable[[], contextlib.AbstractContextManager[InlineExecutor]],
 ) -> int:
@@ -289,11 +289,11 @@ def _tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def _abort(executor: StoreExecutor | None, exit_code: int) -> None:
+def _kill_workers(executor: StoreExecutor | None, exit_code: int) -> None:
     if executor is None:
         return
     try:
-        executor.abort(exit_code)
+        executor.kill(exit_code)
     except RuntimeError as error:  # the store is gone, and with it whoever would read this
         logger.debug("could not tell the workers: %s", error)
 
@@ -310,7 +310,7 @@ def _is_orphan(job: _Running) -> bool:
     return job.rank_0 is not None and os.getppid() != job.rank_0
 
 
-def _is_ending() -> bool:
+def _is_shutting_down() -> bool:
     """Whether what a rank raises is of no interest: of a signal the consequences. Waits until that is
     known."""
     if not _signals:
@@ -363,7 +363,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         is_seen_to = any(
             outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)
         ) or _is_seen_to(job)
-        _signals.append(signum)  # now that the request is made: `_is_ending` looks at both
+        _signals.append(signum)  # now that the request is made: `_is_shutting_down` looks at both
         if is_seen_to:
             return
         if job.rank_0 is not None and job.ended_by is None:
@@ -423,24 +423,24 @@ def _limit_stop(job: _Running) -> None:
             f"[driver] stopped by SIGTERM {job.executor.where()}, as --exit-grace-s "
             f"({job.grace_s:g}) is over{newest}"
         )
-        _leave(128 + signal.SIGTERM, job)
+        _exit_now(128 + signal.SIGTERM, job)
 
 
 def _limit_unwinding(job: _Running) -> None:
     if not job.has_ended.wait(_UNWIND_S) and job.claim():
         stopped = Stopped(job.ended_by)
         _tell(_explain(stopped, job))
-        _leave(_exit_code(stopped, job.executor), job)
+        _exit_now(_exit_code(stopped, job.executor), job)
 
 
-def _leave(code: int, job: _Running) -> None:
+def _exit_now(code: int, job: _Running) -> None:
     """At once, with all ranks."""
     try:
         if job.processes is not None:
             job.processes.kill()
         elif job.executor is not None:
-            aborting = threading.Thread(target=_abort, args=(job.executor, code), daemon=True)
-            aborting.start()
-            aborting.join(_ABORT_S)  # the store may hang
+            killing = threading.Thread(target=_kill_workers, args=(job.executor, code), daemon=True)
+            killing.start()
+            killing.join(_ABORT_S)  # the store may hang
     finally:
         os._exit(code)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from megarl.signed_pickle import JOB_SECRET, job_secret
+from megarl.runtime.signing import JOB_SECRET, job_secret
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -25,8 +25,6 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Protocol
 
-from megarl.config.errors import ConfigError
-
 JOB_SECRET = "MEGARL_JOB_SECRET"
 _MAC_BYTES, _SECRET_BYTES, _SHORTEST_SECRET = hashlib.sha256().digest_size, 32, 32
 _FILE, _READERS = "secret/file", "secret/readers"
@@ -34,6 +32,10 @@ _FILE, _READERS = "secret/file", "secret/readers"
 
 class ForgedMessage(RuntimeError):
     """What lies in the store was not written by this job."""
+
+
+class SecretError(ValueError):
+    """The job's secret is missing, too short, or its folder can be read by others. For the user to mend."""
 
 
 class Store(Protocol):
@@ -74,24 +76,22 @@ _secret: str | None = None
 
 
 def job_secret() -> str:
-    """This process's: from the environment, else drawn; once. Raises: ConfigError for one that is short
+    """This process's: from the environment, else drawn; once. Raises: SecretError for one that is short
     enough to be guessed."""
     global _secret
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
         if given is not None and len(given) < _SHORTEST_SECRET:
-            raise ConfigError(
-                [
-                    f"{JOB_SECRET} (variable, {len(given)} characters): must have at least "
-                    f"{_SHORTEST_SECRET} characters. {_HOW}"
-                ]
+            raise SecretError(
+                f"{JOB_SECRET} (variable, {len(given)} characters): must have at least "
+                f"{_SHORTEST_SECRET} characters. {_HOW}"
             )
         _secret = given or secrets.token_hex(_SECRET_BYTES)
     return _secret
 
 
 def check_secret(env: Mapping[str, str] = os.environ) -> None:
-    """In a rank. Raises: ConfigError if its secret is too short, or there is none where the ranks cannot
+    """In a rank. Raises: SecretError if its secret is too short, or there is none where the ranks cannot
     agree on one by themselves."""
     job_secret()
     alone = env["WORLD_SIZE"] == "1"
@@ -99,19 +99,17 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
         env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"] and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
     if JOB_SECRET not in env and not alone and not on_one_node:
-        raise ConfigError(
-            [
-                f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, "
-                "on one node: it signs commands in a "
-                f"store that others can reach. {_HOW}"
-            ]
+        raise SecretError(
+            f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, "
+            "on one node: it signs commands in a "
+            f"store that others can reach. {_HOW}"
         )
 
 
 def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
     """In a rank under a launcher, before the first message: the secret of the environment, out of which it is
     taken, as children inherit that, or rank 0's. Collective over the world; `store`: where the ranks of this
-    attempt meet. Raises: ConfigError like check_secret."""
+    attempt meet. Raises: SecretError like check_secret."""
     global _secret
     check_secret(env)
     if env.pop(JOB_SECRET, None) is not None or env["WORLD_SIZE"] == "1":
@@ -145,18 +143,16 @@ def _read(path: Path) -> str:
 
 
 def _folder() -> Path:
-    """One that nobody else can read or put anything into. Raises: ConfigError if somebody else has made
+    """One that nobody else can read or put anything into. Raises: SecretError if somebody else has made
     it."""
     folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            [
-                f"{folder} (folder for secrets): must be a folder of this user that nobody else may "
-                "open. Try TMPDIR=$HOME, or a "
-                f"{JOB_SECRET} of your own."
-            ]
+        raise SecretError(
+            f"{folder} (folder for secrets): must be a folder of this user that nobody else may "
+            "open. Try TMPDIR=$HOME, or a "
+            f"{JOB_SECRET} of your own."
         )
     return folder

@@ -21,15 +21,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.driver.job_store import LOOPBACK, loopback_store, store_environment
-from megarl.driver.torchrun import DRIVER_PID, without_rank
+from megarl.runtime.job_store import LOOPBACK, loopback_store, store_environment
 from megarl.role_names import kind_and_suffix
-from megarl.workers.process import store_prefix
+from megarl.runtime.process import DRIVER_PID, store_prefix, without_rank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from megarl.driver.store_executor import StoreExecutor
+    from megarl.runtime.store_executor import StoreExecutor
 
 _EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
 
@@ -41,6 +40,7 @@ def local_ranks(
     world_size: int,
     call_timeout_s: float,
     module: str = "megarl.train",
+    tidy_up: Callable[[], object] = lambda: None,
 ) -> Iterator[StoreExecutor]:
     """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an
     exception killed; in both cases all of them are gone when this returns.
@@ -52,8 +52,9 @@ def local_ranks(
         argv, module: a rank is `python -m module argv`.
         ranks: role -> its ranks.
         call_timeout_s: as of StoreExecutor.
+        tidy_up: as of LocalRanks.
     """
-    processes, executor = LocalRanks(argv, world_size, module, ranks), None
+    processes, executor = LocalRanks(argv, world_size, module, ranks, tidy_up=tidy_up), None
     try:
         executor = processes.start(call_timeout_s)
         executor.death_first_s = _DEATH_FIRST_S
@@ -66,7 +67,7 @@ def local_ranks(
             # tell it
             processes.expect_end()
             if executor is not None:
-                executor.abort(1)
+                executor.kill(1)
             processes.end(0.0)
         raise
 
@@ -126,7 +127,7 @@ class LocalRanks:
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that
     started it, and a caller's thread may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often
-    the job was started before."""
+    the job was started before. `tidy_up` removes what killed ranks could not remove themselves."""
 
     def __init__(
         self,
@@ -135,6 +136,7 @@ class LocalRanks:
         module: str,
         ranks_of: Mapping[str, Sequence[int]],
         attempt: int = 0,
+        tidy_up: Callable[[], object] = lambda: None,
     ):
         self._store = loopback_store()
         self._env = (
@@ -153,7 +155,7 @@ class LocalRanks:
         )
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         self._command = [sys.executable, "-u", "-P", "-m", module, *argv]
-        self._world_size, self._ranks_of = world_size, ranks_of
+        self._world_size, self._ranks_of, self._tidy_up = world_size, ranks_of, tidy_up
         self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RankDied] = []
         self._tell: Callable[[RankDied], None] = self._deaths.append
@@ -166,7 +168,7 @@ class LocalRanks:
 
     def start(self, call_timeout_s: float) -> StoreExecutor:
         """Start the ranks. A rank that dies without a word is this executor's failure."""
-        from megarl.driver.store_executor import StoreExecutor
+        from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
         executor = StoreExecutor(
@@ -190,7 +192,7 @@ class LocalRanks:
             raise self._not_started[0]
 
     def _connect(self) -> dist.Store:
-        from megarl.workers.mailbox import connect
+        from megarl.runtime.mailbox import connect
 
         return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
@@ -227,9 +229,7 @@ class LocalRanks:
         self.expect_end()
         for process in list(self._processes.values()):
             _kill_group(process)
-        from megarl.rollout.environment import sweep_shared_memory
-
-        sweep_shared_memory()  # of engines that could not tidy up
+        self._tidy_up()
 
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from megarl.config.roles import trains_in_fp32
-from megarl.config.schema import TrainConfig
-from megarl.driver.executor import RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
-from megarl.driver.stop_request import StopRequest
-from megarl.leaving import LEAVING, Left
-from megarl.workers.mailbox import Failure
-from megarl.workers.process import compute_fp32_exactly, keep_checkout_off_path
-
-
-@contextlib.contextmanager
-def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
-    """The executor over the roles of a world of one rank, which is this process."""
-    keep_checkout_off_path()
-    if trains_in_fp32(config):
-        compute_fp32_exactly()
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    from megarl.workers.worker import build_roles, join_world
-
-    join_world(config.placement.call_timeout_s)
-    executor = InlineExecutor(build_roles(config, world_size=1))
-    yield executor
-    executor.shutdown()
+from megarl.runtime.executor import RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
+from megarl.runtime.stop_request import StopRequest
+from megarl.runtime.abort import ABORT, Aborted
+from megarl.runtime.mailbox import Failure
 
 
 class InlineFuture:
@@ -78,7 +52,7 @@ class InlineExecutor:
         start = time.perf_counter()
         try:
             value = pickle.loads(pickle.dumps(getattr(self._roles[role], method)(*args, **kwargs)))
-        except Left:
+        except Aborted:
             self.stop.check()
             raise
         except Exception as error:  # the boundary that a process would be
@@ -108,21 +82,20 @@ class InlineExecutor:
         return RoleHandle(self, name)
 
     def wake(self) -> None:
-        """A stop is requested: a call that runs on the main thread leaves what it can leave, if its step will
-        be dropped."""
-        LEAVING.is_asked = self.stop.drops_step
+        """A shutdown is requested: a call that runs on the main thread aborts if its step will be dropped."""
+        ABORT.is_requested = self.stop.drops_step
 
     def ask_who_lives(self) -> list[int]:
         """This process does."""
         return []
 
-    def leave_calls(self) -> None:
-        """None is in flight: a call returns, or raises Left, before the loop can ask."""
+    def abort_calls(self) -> None:
+        """None is in flight: a call returns, or raises Aborted, before the loop can ask."""
 
     def where(self) -> str:
         return at_step(self.step).strip() or "before the first step"
 
-    def abort(self, exit_code: int) -> None:
+    def kill(self, exit_code: int) -> None:
         """Nobody else is to be told."""
 
     def shutdown(self) -> None:

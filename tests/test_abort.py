@@ -1,5 +1,5 @@
 """Ranks of one engine leave it before the same step, whenever each of them hears of it. `pytest
-tests/test_leaving.py`"""
+tests/test_abort.py`"""
 
 import random
 import threading
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megarl.leaving import LeavableEngine, Leaving, Left
+from megarl.runtime.abort import AbortableEngine, AbortToken, Aborted
 
 STEPS = 60
 
@@ -37,27 +37,27 @@ class Board(dict):
 @pytest.mark.parametrize("seed", range(8))
 def test_all_ranks_leave_before_the_same_step(seed):
     draw, size, board = random.Random(seed), 3, Board()
-    barrier, leavings = threading.Barrier(size), [Leaving() for _ in range(size)]
+    barrier, tokens = threading.Barrier(size), [AbortToken() for _ in range(size)]
     engines = [Engine(barrier, 10 * seed + rank) for rank in range(size)]
     left = {}
 
     def generate(rank: int) -> None:
         engine = engines[rank]
-        LeavableEngine(engine, "a", rank, size, leavings[rank])
+        AbortableEngine(engine, "a", rank, size, tokens[rank])
         try:
             for _ in range(STEPS):
                 engine.step()
-        except Left:
+        except Aborted:
             left[rank] = engine.begun
 
     def ask() -> None:
         """As the driver does: every rank hears of it at another time, and later that all have."""
         time.sleep(draw.random() * 0.02)
         for rank in draw.sample(range(size), size):
-            leavings[rank].board, leavings[rank].is_asked = board, True
+            tokens[rank].store, tokens[rank].is_requested = board, True
             time.sleep(draw.random() * 0.003)
         for rank in draw.sample(range(size), size):
-            leavings[rank].are_all_asked = True
+            tokens[rank].all_ranks_know = True
             time.sleep(draw.random() * 0.003)
 
     threads = [threading.Thread(target=generate, args=(rank,)) for rank in range(size)] + [
@@ -72,10 +72,10 @@ def test_all_ranks_leave_before_the_same_step(seed):
 
 
 def test_an_engine_alone_leaves_at_once():
-    engine, leaving = Engine(threading.Barrier(1), 0), Leaving()
-    LeavableEngine(engine, leaving=leaving)
+    engine, token = Engine(threading.Barrier(1), 0), AbortToken()
+    AbortableEngine(engine, token=token)
     engine.step()
-    leaving.is_asked = True
-    with pytest.raises(Left):
+    token.is_requested = True
+    with pytest.raises(Aborted):
         engine.step()
     assert engine.begun == 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megarl.driver.executor import (
+from megarl.runtime.executor import (
     CallTimeout,
     RemoteError,
     RoleHandle,
@@ -20,12 +20,11 @@ from megarl.driver.executor import (
     check_some,
     check_subset,
 )
-from megarl.driver.stop_request import StopRequest
-from megarl.driver.torchrun import world_size_from_env
-from megarl.signed_pickle import JOB_SECRET, job_secret
-from megarl.workers.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
-from megarl.workers.process import has_died, process_name
-from megarl.workers.stopping import ALL_ASKED, DRIVER, LEAVE, PING, PROCESS
+from megarl.runtime.stop_request import StopRequest
+from megarl.runtime.signing import JOB_SECRET, job_secret
+from megarl.runtime.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
+from megarl.runtime.process import has_died, process_name, world_size_from_env
+from megarl.runtime.shutdown_listener import ABORT_CALLS, ALL_RANKS_KNOW, DRIVER, PING, PROCESS
 
 _TICK_S = 1.0  # between two looks at the clock
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
@@ -88,7 +87,7 @@ class StoreExecutor:
         self.death_first_s = 0.0
         """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is
         why another raised."""
-        self.is_ending: Callable[[], bool] = lambda: False
+        self.is_shutting_down: Callable[[], bool] = lambda: False
         """Asked then: whether the job is being ended, for a reason that is not what the rank raised."""
         self.on_terminated: Callable[[], None] = lambda: None
         """Called, on another thread, when a rank has got SIGTERM."""
@@ -155,7 +154,7 @@ class StoreExecutor:
     def shutdown(self) -> None:
         if not self._ended:
             self._outbox.ask_for_stacks()  # whoever waits to be asked is in the store's code, see `_end`
-            for key in (PING, LEAVE, ALL_ASKED):
+            for key in (PING, ABORT_CALLS, ALL_RANKS_KNOW):
                 self._outbox.set(key, "end")
             self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
             self._end()
@@ -165,9 +164,10 @@ class StoreExecutor:
         """Calls issued so far."""
         return self._next
 
-    def abort(self, exit_code: int) -> None:
-        """Tell the workers that the job is over; they need not wait for the driver's exit."""
-        self._outbox.abort(self._next, exit_code)
+    def kill(self, exit_code: int) -> None:
+        """Tell the workers that the job is over: they exit with this code, without waiting for the driver's
+        end."""
+        self._outbox.kill(self._next, exit_code)
         self._end()
 
     def wake(self) -> None:
@@ -181,11 +181,11 @@ class StoreExecutor:
         dead = [rank for rank, name in self._outbox.of_ranks(PROCESS, missing).items() if has_died(name)]
         return dead or self._outbox.ask_all(PING, missing, _PING_S)
 
-    def leave_calls(self) -> None:
-        """Have ranks leave what they can leave of the calls in flight, and wait for the end of all. No value
-        of them is of use any more."""
-        if not self._outbox.ask_all(LEAVE, list(self._queues), _PING_S, str(self._next)):
-            self._outbox.set(ALL_ASKED, "asked")
+    def abort_calls(self) -> None:
+        """Have ranks abort the calls in flight where they can, and wait for the end of all. No value of them
+        is of use any more."""
+        if not self._outbox.ask_all(ABORT_CALLS, list(self._queues), _PING_S, str(self._next)):
+            self._outbox.set(ALL_RANKS_KNOW, "asked")
         while futures := list(self._futures.values()):
             self.wait_any(futures)
 
@@ -281,7 +281,7 @@ class StoreExecutor:
                 elif result.failure is not None:
                     f = result.failure
                     time.sleep(self.death_first_s)
-                    if self.is_ending():
+                    if self.is_shutting_down():
                         continue
                     self.fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
                 elif self.failure is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megarl.driver.stop_request import StopRequest
+from megarl.runtime.stop_request import StopRequest
 
 
 class RemoteError(RuntimeError):

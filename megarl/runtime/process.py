@@ -19,6 +19,21 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
+DRIVER_PID = "MEGARL_DRIVER_PID"
+"""Variable of the ranks that a driver has started itself: the driver's process."""
+_RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+
+
+def without_rank(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that make a process a rank."""
+    return {name: value for name, value in env.items() if not name.startswith(_RANK_VARIABLES)}
+
+
+def world_size_from_env() -> int:
+    """Return the number of ranks of the job. In the driver process that rank 0 has started."""
+    return int(os.environ["MEGARL_WORLD_SIZE"])
+
+
 def store_prefix(env: Mapping[str, str] = os.environ) -> str:
     """Prefix of this attempt's keys. `env` is that of a worker."""
     return f"megarl/{env.get('TORCHELASTIC_RUN_ID', 'none')}/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"

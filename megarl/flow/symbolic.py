@@ -1,4 +1,4 @@
-"""Roles by name only, to write a flow with. Two ways that give the same Flow:
+"""Roles by name only, to write a flow with. Two ways give the same Flow:
 
 actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=meshes)
 flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
@@ -7,9 +7,12 @@ flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic
 @dataflow
 def ppo(actor, critic, reference, reward):
     samples = actor.rollout()
-    scores, ref_log_probs, values = reward.score(samples), reference.log_probs(samples),
-    critic.values(samples) advantages = actor.advantages(scores, ref_log_probs, values, algorithm=gae)
-    critic.update(advantages) return actor.update(advantages)
+    scores = reward.score(samples)
+    ref_log_probs = reference.log_probs(samples)
+    values = critic.values(samples)
+    advantages = actor.advantages(scores, ref_log_probs, values, algorithm=gae)
+    critic.update(advantages)
+    return actor.update(advantages)
 
 flow = ppo(present=meshes)
 """
@@ -18,23 +21,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable
+from typing import Any
 
-from megarl.flow.graph import Flow, HasAdvantages, Node, function_node
-from megarl.flow.methods import METHODS, base, is_state
+from megarl.flow.columns import base, is_state
+from megarl.flow.flow import Flow, HasAdvantages
+from megarl.flow.node import Node, function_node
 from megarl.role_names import kind_and_suffix
 
 
 class SymbolicRole:
-    """A role that may not exist yet: its attributes are methods to build a flow of.
+    """A role that may not exist yet. Its attributes are methods to build a flow of.
 
     Args:
         name: "actor", "critic_2", ...
-        present: False: not in this job. It is false, and whatever is built with it is left out.
-        cls: class of a role of one's own; its methods declare their columns with @columns.
+        present: False: the job does not have the role. The object is then false, and whatever is built with
+            it is left out.
     """
 
-    def __init__(self, name: str, present: bool = True, cls: type | None = None, trace: _Trace | None = None):
-        self.name, self._present, self._cls, self._trace = name, present, cls, trace
+    def __init__(self, name: str, present: bool = True, trace: _Trace | None = None) -> None:
+        self.name, self._present, self._trace = name, present, trace
 
     def __bool__(self) -> bool:
         return self._present
@@ -44,9 +49,7 @@ class SymbolicRole:
             raise AttributeError(f"{method} of role {self.name} is private: no flow can call it.")
         kind, suffix = kind_and_suffix(self.name)
         if (kind, method) == ("actor", "rollout"):
-            return SymbolicMethod(
-                SymbolicRole(f"rollout{suffix}", self._present, None, self._trace), "generate"
-            )
+            return SymbolicMethod(SymbolicRole(f"rollout{suffix}", self._present, self._trace), "generate")
         return SymbolicMethod(self, method)
 
     def __repr__(self) -> str:
@@ -54,23 +57,21 @@ class SymbolicRole:
 
 
 class SymbolicMethod:
-    """A method of a symbolic role. In a @dataflow function a call of it is a node; elsewhere a call starts a
-    Flow."""
+    """A method of a symbolic role. Calling it starts a Flow; in a @dataflow function it adds a node."""
 
-    def __init__(self, role: SymbolicRole, method: str):
+    def __init__(self, role: SymbolicRole, method: str) -> None:
         self.role, self.method = role, method
 
     def __bool__(self) -> bool:
         return bool(self.role)
 
     def node(self, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None) -> Node:
-        """With the columns given, else those of the class of the role, else those of METHODS."""
-        own = getattr(getattr(self.role._cls, self.method, None), "flow_columns", (None, None))
+        """Return a node with the given columns, else those that the role's class declares."""
         return Node(
             role=self.role.name,
             method=self.method,
-            reads=own[0] if reads is None else reads,
-            writes=own[1] if writes is None else writes,
+            reads=None if reads is None else tuple(reads),
+            writes=None if writes is None else tuple(writes),
         )
 
     def __call__(
@@ -79,16 +80,16 @@ class SymbolicMethod:
         reads: Iterable[str] | None = None,
         writes: Iterable[str] | None = None,
         algorithm: HasAdvantages | None = None,
-    ) -> Flow | Traced:
-        """Args: inputs: what other calls in the function returned. None is a role that is not there."""
+    ) -> Any:
+        """Start a Flow with this call, or add it to that of the @dataflow function that runs.
+
+        Args:
+            inputs: what other calls in the function returned. None stands for a role that the job does not
+                have."""
         trace = self.role._trace
         if trace is None:
             return Flow().then(self, reads, writes)
-        if (
-            reads is None
-            and (kind_and_suffix(self.role.name)[0], self.method) not in METHODS
-            and writes is not None
-        ):
+        if reads is None and writes is not None and not self.node().is_known:
             reads = [column for traced in inputs if traced for column in traced.columns]
         if not self:
             return Traced(trace, ())
@@ -100,20 +101,20 @@ class SymbolicMethod:
 
 
 class Traced:
-    """What a call in a @dataflow function stands for: the columns that it writes."""
+    """What a call in a @dataflow function returns: it stands for the columns that the call writes."""
 
-    def __init__(self, trace: _Trace, columns: tuple[str, ...]):
+    def __init__(self, trace: _Trace, columns: tuple[str, ...]) -> None:
         self.trace, self.columns = trace, columns
 
 
 class _Trace:
-    """The flow of a @dataflow function as it is being run."""
+    """The flow of a @dataflow function while the function runs."""
 
     def __init__(self) -> None:
         self.flow = Flow()
 
     def extend(self, build: Callable[[Flow], Flow], inputs: Iterable[Traced | None]) -> Traced:
-        """Add what `build` adds. Raises ValueError if none of it reads what it is given."""
+        """Add the nodes that `build` adds. Raises ValueError for an input that none of them reads."""
         longer = build(self.flow)
         added = longer.declared[len(self.flow.declared) :]
         reads = [column for node in added for column in node.reads or ()]
@@ -134,16 +135,16 @@ class _Trace:
 
 
 def background(
-    work: SymbolicMethod | Callable,
+    work: SymbolicMethod | Callable[..., Any],
     *inputs: Traced,
     reads: Iterable[str] | None = None,
     writes: Iterable[str] | None = None,
 ) -> Traced:
-    """In a @dataflow function: work that delays nothing. It reads what it declares, else the columns of its
+    """Add work that delays nothing to a @dataflow function. It reads what it declares, else the columns of its
     inputs."""
-    traces = [given.trace for given in inputs if given] + (
-        [work.role._trace] if isinstance(work, SymbolicMethod) else []
-    )
+    traces = [given.trace for given in inputs if given]
+    if isinstance(work, SymbolicMethod) and work.role._trace is not None:
+        traces.append(work.role._trace)
     if not traces:
         raise ValueError(
             f"background({getattr(work, '__name__', work)}) needs an input to know its flow: pass "
@@ -163,9 +164,9 @@ def background(
     )
 
 
-def dataflow(function: Callable) -> Callable[..., Flow]:
-    """Turn a function of roles into a builder of its Flow: `function(present=meshes)`, or `function()` with
-    all roles there.
+def dataflow(function: Callable[..., object]) -> Callable[..., Flow]:
+    """Turn a function of roles into a builder of its Flow: `function(present=meshes)`, or `function()` if the
+    job has all roles.
 
     Parameters without a default are roles, called by their names. The function runs once per build, with
     symbolic roles."""
@@ -173,7 +174,7 @@ def dataflow(function: Callable) -> Callable[..., Flow]:
     def build(present: Container[str] | None = None) -> Flow:
         trace = _Trace()
         names = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-        function(*(SymbolicRole(name, present is None or name in present, None, trace) for name in names))
+        function(*(SymbolicRole(name, present is None or name in present, trace) for name in names))
         return trace.flow
 
     build.__name__, build.__doc__ = function.__name__, function.__doc__
@@ -181,6 +182,6 @@ def dataflow(function: Callable) -> Callable[..., Flow]:
 
 
 def symbolic_roles(names: str, present: Container[str] | None = None) -> list[SymbolicRole]:
-    """The roles of these names, separated by blanks; those not in `present` (None: all are) are left out of
-    what is built with them."""
+    """Return the roles of these names, separated by blanks. Roles that are not in `present` (None: all are) are
+    left out of what is built with them."""
     return [SymbolicRole(name, present is None or name in present) for name in names.split()]

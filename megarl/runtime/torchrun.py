@@ -3,7 +3,7 @@
     torchrun -> rank 0 -> start_driver -> run_driver(main, ...)     the driver: connect, main(executor), shut down
              -> rank 0, 1, ... -> serve(roles, ...)                 the workers
 
-Whatever fails is told once (`ending.py`), and then everything ends: the driver exits, with it rank 0, with it
+Whatever fails is told once (`shutdown.py`), and then everything ends: the driver exits, with it rank 0, with it
 (torchrun) all. Importing this module does not import torch, so the driver starts before rank 0 has.
 """
 
@@ -14,19 +14,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megarl.driver.ending import run_to_the_end
-from megarl.signed_pickle import JOB_SECRET, job_secret
-from megarl.workers.process import end_on_signals, end_with_parent, store_prefix
+from megarl.runtime.shutdown import run_job
+from megarl.runtime.signing import JOB_SECRET, job_secret
+from megarl.runtime.process import end_on_signals, end_with_parent, store_prefix, without_rank
 
 if TYPE_CHECKING:
-    from megarl.driver.store_executor import StoreExecutor
-
-_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
-DRIVER_PID = "MEGARL_DRIVER_PID"
-"""In the ranks that a driver has started itself: its process."""
+    from megarl.runtime.store_executor import StoreExecutor
 
 
 def start_driver(
@@ -54,11 +50,6 @@ def start_driver(
     return driver
 
 
-def without_rank(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that make a process a rank."""
-    return {name: value for name, value in env.items() if not name.startswith(_OF_A_RANK)}
-
-
 def _watch_driver(driver: subprocess.Popen) -> None:
     code = driver.wait()
     if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could handle them
@@ -70,20 +61,15 @@ def _watch_driver(driver: subprocess.Popen) -> None:
         os._exit(code if code > 0 else 1)
 
 
-def world_size_from_env() -> int:
-    """In the driver process: ranks of the job."""
-    return int(os.environ["MEGARL_WORLD_SIZE"])
-
-
 def run_driver(
     main: Callable[[StoreExecutor], object], ranks: dict[str, list[int]], call_timeout_s: float
 ) -> int:
     """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns
-    the exit code, as `run_to_the_end`."""
+    the exit code, as `run_job`."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
-    from megarl.driver.store_executor import (
+    from megarl.runtime.store_executor import (
         StoreExecutor,
     )  # torch: what a signal interrupts there cannot be unwound
 
-    return run_to_the_end(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s))
+    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s))

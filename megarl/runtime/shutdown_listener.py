@@ -1,15 +1,14 @@
-"""A rank when the job is told to end: it lives on until the driver has decided what that means.
+"""A rank's part in a graceful shutdown: it lives on until the driver has decided what a SIGTERM means.
 
-    SIGTERM          told to the driver. It may be the end of the whole job (then the driver ends it in order), or torchrun's answer to the
-                     death of another rank: then that one does not answer, and the driver gives up
-    stop/process     of each rank, to see on one machine at once whether it lives
-    stop/driver      likewise of the driver
-    stop/ping        answered by every rank that lives
-    stop/leave       index of the first command that is not of the step that is dropped. Of it generation and rewards are to be left, see
-                     `megarl.leaving`
-    stop/all_asked   every rank knows that
+    SIGTERM                  reported to the driver. It may be the end of the whole job, and then the driver shuts it down gracefully. Or it is
+                             torchrun's answer to the death of another rank: then that rank does not answer, and the driver gives up
+    shutdown/process         name of each rank's process, so that a dead one is seen at once on one machine
+    shutdown/driver          name of the driver's process
+    shutdown/ping            answered by every rank that lives
+    shutdown/abort           index of the first command that is not aborted; commands before it abort where they can, see abort.py
+    shutdown/all_ranks_know  set when every rank has read the one before
 
-The driver sets the last three in this order, or all of them to "end" when nobody will ask any more."""
+The driver sets the last three in this order, or all of them to "end" when it will ask no more."""
 
 from __future__ import annotations
 
@@ -23,13 +22,14 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megarl.leaving import LEAVING, Left
-from megarl.workers.mailbox import TERMINATED, Mailbox, Result, connect
-from megarl.workers.process import has_died, process_name
+from megarl.runtime.abort import ABORT, Aborted
+from megarl.runtime.mailbox import TERMINATED, Mailbox, Result, connect
+from megarl.runtime.process import has_died, process_name
 
-PROCESS, PING, LEAVE, ALL_ASKED = "stop/process", "stop/ping", "stop/leave", "stop/all_asked"
+PROCESS, PING = "shutdown/process", "shutdown/ping"
+ABORT_CALLS, ALL_RANKS_KNOW = "shutdown/abort", "shutdown/all_ranks_know"
 ASKED, END = b"asked", b"end"
-DRIVER = "stop/driver"
+DRIVER = "shutdown/driver"
 # that a driver which lives, as far as one sees, may take to ask who lives: less than torchrun leaves until
 # SIGKILL
 _HEARD_S = 20.0
@@ -37,7 +37,7 @@ _CONNECT_S, _ASKED_S = 4.0, 10.0
 _SAME_SIGNAL_S = 1.0  # within which a signal reaches all processes that it is sent to
 
 
-class StopListener:
+class ShutdownListener:
     """Answers the driver on a thread of its own; `join` after the driver has set END."""
 
     def __init__(self, rank: int):
@@ -47,27 +47,27 @@ class StopListener:
             threading.Event(),
             threading.Event(),
         )
-        self._has_left, self._first_to_stay = False, 0
-        self._thread = threading.Thread(target=self._listen, name="listen_for_stop", daemon=True)
+        self._has_aborted, self._first_kept = False, 0
+        self._thread = threading.Thread(target=self._listen, name="listen_for_shutdown", daemon=True)
         self._thread.start()
         _on_sigterm(self._end)
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
-    def is_left(self, index: int, error: BaseException) -> bool:
-        """Whether nobody will read the value of this command, which has raised: the job is being stopped, and
-        its step is dropped.
+    def is_aborted(self, index: int, error: BaseException) -> bool:
+        """Return whether this command, which has raised, is one that the driver aborts: nobody reads its
+        value.
 
-        After a call that was left those behind it may miss what it has not made. And what this rank has
-        started (an engine, processes of rewards) may have got the same SIGTERM, and have got it first."""
-        if not isinstance(error, Left) and self._terminated.wait(_SAME_SIGNAL_S):
+        Calls after an aborted one may miss what it has not made. And what this rank has started (an engine,
+        say) may have got the same SIGTERM, and have got it first."""
+        if not isinstance(error, Aborted) and self._terminated.wait(_SAME_SIGNAL_S):
             self._asked.wait(_ASKED_S)
-        left = index < self._first_to_stay and (
-            isinstance(error, Left) or self._has_left or self._terminated.is_set()
+        aborted = index < self._first_kept and (
+            isinstance(error, Aborted) or self._has_aborted or self._terminated.is_set()
         )
-        self._has_left = self._has_left or left
-        return left
+        self._has_aborted = self._has_aborted or aborted
+        return aborted
 
     def _listen(self) -> None:
         with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
@@ -77,13 +77,13 @@ class StopListener:
                 return
             self._pinged.set()
             store.set(f"{PING}/{self._rank}", "1")
-            if (first_to_stay := store.get(LEAVE)) == END:
+            if (first_kept := store.get(ABORT_CALLS)) == END:
                 return
-            self._first_to_stay = int(first_to_stay)
-            LEAVING.board, LEAVING.is_asked = connect(), True
+            self._first_kept = int(first_kept)
+            ABORT.store, ABORT.is_requested = connect(), True
             self._asked.set()
-            store.set(f"{LEAVE}/{self._rank}", "1")
-            LEAVING.are_all_asked = store.get(ALL_ASKED) == ASKED
+            store.set(f"{ABORT_CALLS}/{self._rank}", "1")
+            ABORT.all_ranks_know = store.get(ALL_RANKS_KNOW) == ASKED
 
     def _end(self) -> None:
         """On a thread. Ends this process when the driver has, or does not know of it."""
@@ -94,7 +94,7 @@ class StopListener:
             mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
             deadline = time.monotonic() + _HEARD_S
             while (
-                not mailbox.aborted()
+                not mailbox.is_killed()
                 and not _has_driver_died(store)
                 and (self._pinged.is_set() or time.monotonic() < deadline)
             ):

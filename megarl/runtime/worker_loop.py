@@ -1,11 +1,11 @@
 """The worker loop: take the next command of the log, run it if it is for a role of this rank, report, again.
 
     command          -> run, report the value
-    command, left    -> report no value (the job is being stopped, see stopping.py)
+    command, aborted -> report no value (a graceful shutdown, see shutdown_listener.py)
     command, raises  -> report the failure; wait until the driver has shown it (5 s at most, 60 s at
     start-up); exit 1
     shutdown         -> report, return
-    abort            -> exit with the driver's code
+    kill             -> exit with the driver's code
 
 A failed worker waits because its exit makes the collectives of its peers fail, and torchrun kill everything:
 first the cause must be told, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would only
@@ -29,12 +29,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megarl.workers.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
-from megarl.workers.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
-from megarl.workers.stopping import StopListener
+from megarl.runtime.mailbox import SHUTDOWN, STARTUP, Command, Failure, Mailbox, Result, connect
+from megarl.runtime.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
+from megarl.runtime.shutdown_listener import ShutdownListener
 
 logger = logging.getLogger(__name__)
-_ABORT_WAIT_S = 5.0
+_KILL_WAIT_S = 5.0
 _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the reason
 Roles = dict[str, object] | Callable[[], dict[str, object]]
 
@@ -60,7 +60,7 @@ def serve(
     end_on_signals()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
         end_with_parent(os.getppid(), signal.SIGKILL)  # a SIGTERM asks for more
-    listener = StopListener(rank)
+    listener = ShutdownListener(rank)
     mailbox = Mailbox(store)
     teller = teller or answer_for_stacks(rank)
     try:
@@ -68,8 +68,8 @@ def serve(
     except dist.DistNetworkError as error:
         logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
         _exit(1)
-    teller.join(_ABORT_WAIT_S)
-    listener.join(_ABORT_WAIT_S)
+    teller.join(_KILL_WAIT_S)
+    listener.join(_KILL_WAIT_S)
     return driver.wait() if driver is not None else 0
 
 
@@ -85,7 +85,7 @@ def fail_to_start(error: BaseException, rank: int) -> NoReturn:
     process."""
     failure = Failure.of(error, "worker", "start-up", None)
     try:
-        mailbox = Mailbox(connect(timeout_s=_ABORT_WAIT_S))
+        mailbox = Mailbox(connect(timeout_s=_KILL_WAIT_S))
     except dist.DistError:
         sys.stderr.write(f"[worker rank {rank}] start-up failed: {failure.error}\n{failure.traceback}\n")
         _exit(1)
@@ -114,7 +114,7 @@ def _stacks() -> str:
     return told
 
 
-def _serve(roles: Roles, rank: int, mailbox: Mailbox, listener: StopListener) -> None:
+def _serve(roles: Roles, rank: int, mailbox: Mailbox, listener: ShutdownListener) -> None:
     hosted = roles if isinstance(roles, dict) else _build(roles, rank, mailbox)
     index = 0
     while isinstance(command := mailbox.next_command(index), Command):
@@ -140,7 +140,7 @@ def _run(
     rank: int,
     roles: dict[str, object],
     mailbox: Mailbox,
-    listener: StopListener,
+    listener: ShutdownListener,
 ) -> Result:
     start = time.perf_counter()
     try:
@@ -150,15 +150,15 @@ def _run(
         value = pickle.dumps(getattr(roles[command.role], command.method)(*args, **kwargs))
         return Result(index, rank, value, time.perf_counter() - start, time.time())
     except BaseException as error:  # process boundary
-        if listener.is_left(index, error):
+        if listener.is_aborted(index, error):
             return Result(index, rank, pickle.dumps(None), time.perf_counter() - start, time.time())
         _fail(Failure.of(error, command.role, command.method, command.step), index, rank, mailbox)
 
 
 def _fail(failure: Failure, index: int, rank: int, mailbox: Mailbox) -> NoReturn:
     mailbox.report(Result(index, rank, b"", failure=failure))
-    deadline = time.monotonic() + (_STARTUP_WAIT_S if index == STARTUP else _ABORT_WAIT_S)
-    while not mailbox.aborted() and time.monotonic() < deadline:
+    deadline = time.monotonic() + (_STARTUP_WAIT_S if index == STARTUP else _KILL_WAIT_S)
+    while not mailbox.is_killed() and time.monotonic() < deadline:
         time.sleep(0.05)
     _exit(1)
 

@@ -5,11 +5,11 @@
                                same order.
     inbox  inbox               one queue of results and errors of all ranks; the driver takes them as they come.
     stacks stacks/wanted       set when a call hangs: every rank writes where its Python is to stacks/<rank>.
-    abort  abort               set once the driver has reported a failure: nobody needs to wait for anything any more.
-    stop   stop/...            what driver and ranks say to each other when the job is to end in order, see stopping.py.
+    kill   kill                set once the driver has reported a failure: nobody needs to wait for anything any more.
+    stop   shutdown/...        what driver and ranks tell each other in a graceful shutdown, see shutdown_listener.py.
 
 All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the
-attempt before. What is pickled is signed (`signed_pickle`): whoever reaches the store's port can write there.
+attempt before. What is pickled is signed (`signing`): whoever reaches the store's port can write there.
 The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are cut into
 parts.
 """
@@ -26,8 +26,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megarl import signed_pickle
-from megarl.workers.process import listen_on_loopback, store_prefix
+from megarl.runtime import signing
+from megarl.runtime.process import listen_on_loopback, store_prefix
 
 PART_BYTES = 4 << 20
 FOREVER = timedelta(days=20)  # the store's poll counts milliseconds in an int32: 24 days at most
@@ -49,8 +49,8 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """What ends the log when the job is over before its time. Workers leave with the driver's exit code."""
+class Kill:
+    """Ends the log when the job is over before its time. Workers exit with the driver's exit code."""
 
     exit_code: int
 
@@ -117,7 +117,7 @@ def world_store(timeout_s: float) -> dist.Store | None:
     so after an elastic restart gloo would find the addresses of dead processes and time out.
     """
     if not has_own_store():
-        signed_pickle.check_secret()
+        signing.check_secret()
         return (
             dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None
         )  # torch's would listen on all interfaces, for nobody
@@ -125,7 +125,7 @@ def world_store(timeout_s: float) -> dist.Store | None:
         listen_on_loopback()
     store = connect(prefix=f"{store_prefix()}/world", timeout_s=timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
-    signed_pickle.agree(store)
+    signing.agree(store)
     return store
 
 
@@ -139,7 +139,7 @@ class Mailbox:
 
     def post(self, index: int, command: Command) -> list[str]:
         """Append a command to the log. Returns its keys, to be deleted once every rank has read it."""
-        head, parts = self._pack(f"cmd/{index}", signed_pickle.dumps(command, f"cmd/{index}"))
+        head, parts = self._pack(f"cmd/{index}", signing.dumps(command, f"cmd/{index}"))
         self._store.set(f"cmd/{index}", head)
         return [f"cmd/{index}", *parts]
 
@@ -148,11 +148,11 @@ class Mailbox:
         head = self._store.queue_pop("inbox")
         data = self._read(head)
         self.delete(json.loads(head[1:]) if head[:1] == _IN_PARTS else [])
-        return signed_pickle.loads(data, "inbox")
+        return signing.loads(data, "inbox")
 
     def close(self) -> None:
         """End a `receive` that blocks on another connection."""
-        self._store.queue_push("inbox", _WHOLE + signed_pickle.dumps(None, "inbox"))
+        self._store.queue_push("inbox", _WHOLE + signing.dumps(None, "inbox"))
 
     def delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -165,22 +165,20 @@ class Mailbox:
         while len(said) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             new = [key for rank in ranks if rank not in said and self._store.check([key := f"stacks/{rank}"])]
-            said |= {
-                int(key.partition("/")[2]): signed_pickle.loads(self._store.get(key), key) for key in new
-            }
+            said |= {int(key.partition("/")[2]): signing.loads(self._store.get(key), key) for key in new}
         return said
 
     def ask_for_stacks(self) -> None:
         self._store.set("stacks/wanted", "1")
 
-    def abort(self, index: int, exit_code: int) -> None:
-        """End the job: workers that wait for command `index`, the next one, leave at once; failed ones stop
+    def kill(self, index: int, exit_code: int) -> None:
+        """End the job: workers that wait for command `index`, the next one, exit at once; failed ones stop
         waiting."""
-        self._store.set("abort", "1")
-        self._store.set(f"cmd/{index}", _WHOLE + signed_pickle.dumps(Abort(exit_code), f"cmd/{index}"))
+        self._store.set("kill", "1")
+        self._store.set(f"cmd/{index}", _WHOLE + signing.dumps(Kill(exit_code), f"cmd/{index}"))
 
     def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
-        """Set one of the keys of stopping.py. Returns the ranks that have not answered in time."""
+        """Set one of the keys of shutdown_listener.py. Returns the ranks that have not answered in time."""
         self._store.set(key, value)
         deadline, missing = time.monotonic() + wait_s, list(ranks)
         while (
@@ -202,21 +200,22 @@ class Mailbox:
 
     # Worker side.
 
-    def next_command(self, index: int) -> Command | Abort:
+    def next_command(self, index: int) -> Command | Kill:
         """Block until command `index` is there."""
-        return signed_pickle.loads(self._read(self._store.get(f"cmd/{index}")), f"cmd/{index}")
+        return signing.loads(self._read(self._store.get(f"cmd/{index}")), f"cmd/{index}")
 
     def report(self, result: Result) -> None:
-        head, _ = self._pack(f"result/{result.rank}/{result.index}", signed_pickle.dumps(result, "inbox"))
+        head, _ = self._pack(f"result/{result.rank}/{result.index}", signing.dumps(result, "inbox"))
         self._store.queue_push("inbox", head)
 
     def tell_stack_when_asked(self, rank: int, describe: Callable[[], str]) -> None:
         """Block until the driver asks, then answer. On a thread and a connection of its own."""
         self._store.get("stacks/wanted")
-        self._store.set(f"stacks/{rank}", signed_pickle.dumps(describe(), f"stacks/{rank}"))
+        self._store.set(f"stacks/{rank}", signing.dumps(describe(), f"stacks/{rank}"))
 
-    def aborted(self) -> bool:
-        return self._store.check(["abort"])
+    def is_killed(self) -> bool:
+        """Return whether the driver has called `kill`."""
+        return self._store.check(["kill"])
 
     # A value above PART_BYTES is a head with the keys of its parts, which are written before it.
 

@@ -1,0 +1,130 @@
+"""The columns of a step's data in one table, and how flows name them.
+
+To add a token column: write a row of COLUMNS, and declare it in `writes=` of the role method that computes it
+(megarl/flow/job_roles.py; the worker stores it with `write_column` or `Share.set_column`). Batches hold it,
+exchanges move it between meshes and flows know who writes it from then on.
+
+A flow names columns in four ways:
+
+    old_log_probs    a column of the table, or of a user's own
+    values?          an optional read: the column is read if a node writes it
+    scores*          the column of every role that writes it
+    scores:judge_2   the column of the second role of a kind, where the first one writes `scores` too
+
+and state, which outlives the step:
+
+    weights:actor    who reads it before a node writes it sees what the last step left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column of the samples of a step.
+
+    Example: `Column(name="values", holds="...")` has one float32 per token, on the ranks.
+    """
+
+    name: str
+    holds: str
+    """What a number in the column means."""
+    dtype: str = "float32"
+    """Name of the torch dtype. Alternatives are separated by a bar; the model decides between them."""
+    row: tuple[str, ...] = ()
+    """Names of the sizes of one token's row. Empty: one number per token."""
+    per: Literal["token", "sample"] = "token"
+    on: Literal["ranks", "driver"] = "ranks"
+    """Where the values are. The driver reads those of its columns before it makes a call that needs them."""
+    comes_with: str = ""
+    """The column that stands for this one in flows: both are written by the same call."""
+    masked: bool = True
+    """0 where no response token is."""
+
+
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        Column(
+            name="tokens",
+            dtype="int64",
+            masked=False,
+            holds="Prompt and response of each sample, one sample after another.",
+        ),
+        Column(
+            name="response_mask",
+            dtype="bool",
+            comes_with="tokens",
+            holds="True on tokens that the policy produced (SFT: that it should produce).",
+        ),
+        Column(
+            name="rollout_log_probs",
+            comes_with="tokens",
+            holds="Log-probability under the engine that sampled the token.",
+        ),
+        Column(
+            name="old_log_probs",
+            holds="Log-probability under the policy before this step's updates.",
+        ),
+        Column(name="ref_log_probs", holds="Log-probability under the reference policy."),
+        Column(name="values", holds="The critic's value of the state in which the token was chosen."),
+        Column(name="advantages", holds="Advantage; NaN where the sample's reward failed."),
+        Column(
+            name="returns",
+            holds="What the critic learns to predict; NaN where the sample's reward failed.",
+        ),
+        Column(
+            name="routed_experts",
+            dtype="uint8|int16",
+            row=("layers", "topk"),
+            comes_with="tokens",
+            masked=False,
+            holds="Experts that the engine sent the token to in each layer; anything in dense layers.",
+        ),
+        Column(
+            name="lengths",
+            dtype="int64",
+            per="sample",
+            on="driver",
+            holds="Tokens of prompt and response.",
+        ),
+        Column(name="rewards", per="sample", on="driver", holds="Reward by the rule; None: it failed."),
+        Column(
+            name="scores",
+            per="sample",
+            on="driver",
+            holds="Score by a reward model; None: it failed. Scores count among the rewards.",
+        ),
+    )
+}
+
+TOKEN_COLUMNS = tuple(column.name for column in COLUMNS.values() if column.per == "token")
+DRIVER_COLUMNS = tuple(column.name for column in COLUMNS.values() if column.on == "driver")
+"""Columns whose values come back to the driver. Who reads one is called when the values are there."""
+SAMPLED_COLUMNS = tuple(
+    name for name in TOKEN_COLUMNS if "tokens" in (name, COLUMNS[name].comes_with) and not COLUMNS[name].row
+)
+"""Token columns that every sample has when it comes from the engine."""
+COMPUTED_COLUMNS = tuple(
+    name for name in TOKEN_COLUMNS if name != "tokens" and COLUMNS[name].comes_with != "tokens"
+)
+"""Token columns that a role computes from the samples. They are exchanged between meshes one by one."""
+
+
+def is_state(column: str) -> bool:
+    """Whether the column is state, which outlives the step."""
+    return column.startswith("weights:")
+
+
+def base(column: str) -> str:
+    """Name in the table: `scores` for scores, scores?, scores* and scores:reward_model_2."""
+    return column.split(":")[0].rstrip("?*")
+
+
+def any_in_driver(columns: Iterable[str]) -> bool:
+    """Whether the driver holds the values of one of these columns."""
+    return any(base(column) in DRIVER_COLUMNS for column in columns)

@@ -1,0 +1,274 @@
+"""The roles of a training job and their methods.
+
+To add a role kind: declare it here, and write its implementation in megarl/workers with
+`@implements(TheClass)`. To add a method: the same, in both classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.flow.role import Caller, Role, method, role_class
+from megarl.packing import MiniBatch, Sample
+
+Metrics = dict[str, float]
+"""One rank's part of metrics of the step; `megarl.metrics.combine` makes one dict of those of all ranks."""
+Record = dict[str, Any]
+"""What is known of one sample, by name."""
+
+
+class ModelRole(Role):
+    """A role that holds a model."""
+
+    @method()
+    def setup(self) -> None:
+        """Build the model and load its weights. Collective over the mesh."""
+
+    @method()
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+
+
+class TrainedRole(ModelRole):
+    """A role with an optimizer: checkpoints hold it."""
+
+    @method()
+    def begin_checkpoint(self, folder: str) -> None:
+        """Copy the state; a thread writes it while training goes on. Collective over the mesh."""
+
+    @method()
+    def checkpoint_written(self, wait: bool = False) -> str | None:
+        """Return the SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet."""
+
+    @method()
+    def damage_of_checkpoint(self, folder: str) -> str | None:
+        """Return why `load_checkpoint` would fail, the same on every rank; None: it would not."""
+
+    @method()
+    def load_checkpoint(
+        self, folder: str, weights_only: bool = False, digests: bool = True
+    ) -> dict[str, object]:
+        """Continue from a checkpoint of any layout. Returns the state that was saved with it."""
+
+
+class RandomState(Role):
+    """The random number generators of a rank, kept by the role that is on every rank."""
+
+    @method(optional=True)
+    def random_state(self) -> dict[str, str]:
+        """Return the state of this process's generators."""
+
+    @method(optional=True)
+    def set_random_state(self, state: Mapping[str, str]) -> None:
+        """Set the generators to a state that `random_state` returned."""
+
+
+class Rollout(Role, kind="rollout"):
+    """Engines that sample, with the weights of an actor."""
+
+    @method()
+    def setup(self) -> None:
+        """Start the engine and plan how the actor's shards become its shards. Collective."""
+
+    @method(
+        reads=("weights:actor", "weights:rollout"),
+        writes=("tokens", "lengths"),
+        phase="rollout",
+    )
+    def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
+        """Sample responses to dataset rows. Returns this engine's samples, from its first rank only.
+
+        Args:
+            purpose: "train": num_samples_per_prompt responses each; "eval": one each.
+            visits: visit of each prompt -> its row."""
+
+    @method(reads=("weights:actor",), writes=("weights:rollout",), reports=True, phase="reshard")
+    def sync(self, version: int) -> Metrics:
+        """Bring the actor's current weights into the engine as `version`. Collective."""
+
+    @method()
+    def shut_down(self) -> None:
+        """End the engine."""
+
+
+class Reward(Role, kind="reward"):
+    """Rules that score what the engines of the same ranks have sampled."""
+
+    @method()
+    def setup(self) -> None:
+        """Start the processes that score."""
+
+    @method(reads=("tokens",), writes=("rewards",), phase="reward")
+    def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
+        """Score this engine's samples. Returns sample_id, reward and texts, from its first rank only.
+
+        Args:
+            num_logged: so many samples carry their texts; None: --num-rollouts-to-log."""
+
+    @method()
+    def shut_down(self) -> None:
+        """End the processes."""
+
+
+class RewardModel(Role, kind="reward_model"):
+    """A classifier or a judge that scores samples."""
+
+    @method()
+    def setup(self) -> None:
+        """Load the model, or start the judge."""
+
+    @method(reads=("tokens", "lengths"), writes=("scores",), phase="reward_model")
+    def score(self, rows: Mapping[int, int]) -> list[Record]:
+        """Return sample_id and unweighted score of the samples that this rank reports on.
+
+        Args:
+            rows: sample id -> dataset row, of all samples of the step."""
+
+    @method()
+    def shut_down(self) -> None:
+        """End the judge."""
+
+
+class Reference(ModelRole, kind="reference"):
+    """The policy frozen at the weights that training starts from."""
+
+    @method(reads=("tokens", "lengths"), writes=("ref_log_probs",), reports=True, phase="ref_log_probs")
+    def log_probs(self) -> Metrics:
+        """Compute the column ref_log_probs."""
+
+
+class Critic(TrainedRole, kind="critic"):
+    """A model that predicts the return of every token."""
+
+    @method(reads=("tokens", "lengths", "weights:critic"), writes=("values",), phase="values")
+    def values(self) -> None:
+        """Compute the column values."""
+
+    @method(
+        reads=("tokens", "values", "returns"),
+        writes=("weights:critic",),
+        reports=True,
+        phase="critic_update",
+        commits=True,
+    )
+    def update(self) -> Metrics:
+        """Make all optimizer updates of the step."""
+
+
+class Actor(TrainedRole, RandomState, kind="actor"):
+    """The policy that is trained."""
+
+    @method(
+        reads=("tokens", "lengths", "weights:actor"),
+        writes=("old_log_probs",),
+        reports=True,
+        phase="log_probs",
+    )
+    def log_probs(self) -> Metrics:
+        """Compute the column old_log_probs and compare it with what the engine reported (mismatch/*)."""
+
+    @method(
+        reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
+        writes=("advantages", "returns"),
+        reports=True,
+        of_algorithm=True,
+    )
+    def advantages(
+        self,
+        sample_ids: list[int],
+        group_ids: list[int],
+        rewards: list[float | None],
+        kl_coef: float,
+        digests: list[int] | None = None,
+    ) -> Metrics:
+        """Compute the columns that the algorithm makes of rewards.
+
+        Args:
+            sample_ids, group_ids, rewards: of all samples of the step. None: the reward failed.
+            kl_coef: factor of the KL to the reference.
+            digests: bind each reward to its sample's tokens; None: rewards are taken as they come."""
+
+    @method(
+        reads=("tokens", "old_log_probs", "ref_log_probs?", "advantages"),
+        writes=("weights:actor",),
+        reports=True,
+        phase="update",
+        commits=True,
+    )
+    def update(self, kl_coef: float = 0.0) -> Metrics:
+        """Make all optimizer updates of the step."""
+
+    @method()
+    def send_weights(self, version: int) -> None:
+        """Do the source's part of `rollout.sync` on ranks without an engine."""
+
+    @method()
+    def worst_tokens(self, count: int) -> list[dict[str, float]]:
+        """Return this rank's tokens where trainer and engine differ most."""
+
+    @method(optional=True)
+    def load_dataset(self) -> list[tuple[int, int]] | None:
+        """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every row
+        from the mesh's first rank."""
+
+    @method(writes=("tokens", "lengths"), optional=True)
+    def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
+        """Make dataset rows the samples of the step.
+
+        Args:
+            visits: visit, which is the sample id -> dataset row."""
+
+
+class Data(RandomState, kind="data"):
+    """Brings samples and columns to the ranks that work on them. It is on every rank of a job that samples."""
+
+    @method(reports=True)
+    def distribute(
+        self, key: str, samples: list[Sample], mini_batches: list[MiniBatch], source: str = "train"
+    ) -> Metrics:
+        """Bring samples from the ranks that own them to all ranks of a mesh, as its next batch.
+
+        Args:
+            key: shard key of the mesh.
+            source: the rollout source of the samples."""
+
+    @method(reports=True)
+    def exchange(self, columns: Sequence[str], source: str, destination: str) -> Metrics:
+        """Bring token columns from the ranks of one mesh to those of another."""
+
+    @method()
+    def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
+        """Forget samples that were trained on: the rollouts, and what meshes have computed for them."""
+
+
+class Roles:
+    """Handles on the roles of a job, by name: `roles.actor`, `roles.critic_2`."""
+
+    actor: Actor
+    critic: Critic
+    reference: Reference
+    rollout: Rollout
+    reward: Reward
+    reward_model: RewardModel
+    data: Data
+
+    def __init__(self, caller: Caller, names: Iterable[str]) -> None:
+        self._handles = {name: role_class(name)(caller, name) for name in names}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._handles:
+            raise AttributeError(f"role ({name}): this job has {', '.join(self._handles)}.")
+        return self._handles[name]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._handles[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._handles
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handles)
+
+    def __dir__(self) -> Iterable[str]:
+        return list(self)

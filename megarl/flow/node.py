@@ -1,0 +1,114 @@
+"""The nodes of a flow: calls of roles, and functions of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from megarl.flow.columns import is_state
+from megarl.flow.role import RoleMethod, declaration
+from megarl.role_names import kind_and_suffix
+
+DRIVER = "driver"
+"""Role of a node that is a function of the driver's process."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Columns(NamedTuple):
+    """Columns that a function of the driver needs before it runs, and those that it leaves behind."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def columns(reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Callable[[F], F]:
+    """Decorator: declare what a function of the driver reads and writes.
+
+    Example:
+        @columns(reads=["rewards"])
+        def log_table(rewards): ...
+    """
+
+    def declare(function: F) -> F:
+        setattr(function, "flow_columns", Columns(tuple(reads), tuple(writes)))
+        return function
+
+    return declare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One call: a method of a role on all its ranks, or a function in the driver.
+
+    Args:
+        reads, writes: columns. None: those that the role's class declares; if it declares none, the flow is
+            invalid.
+        background: nothing on the critical path waits for the call.
+        function: called in the driver's process in place of a role's method. The role is then "driver".
+        name: default "role.method".
+    """
+
+    role: str
+    method: str
+    reads: tuple[str, ...] | None = None
+    writes: tuple[str, ...] | None = None
+    background: bool = False
+    function: Callable[..., Any] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        declared = self._declared_columns()
+        for field, default in (("reads", declared and declared[0]), ("writes", declared and declared[1])):
+            value = getattr(self, field)
+            object.__setattr__(self, field, default if value is None else tuple(value))
+        object.__setattr__(self, "name", self.name or f"{self.role}.{self.method}")
+
+    def declaration(self) -> RoleMethod[..., Any] | None:
+        """What the role's class declares of the method. None: nothing, or a function of the driver."""
+        return declaration(self.role, self.method) if self.function is None else None
+
+    def _declared_columns(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        declared = self.declaration()
+        return None if declared is None else declared.columns
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its columns are known."""
+        return self.reads is not None and self.writes is not None
+
+    @property
+    def index(self) -> str:
+        """Index of the role within its kind: "" of the first, "_2" of the second."""
+        return kind_and_suffix(self.role)[1]
+
+    def declares(self, column: str) -> bool:
+        """Whether the role's class names the column. State of the first actor then means that of any actor."""
+        declared = self._declared_columns()
+        return bool(declared and column in declared[0] + declared[1])
+
+
+def function_node(
+    function: Callable[..., Any], reads: Iterable[str] | None, writes: Iterable[str] | None
+) -> Node:
+    """Make a node of a function of the driver. It reads and writes the arguments, else its @columns, else
+    nothing."""
+    own = getattr(function, "flow_columns", Columns((), ()))
+    return Node(
+        role=DRIVER,
+        method=function.__name__,
+        reads=tuple(own.reads if reads is None else reads),
+        writes=tuple(own.writes if writes is None else writes),
+        function=function,
+        name=function.__name__,
+    )
+
+
+def rollout_sources(nodes: Iterable[Node]) -> set[str]:
+    """Return the indices of the rollouts that sample. Those that only get new weights have no samples."""
+    return {
+        node.index
+        for node in nodes
+        if kind_and_suffix(node.role)[0] == "rollout" and not all(map(is_state, node.writes or ()))
+    }

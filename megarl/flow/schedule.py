@@ -1,0 +1,194 @@
+"""Decides which calls of a flow may be issued now, from what has been issued and what has ended.
+
+The scheduler of the driver issues the calls and waits for them. Here ranks are sets of numbers, and nothing
+is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.flow.columns import base
+from megarl.flow.flow import Flow
+from megarl.flow.graph import Meshes
+from megarl.flow.node import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A call that could be issued now: a node, or, if `columns`, the exchange that brings them from `source` to
+    the ranks of the node."""
+
+    node: Node
+    ranks: frozenset[int]
+    source: Node | None = None
+    columns: tuple[str, ...] = ()
+
+
+class PreparedFlow:
+    """A valid flow with what does not change from step to step.
+
+    Args:
+        meshes: role -> its mesh.
+        shard_of: role -> key of the batch shard that it works on.
+        driver_columns: names of the columns whose values are in the driver.
+    Raises: FlowError if the flow cannot run.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        meshes: Meshes,
+        shard_of: Mapping[str, str],
+        driver_columns: Collection[str],
+    ) -> None:
+        flow.validate(meshes)
+        self.flow = flow
+        self.nodes = {node.name: node for node in flow.nodes}
+        index = {name: i for i, name in enumerate(self.nodes)}
+        self.order = sorted(
+            flow.nodes, key=lambda node: (node.background, -flow.chain_behind[node.name], index[node.name])
+        )
+        self.critical = [node for node in self.order if not node.background]
+        """The nodes of the critical path: those that the step waits for."""
+        self.ranks: dict[str, frozenset[int]] = {
+            n.name: frozenset() if n.function else frozenset(meshes[n.role].ranks) for n in flow.nodes
+        }
+        self.critical_ranks: frozenset[int] = frozenset().union(
+            *(self.ranks[node.name] for node in self.critical)
+        )
+        self.shard_of = shard_of
+        self.driver_columns = frozenset(driver_columns)
+        self.travelling: dict[tuple[str, str], tuple[str, ...]] = {}
+        """(writer, batch shard of the reader) -> columns to bring there."""
+        for node in flow.nodes:
+            for need, columns in flow.dependencies[node.name].items():
+                if far := self.far(node, self.nodes[need], columns):
+                    before = self.travelling.get((need, self.shard_of[node.role]), ())
+                    self.travelling[need, self.shard_of[node.role]] = tuple(dict.fromkeys(before + far))
+        self.awaited = {
+            need
+            for node in self.critical
+            for need, columns in flow.dependencies[node.name].items()
+            if columns
+        }
+        """Nodes that others on the critical path read."""
+
+    def far(self, node: Node, source: Node, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of the columns that must be brought to the node's ranks."""
+        if node.function or source.function or self.shard_of[node.role] == self.shard_of[source.role]:
+            return ()
+        return tuple(column for column in columns if base(column) not in self.driver_columns)
+
+    def needs_value(self, columns: tuple[str, ...]) -> bool:
+        """Whether the driver must have seen a value before these columns can be read."""
+        return any(base(column) in self.driver_columns for column in columns)
+
+
+class FlowStep:
+    """One step of a flow. The scheduler marks the calls that it issues and those that end; `candidates` says
+    which may come next."""
+
+    def __init__(self, prepared: PreparedFlow, skipped: Collection[str]) -> None:
+        self.prepared, self.skipped = prepared, frozenset(skipped)
+        self.issued: set[str] = set()
+        self.ended: set[str] = set()
+        self.moved: dict[tuple[str, str], bool] = {}
+        """(writer, batch shard of the reader) -> whether there was an exchange."""
+
+    def is_over(self) -> bool:
+        """Whether the critical path is issued, and what others on it read has ended."""
+        issued = all(node.name in self.issued for node in self.prepared.critical)
+        return issued and self.prepared.awaited <= self.ended
+
+    def has_unissued(self) -> bool:
+        """Whether a node has still to be issued."""
+        return len(self.issued) < len(self.prepared.nodes)
+
+    def candidates(self) -> list[Candidate]:
+        """Return the calls that may be issued now, in the order in which they should be.
+
+        Exchanges come first, because they let other ranks work; then the nodes with the longest chain behind
+        them; functions of the driver last, because nothing can be issued while one runs."""
+        self._pass_over_skipped()
+        moves: dict[tuple[str, str], Candidate] = {}
+        nodes = []
+        for node in self.prepared.order:
+            if node.name in self.issued:
+                continue
+            needs = [
+                self._need(node, need, columns)
+                for need, columns in self.prepared.flow.dependencies[node.name].items()
+            ]
+            for need in needs:
+                if isinstance(need, Candidate) and need.source is not None:
+                    moves.setdefault((need.source.name, self.prepared.shard_of[node.role]), need)
+            if all(need is True for need in needs) and node.name not in self.skipped:
+                nodes.append(Candidate(node, self.prepared.ranks[node.name]))
+        found = [*moves.values(), *nodes]
+        return sorted(found, key=lambda c: (c.node.background, c.node.function is not None))
+
+    def _need(self, node: Node, need: str, columns: tuple[str, ...]) -> bool | Candidate:
+        """Return whether what the node needs of another is there, or will be by the order of calls on its
+        ranks; else the exchange that brings it there, if that is all that is missing."""
+        prepared, source, ended = self.prepared, self.prepared.nodes[need], need in self.ended
+        if need in self.skipped or node.name in self.skipped or node.function or source.function:
+            return ended
+        if not ended and (need not in self.issued or prepared.needs_value(columns)):
+            return False
+        key = (need, prepared.shard_of[node.role])
+        if prepared.far(node, source, columns):
+            if key not in self.moved:
+                return Candidate(
+                    node, prepared.ranks[node.name] | prepared.ranks[need], source, prepared.travelling[key]
+                )
+            if self.moved[key]:  # the exchange is on the ranks of both
+                return True
+        return ended or prepared.ranks[node.name] <= prepared.ranks[need]
+
+    def _pass_over_skipped(self) -> None:
+        """End a skipped node when everything before it has ended, so that what comes after it still comes
+        after that."""
+        for name in sorted(self.skipped - self.ended, key=self.prepared.flow.depth.__getitem__):
+            if self.prepared.flow.dependencies[name].keys() <= self.ended:
+                self.issued.add(name)
+                self.ended.add(name)
+
+    def others_want(self, candidate: Candidate) -> bool:
+        """Whether a node of the critical path that does not wait for the candidate has still to be issued on
+        some of its ranks."""
+        after = {candidate.node.name}
+        if candidate.source is not None:  # all that wait for the same exchange
+            shard_of, needs = self.prepared.shard_of, self.prepared.flow.dependencies
+            shard = shard_of[candidate.node.role]
+            for node in self.prepared.flow.nodes:
+                if node.function or shard_of[node.role] != shard:
+                    continue
+                if candidate.source.name in needs[node.name]:
+                    after.add(node.name)
+        after = after.union(*(self.prepared.flow.behind[name] for name in after))
+        return any(
+            self._ranks_with_sources(node) & candidate.ranks
+            for node in self._unissued_critical()
+            if node.name not in after
+        )
+
+    def critical_path_wants(self, ranks: frozenset[int]) -> bool:
+        """Whether a node of the critical path has still to be issued on some of these ranks."""
+        return any(self._ranks_with_sources(node) & ranks for node in self._unissued_critical())
+
+    def _unissued_critical(self) -> Iterator[Node]:
+        done = self.issued | self.skipped
+        return (node for node in self.prepared.critical if node.name not in done)
+
+    def _ranks_with_sources(self, node: Node) -> frozenset[int]:
+        """Return the ranks of a node and of the exchanges that it still waits for."""
+        prepared = self.prepared
+        far = (
+            need
+            for need, columns in prepared.flow.dependencies[node.name].items()
+            if prepared.far(node, prepared.nodes[need], columns)
+            and (need, prepared.shard_of[node.role]) not in self.moved
+        )
+        return prepared.ranks[node.name].union(*(prepared.ranks[need] for need in far))
