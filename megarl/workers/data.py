@@ -165,9 +165,10 @@ class DataRole(RandomStateOfRank):
         rollouts = self.store.source(source)
         rollouts.release([sample for sample in sample_ids if sample in rollouts])
         for key, layout in self.store.layouts.items():
-            if layout.source == source:
-                of_mesh = self.store.mesh(key)
-                self.store.release_batch(key, [sample for sample in sample_ids if sample in of_mesh])
+            of_mesh = self.store.mesh(key)
+            held = [sample for sample in sample_ids if sample in of_mesh]
+            if held and layout.source == source:
+                self.store.release_batch(key, held)
 
     def _mesh(self, key: str) -> MeshSpec:
         if key not in self.meshes:

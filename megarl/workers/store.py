@@ -156,7 +156,8 @@ class BatchShard(PackedSamples):
         return MicroBatch.of(batch)
 
     def forget(self, sample_ids: Iterable[int]) -> None:
-        self.released = next(iter(sample_ids), self.released)
+        if self.released is None:
+            self.released = next(iter(sample_ids), None)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megarl.config.mesh import MeshSpec, shard_keys
 from megarl.invariants import InvariantError, digest
 from megarl.packing import Sample, plan_mini_batches
 from megarl.workers.data import DataRole
-from megarl.workers.store import BatchShard, MissingSampleError, RolloutSample, RolloutBlock, SampleStore
+from megarl.workers.store import MissingSampleError, RolloutSample, RolloutBlock, SampleStore
 
 
 def rollout(sample_id: int, group: int = 0, version: int = 0) -> RolloutSample:
@@ -170,10 +170,11 @@ def test_the_next_batch_of_a_mesh_takes_the_place_of_the_last():
     assert role.store.batch("actor").batch.values is None
 
 
-def test_a_rank_without_samples_has_an_empty_batch():
-    store = SampleStore()
-    store.set_batch("actor", BatchShard(Batch.from_samples([], [], [], []), []))
-    assert len(store.batch("actor").batch) == 0
+def test_a_rank_without_samples_keeps_its_empty_batch():
+    role = make_role((4,))
+    distribute(role, [])
+    role.release([4])
+    assert len(role.store.batch("actor").batch) == 0
 
 
 @pytest.mark.parametrize("change", [{"group": 3}, {"version": 1}, {"digest": 5}])
