@@ -22,8 +22,8 @@ class SFT(Algorithm):
         return ()
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean negative log-prob over the response tokens of the whole mini-batch. Metric: policy/loss, the
-        same number."""
+        """Return the mean negative log-prob over the response tokens of the whole mini-batch. Metric:
+        policy/loss, the same number."""
         loss = -inputs.log_probs.sum() / inputs.num_tokens
         return loss, {"policy/loss": loss.detach()}
 

@@ -1,10 +1,10 @@
-"""A Hugging Face tokenizer folder behind our interface (megarl/data/tokenizer.py)."""
+"""A Hugging Face tokenizer folder behind the interface of megarl/data/tokenizer_base.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.data.tokenizer import Messages
+from megarl.data.tokenizer_base import Messages
 
 
 class HFTokenizer:

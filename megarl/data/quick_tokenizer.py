@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.chat_template import compile_template
-from megarl.data.tokenizer import Messages, Tokenizer, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer_base import Messages, Tokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -124,7 +125,7 @@ class QuickTokenizer:
 
 
 def _read_object(path: str, flag: str) -> dict[str, Any]:
-    """{} if there is no such file."""
+    """Read a JSON object from a file. Returns {} if there is no such file."""
     if not os.path.isfile(path):
         return {}
     try:
@@ -142,7 +143,7 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """Of a special token, which is written as a string or an object."""
+    """Return the text of a special token, which is written as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -1,4 +1,4 @@
-"""A SentencePiece *.model file behind our interface (megarl/data/tokenizer.py).
+"""A SentencePiece *.model file behind the interface of megarl/data/tokenizer_base.py.
 
 Such a file has no chat template. `chat_template.jinja` in the same folder is taken if it is there (Hugging
 Face's conventions: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`).
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.chat_template import compile_template
-from megarl.data.tokenizer import Messages
+from megarl.data.tokenizer_base import Messages
 
 DEFAULT_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% "

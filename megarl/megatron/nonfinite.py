@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
-
-if TYPE_CHECKING:
-    from megarl.megatron.trained_model import TrainedModel
+from megarl.collectives import all_gather_messages
 
 _NAMED = 3  # samples and weights in a message, at most
 
@@ -24,6 +22,23 @@ class NonFiniteStep(FloatingPointError):
     def __init__(self, grad_norm: float) -> None:
         super().__init__(f"the gradient norm is {grad_norm}")
         self.grad_norm = grad_norm
+
+
+class ExplainedModel(Protocol):
+    """What `explain` reads of a trained model; `TrainedModel` has it all."""
+
+    groups: object
+    """The process groups of the mesh; `intra_dist_opt` is all of its ranks."""
+    token_values: tuple[str, str]
+    """What a loss is of, for people, and the batch's column of the same before the step."""
+
+    @property
+    def reports(self) -> bool: ...
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+
+    def gradients(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class _Findings:
 
 
 def explain(
-    model: TrainedModel,
+    model: ExplainedModel,
     grad_norm: float,
     micro_batches: list[MicroBatch],
     losses: list[torch.Tensor],
@@ -70,9 +85,7 @@ def explain(
         if values is not None and model.reports
         else [],
     )
-    group = model.groups.intra_dist_opt
-    ranks: list[_Findings] = [None] * group.size()
-    dist.all_gather_object(ranks, mine, group=group)
+    ranks = all_gather_messages(mine, _Findings, model.groups.intra_dist_opt)
     return _message(model.token_values[0], ranks)
 
 

@@ -17,34 +17,42 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megarl.config.schema import OFFLOAD_PARTS
-
-if TYPE_CHECKING:
-    from megarl.megatron.trained_model import TrainedModel
 
 PIECE_BYTES = 256 << 20
 """Of pinned memory. PyTorch rounds an allocation up to a power of two, which in one piece could double it."""
 
 
 class Frozen(Protocol):
-    """A model that is not trained."""
+    """A model whose parameters take memory: what ModelMemory needs of a model that is not trained."""
 
     chunks: list[torch.nn.Module]
     device: torch.device
+
+
+class Trained(Frozen, Protocol):
+    """A model that has gradients and an optimizer too."""
+
+    optimizer: Any
+    """Megatron's; None: the model is frozen after all."""
+    ddp: list[Any]
+    """Megatron's data-parallel wrappers of the chunks."""
+    sharded: list[Any]
+    """The same wrappers if Megatron-FSDP shards the parameters, else empty."""
 
 
 class ModelMemory:
     """The memory of one model on this rank.
 
     Args:
-        model: a Megatron model, or a frozen one of another library; it has `chunks`, modules, and `device`.
+        model: a Megatron model, or a frozen one of another library.
         owner: the role, for errors."""
 
-    def __init__(self, model: TrainedModel | Frozen, owner: str) -> None:
+    def __init__(self, model: Trained | Frozen, owner: str) -> None:
         self.owner, self._model = owner, model
         self._parts = OFFLOAD_PARTS if getattr(model, "optimizer", None) is not None else ("parameters",)
         self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}

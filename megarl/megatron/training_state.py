@@ -1,4 +1,5 @@
-"""Save and load a model that Megatron trains: its weights, Adam's moments, and the number of steps taken.
+"""What a checkpoint holds of a model that Megatron trains: weights, Adam's moments, and how many steps were
+taken.
 
 The tensors are views of live memory, cut into rectangles of the canonical tensors. A distributed optimizer
 holds stretches of parameters, each at most three rectangles; where there are fp32 masters, they are the
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoint.process_group import ProcessGroupHelper
 from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.config.model_function import function_fields
@@ -39,13 +40,13 @@ def save_checkpoint(
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
-    To write while training goes on, `save` copies of `saved_rectangles` and `model_state` in a thread that has
-    its own process group.
+    To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a
+    group of its own.
 
     Args:
-        atlas: atlas of this rank.
-        state: further values to save as JSON; `load_checkpoint` returns them.
-        group: process group of the mesh's ranks. Default: that of the model.
+        atlas: of this rank.
+        state: what else to remember, for JSON; returned by `load_checkpoint`.
+        group: of the mesh's ranks. Default: that of the model.
     Raises: CheckpointError, on every rank."""
     group = group or model.groups.intra_dist_opt
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
@@ -59,14 +60,13 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
     digests: bool = True,
 ) -> dict[str, object]:
-    """Load a checkpoint that was saved on any mesh. Collective over the mesh.
-
-    The learning rate is what this job's flags say at the step of the checkpoint.
+    """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this
+    job's flags say at that step.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which
             has none. A frozen model reads no others.
-        digests: False if `verify_checkpoint` has just checked them.
+        digests: False: `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
     Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model
         is then as it was."""
@@ -89,23 +89,21 @@ def load_checkpoint(
 def verify_checkpoint(
     folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
+    """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
     rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
     verify(folder, rectangles, group or model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
-    """Return the part of the state that all ranks have in common, with the layout for readers. Collective."""
+    """What is the same on every rank, and the layout, for people. Collective."""
     state: dict[str, object] = {
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "mesh": model.mesh.shape | model.mesh.expert_shape,
         "model": _function_of(model),
     }
     if model.optimizer is not None:
-        steps = max(
-            ProcessGroupHelper(group).all(lambda: _optimizer_steps(model))
-        )  # a rank may have nothing to update
-        state |= {"optimizer_steps": steps, "schedule_steps": model.scheduler.num_steps}
+        steps = RankGroup(group).all(lambda: _optimizer_steps(model), int)  # 0 on a rank that updates nothing
+        state |= {"optimizer_steps": max(steps), "schedule_steps": model.scheduler.num_steps}
     return state
 
 
@@ -118,26 +116,25 @@ def _function_of(model: TrainedModel) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """The optimizer's state of the elements [start, start + length) of a parameter, each tensor [length].
+    """What the optimizer has of the elements [start, start + length) of a parameter, each [length].
 
     Args:
-        master: fp32 weights, None if the parameter itself is fp32."""
+        master: fp32, None if the parameter itself is."""
 
     start: int
     master: Tensor | None
     moments: dict[str, Tensor]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return pairs of kind and values."""
+        """(kind, values)"""
         yield from self.moments.items()
         if self.master is not None:
             yield WEIGHTS, self.master
 
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
-    """Return the rectangles that this rank offers to save.
-
-    A tied embedding is saved by the first stage, as the last stage's copy may be cut differently."""
+    """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut
+    otherwise."""
     sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
@@ -153,9 +150,8 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
 
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
-    """Return the rectangles that this rank reads: all of its weights, and its own moments if it resumes.
-
-    It reads weights whose masters other ranks hold, too."""
+    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the
+    moments, if it resumes, its own."""
     sizes, stretches = _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -166,7 +162,7 @@ def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Itera
 
 
 def _canonical_sizes(model: TrainedModel) -> Sizes:
-    """Return the sizes of the model's canonical tensors, adapters included."""
+    """Of its canonical tensors, those of adapters too."""
     return hf_sizes(model.shape) | (adapter_sizes(model.shape, model.adapters.lora) if model.adapters else {})
 
 
@@ -182,7 +178,7 @@ def _param(atlas: Atlas, name: str) -> LocalParam:
 
 
 def _inner_optimizers(model: TrainedModel) -> list:
-    """Return the optimizer of the parameters outside of experts and that of the experts, if the rank has them."""
+    """One for the parameters outside of experts and one for experts; some ranks have none of a kind."""
     found = (
         getattr(model.optimizer, "chained_optimizers", [model.optimizer])
         if model.optimizer is not None
@@ -192,7 +188,7 @@ def _inner_optimizers(model: TrainedModel) -> list:
 
 
 def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
-    """Return whether a parameter has fp32 masters, on this rank or another one. parameter: None for a buffer."""
+    """On this rank or another one; None: a buffer."""
     return (
         model.optimizer is not None
         and parameter is not None
@@ -202,7 +198,7 @@ def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> b
 
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
-    """Return by parameter name what this rank updates. Adam's state is made if it has taken no step yet."""
+    """By name, what this rank updates. Adam's state is made if it has not taken a step yet."""
     model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
     out: dict[str, _Stretch] = {}
     name_of = {parameter: name for name, parameter in model.named_parameters()}
@@ -223,9 +219,8 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
 
 
 def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
-    """Return (model parameter, first element, what Adam updates in its place, whether that is a master).
-
-    The optimizer is one of Megatron 0.16.1."""
+    """(parameter of the model, first element, what Adam updates in its place, is that a master) of an
+    optimizer of Megatron 0.16.1."""
     if model.sharded:
         yield from (
             (parameter, start, shard, model.bf16)
@@ -258,9 +253,8 @@ def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn
 
 
 def _make_state(inner) -> None:
-    """Make Adam's state as the first step would.
-
-    Megatron's own function leaves out the counter that PyTorch's Adam keeps beside each parameter."""
+    """As the first step would. Megatron's own function leaves out the counter that PyTorch's Adam keeps
+    beside each parameter."""
     with cpu_megatron():
         inner.init_state_fn(inner.optimizer, inner.config)
     if isinstance(inner.optimizer, torch.optim.AdamW):
@@ -273,7 +267,7 @@ def _make_state(inner) -> None:
 
 
 def _optimizer_steps(model: TrainedModel) -> int:
-    """Return the number of steps that this rank's optimizer has taken; 0 if it updates nothing."""
+    """Of this rank; 0 if it updates nothing."""
     steps = []
     for inner in _inner_optimizers(model):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]

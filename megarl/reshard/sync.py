@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from torch import Tensor
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ReshardConfig
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.board import Board, Late
 from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
+from megarl.reshard.key_value_store import KeyValueStore, Late
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 from megarl.reshard.transfer import Transfer, src_view
 from megarl.reshard.transports.choose import Place, choose, place_here, ranks_per_node
@@ -32,6 +33,7 @@ from megarl.reshard.transports.exported import Exported, export, open_exported
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 PULLED = ("shared-memory", "cuda-ipc")
 _GRACE_S = 3.0  # whoever noticed first must be heard before others give up waiting for the verdict
 
@@ -69,9 +71,22 @@ class Receiver(Protocol):
     def give_up(self) -> None: ...
 
 
-Pull = tuple[Exported | dict[str, Tensor], tuple[RectCopy, ...] | None]
-"""Where a source's weights are: exported, or tensors of this process; and their arrangement, if it is not
-that of the plan."""
+ExportedPull = tuple[Exported, tuple[RectCopy, ...] | None]
+"""Where a source's exported weights are, and their arrangement, if it is not that of the plan."""
+Pull = ExportedPull | tuple[dict[str, Tensor], None]
+"""The same, or tensors of this process."""
+
+
+@dataclass(frozen=True)
+class Participant:
+    """What a rank publishes once, when its WeightSync is made."""
+
+    place: Place
+    engine_place: Place | None
+    """Of the engine that it speaks for, if any."""
+    dtypes: dict[int, dict[str, str]]
+    """Destination rank of that engine -> name of a weight -> torch.<dtype>. Sources digest what their weights
+    become there."""
 
 
 class WeightSync:
@@ -112,7 +127,7 @@ class WeightSync:
         )
         self.options = options
         self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
-        self._board = Board(f"{generation}{actor}", alone=len(self.participants) == 1)
+        self._store = KeyValueStore(f"{generation}{actor}", alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
         self._receives = {
             (src, dst): copies
@@ -122,17 +137,16 @@ class WeightSync:
         self._place = place_here(rank, next(iter(sources.values())).device.type if sources else "cpu")
         self._round, self._deadline, self._problem = 0, 0.0, None
         self._transports: dict[tuple[int, int], str] | None = None
-        self._board.write(f"place/{rank}", (self._place, self._engine_place(), self._dtypes()))
+        self._store.write(f"place/{rank}", Participant(self._place, self._engine_place(), self._dtypes()))
 
     # ------------------------------------------------------------------ once
 
     def _engine_place(self) -> Place | None:
         return self._receiver and place_here(self.rank, self._receiver.device, self._receiver.process)
 
-    def _dtypes(self) -> dict[int, dict[str, torch.dtype]]:
-        """Of this rank's destinations: sources digest what their weights become there."""
+    def _dtypes(self) -> dict[int, dict[str, str]]:
         return {
-            dst: {name: tensor.dtype for name, tensor in of_dst.items()}
+            dst: {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in of_dst.items()}
             for dst, of_dst in (self._receiver.tensors if self._receiver else {}).items()
         }
 
@@ -151,7 +165,7 @@ class WeightSync:
         ) is not None:  # or those who found a way would wait for those who did not
             raise SyncError(verdict)
         self._transports = transports
-        self._dtypes_of = {dst: places[self._speakers[dst]][2][dst] for dst in self._sends}
+        self._dtypes_of = {dst: places[self._speakers[dst]].dtypes[dst] for dst in self._sends}
         self._exported, self._addresses, self._told, self._new_pulls, self._messages = None, [], {}, {}, None
         self._find_sources()  # moves CPU storages, so before any other address is taken
         self._messages = self._plan_messages()
@@ -166,7 +180,7 @@ class WeightSync:
         self._digests = {
             dst: Digest(
                 [src_view(copy, self._sources) for copy in copies],
-                [self._dtypes_of[dst][copy.dst_name] for copy in copies],
+                [getattr(torch, self._dtypes_of[dst][copy.dst_name]) for copy in copies],
                 torch.get_num_threads(),
             )
             for dst, copies in self._sends.items()
@@ -177,19 +191,19 @@ class WeightSync:
         if self._messages is not None:
             self._messages.follow()
 
-    def _read_places(self) -> dict[int, tuple[Place, Place | None, dict[int, dict[str, torch.dtype]]]]:
-        """Peer -> what it wrote when it was made."""
+    def _read_places(self) -> dict[int, Participant]:
+        """Return what this rank's peers, and itself, published when they were made."""
         peers = (
             {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
         )
-        return {peer: self._read(f"place/{peer}", peer, "connect") for peer in sorted(peers)}
+        return {peer: self._read(f"place/{peer}", Participant, peer, "connect") for peer in sorted(peers)}
 
-    def _choose(self, places: dict[int, tuple[Place, Place | None, object]]) -> dict[tuple[int, int], str]:
+    def _choose(self, places: dict[int, Participant]) -> dict[tuple[int, int], str]:
         """(source, destination) -> transport, of the pairs of this rank; says so once."""
         transports, pairs_by = {}, {}
         for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
             transport, why = choose(
-                places[src][0], places[self._speakers[dst]][1], self.options.reshard_transport
+                places[src].place, places[self._speakers[dst]].engine_place, self.options.reshard_transport
             )
             transports[src, dst] = transport
             pairs_by.setdefault((transport, why), []).append(f"{src}->{dst}")
@@ -259,7 +273,7 @@ class WeightSync:
             except Exception as error:  # as in begin
                 problem = _told(self.rank, self._version, error)
         verdict = self._vote(problem)
-        self._board.turn_page()
+        self._store.end_sync()
         if verdict is not None:
             if self._receiver is not None:
                 self._receiver.give_up()
@@ -277,7 +291,7 @@ class WeightSync:
             moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
             digest = self._digests[dst]
             full = digest.full() if self.options.check_weight_sync else None
-            self._board.write(
+            self._store.write(
                 f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved)
             )
             if moved is not None:
@@ -286,7 +300,7 @@ class WeightSync:
     def _await_sources(self, version: int) -> dict[int, dict[int, Arrival]]:
         arrivals: dict[int, dict[int, Arrival]] = {}
         for src, dst in self._receives:
-            arrival = self._read(f"{self._round}/{src}>{dst}", src, f"make version {version} ready")
+            arrival = self._read(f"{self._round}/{src}>{dst}", Arrival, src, f"make version {version} ready")
             if arrival.version != version:
                 raise SyncError(
                     f"rank {src} has version {arrival.version}, this rank was told to take version {version}"
@@ -299,11 +313,11 @@ class WeightSync:
     def _vote(self, problem: str | None) -> str | None:
         """The verdict on this version: the lowest rank's problem, or None."""
         root = self.participants[0]
-        self._board.write(f"{self._round}/vote/{self.rank}", problem)
+        self._store.write(f"{self._round}/vote/{self.rank}", problem)
         if self.rank == root:
-            self._board.write(f"{self._round}/verdict", self._count_votes())
+            self._store.write(f"{self._round}/verdict", self._count_votes())
         try:
-            return self._board.read(f"{self._round}/verdict", self._deadline + 2 * _GRACE_S)
+            return self._store.read(f"{self._round}/verdict", str | None, self._deadline + 2 * _GRACE_S)
         except Late:
             return problem or f"[rank {root}] gave no verdict in time: it hangs or has died"
 
@@ -311,7 +325,8 @@ class WeightSync:
         problems, late = [], []
         for peer in self.participants:
             try:
-                problems.append(self._board.read(f"{self._round}/vote/{peer}", self._deadline + _GRACE_S))
+                key = f"{self._round}/vote/{peer}"
+                problems.append(self._store.read(key, str | None, self._deadline + _GRACE_S))
             except Late:
                 late.append(peer)
         told = [problem for problem in problems if problem is not None]
@@ -322,9 +337,9 @@ class WeightSync:
             ]
         return told[0] if told else None
 
-    def _read(self, name: str, peer: int, task: str) -> object:
+    def _read(self, key: str, kind: type[T], peer: int, task: str) -> T:
         try:
-            return self._board.read(name, self._deadline)
+            return self._store.read(key, kind, self._deadline)
         except Late:
             raise SyncError(
                 f"rank {peer} did not {task} within --reshard-timeout-s "
@@ -356,23 +371,23 @@ def sync_plan(
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
 
-_ATLASES = "atlases"  # a board of its own
+_ATLASES = "atlases"  # a store of its own
 
 
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
     """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started
     it."""
-    board = Board(_ATLASES + actor)
+    store = KeyValueStore(_ATLASES + actor)
     for rank, atlas in atlases.items():
-        board.write(str(rank), atlas)
+        store.write(str(rank), atlas)
 
 
 def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float, actor: str) -> dict[int, Atlas]:
-    board, deadline = Board(_ATLASES + actor), time.monotonic() + timeout_s
+    store, deadline = KeyValueStore(_ATLASES + actor), time.monotonic() + timeout_s
     atlases = {}
     for rank in rollout_ranks:
         try:
-            atlases[rank] = board.read(str(rank), deadline)
+            atlases[rank] = store.read(str(rank), Atlas, deadline)
         except Late:
             raise SyncError(
                 f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s "

@@ -1,9 +1,11 @@
-"""What a rank asks of the vLLM workers that are not in its process: methods that vLLM mixes into its worker
-class (its `worker_extension_cls` argument) and that `collective_rpc` calls by name. Plain values only."""
+"""Methods that a rank calls in the vLLM workers that are not in its process.
+
+vLLM mixes them into its worker class (its `worker_extension_cls` argument), and `collective_rpc` calls them by
+name. Arguments and results are plain values: vLLM would send others as pickles."""
 
 from __future__ import annotations
 
-import pickle
+from megarl.messages import encode
 
 
 class WorkerExtension:
@@ -15,8 +17,8 @@ class WorkerExtension:
         }
 
     def megarl_atlas(self) -> bytes:
-        """The pickled atlas of this rank."""
-        return pickle.dumps(self.weight_transfer_engine.atlas)
+        """Return the atlas of this rank as a message."""
+        return encode(self.weight_transfer_engine.atlas)
 
     def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:
         """(What went wrong with the copies that update_weights started, bytes written)."""

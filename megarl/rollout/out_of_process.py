@@ -12,7 +12,6 @@ trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.messages import decode, encode
 from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
@@ -104,9 +104,10 @@ class OutOfProcessEngine(Engine):
         }
         if shape.model_type not in TABLES:
             publish_atlases(
-                dict(
-                    zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)
-                ),
+                {
+                    rank: decode(data, Atlas)
+                    for rank, data in zip(self.ranks, self.llm.collective_rpc("megarl_atlas"), strict=True)
+                },
                 actor,
             )
 
@@ -153,9 +154,7 @@ class OutOfProcessEngine(Engine):
         self._ask(self.llm.start_weight_update)
         self._is_updating = True
         self._ask(
-            lambda: self.llm.update_weights(
-                {"update_info": [{"order": pickle.dumps(order)} for order in orders]}
-            ),
+            lambda: self.llm.update_weights({"update_info": [{"order": encode(order)} for order in orders]}),
             self.options.reshard_timeout_s,
         )
         self._plan = None

@@ -1,4 +1,4 @@
-"""What megarl adds to vLLM, through its official doors. vLLM calls `register` in each of its processes.
+"""Register with vLLM what megarl adds to it. vLLM calls `register` in each of its processes.
 
 setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
 
@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import contextlib
 
-SUPPORTED_VLLM = "0.32.0"
-BACKEND = "megarl"
-"""Name of the weight-transfer backend: LLM(weight_transfer_config={"backend": "megarl"})."""
+from megarl.rollout.names import BACKEND
 
-CPU_NORMS = "megarl_c"
-"""Name of the provider of norms in cpu_norms.py."""
+SUPPORTED_VLLM = "0.32.0"
 
 
 def register() -> None:

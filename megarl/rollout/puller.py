@@ -12,16 +12,16 @@ import torch
 from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import RectCopy
-from megarl.reshard.sync import Pull, tensors_of
+from megarl.reshard.sync import ExportedPull, tensors_of
 from megarl.rollout.double_buffer import DoubleBuffer
 
 
 @dataclass(frozen=True)
 class Order:
-    """One version for one destination."""
+    """One version for one destination. Travels to its process as a message."""
 
     arrivals: dict[int, Arrival]
-    pulls: dict[int, Pull]
+    pulls: dict[int, ExportedPull]
     """Sources that are new or have moved."""
     plan: dict[int, tuple[RectCopy, ...]] | None = None
     """With the first order of a plan: source rank -> copies."""
@@ -41,7 +41,7 @@ class _Buffer:
 
     tensors: dict[str, View]
     destination: Destination | None = None
-    pulls: dict[int, Pull] = field(default_factory=dict)
+    pulls: dict[int, ExportedPull] = field(default_factory=dict)
 
 
 class Puller:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from megarl.config.hf_config import FAMILIES, ModelShape
+from megarl.messages import decode
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import View
@@ -35,7 +35,7 @@ from megarl.reshard.transfer import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.latents import DerivedLatents
 from megarl.rollout.plugin import check_version
-from megarl.rollout.puller import Puller
+from megarl.rollout.puller import Order, Puller
 
 if TYPE_CHECKING:
     from megarl.rollout.cpu_experts import PackedExperts
@@ -60,7 +60,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """In the trainer's process: fills the weights. Collective over the ranks whose weights travel as
     messages."""
     order: bytes = b""
-    """Else: a pickled Order."""
+    """Else: an Order as a message."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             update_info.copy()
             self._derive()
         else:
-            self.puller.begin(pickle.loads(update_info.order))
+            self.puller.begin(decode(update_info.order, Order))
 
     def finish_weight_update(self) -> None:
         if self.puller is not None and self.puller.commit():

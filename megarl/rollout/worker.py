@@ -11,6 +11,7 @@ import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megarl.collectives import all_gather_messages
 from megarl.rollout.cpu_sampler import PositionSampler
 from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
 
@@ -50,7 +51,7 @@ class NamedCPUWorker(CPUWorker):
 def _unique_name() -> str:
     """The same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank 0>. Collective over
     the world."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8]))
+    own = (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8])
+    everyone = all_gather_messages(own, tuple[str, int, str])
     pid = next(pid for host, pid, _ in everyone if host == socket.gethostname())
     return f"{SHM_PREFIX}{pid}-{everyone[0][2]}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.process_group import ProcessGroupHelper
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.config.checkpoint_folders import MANIFEST
@@ -70,12 +70,12 @@ class CheckpointWriter:
         return self._digest
 
     def _write(self, folder: Path, copies: list[Rectangle], state: dict[str, object]) -> None:
-        helper, partial = ProcessGroupHelper(self._group), folder.with_name(f".{folder.name}.partial")
+        ranks, partial = RankGroup(self._group), folder.with_name(f".{folder.name}.partial")
         try:
-            helper.first(lambda: partial.mkdir(parents=True))
+            ranks.first(lambda: partial.mkdir(parents=True), None)
             manifest = self._plan.write(partial, copies, state, self._group)
-            helper.first(lambda: publish(partial, folder, manifest))
-            self._digest = helper.first(lambda: file_digest(folder / MANIFEST))
+            ranks.first(lambda: publish(partial, folder, manifest), None)
+            self._digest = ranks.first(lambda: file_digest(folder / MANIFEST), str)
         except BaseException as error:  # thread boundary: `written` raises it
             self._error = error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.sums_files import make_sums
+from sums.files import make_sums
 from tests.workers.role_steps import WORLD_SIZE, run_on_ranks
 from tests.workers.run_unequal_groups import GROUPS, unequal_rows
 

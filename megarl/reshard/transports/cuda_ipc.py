@@ -7,19 +7,17 @@ access, on the reader's stream."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class CudaMemory:
-    """Where a storage of another process is."""
+class CudaMemory(msgspec.Struct, frozen=True, tag=True):
+    """Where a CUDA storage of another process is."""
 
     device_uuid: str
     """Device numbers differ between processes that see other devices."""
-    handle: tuple
+    handle: tuple[bytes | None, int, int, bytes, int, bytes, bool]
     """Arguments of UntypedStorage._new_shared_cuda after the device."""
     num_bytes: int
 

@@ -1,5 +1,5 @@
-"""What a source tells its destinations once: which storages hold its weights, and where in them each tensor
-lies."""
+"""Describe tensors so that another process can open them: the storages that hold them, and where in a storage
+each tensor lies. A source tells its destinations once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Exported:
-    """Tensors of one process. Plain data: it can be pickled and compared; after a move of any tensor it
-    differs."""
+    """Tensors of one process, as a message. After a move of any tensor it compares unequal."""
 
     segments: tuple[shared_memory.SharedMemory | cuda_ipc.CudaMemory, ...]
     tensors: dict[str, Placed]

@@ -9,18 +9,17 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 _FOLDER = "/dev/shm"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Where a storage of another process is."""
+class SharedMemory(msgspec.Struct, frozen=True, tag=True):
+    """Where a CPU storage of another process is."""
 
     pid: int
     started: int
