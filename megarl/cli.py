@@ -93,8 +93,8 @@ def train(argv: list[str]) -> int:
         from megarl.train import run_inline
 
         return run_inline(config)
-    from megarl.driver.__main__ import train_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.__main__ import train_job
+    from megarl.trainer.launch import launch
 
     return launch(config, argv, train_job)
 
@@ -110,8 +110,8 @@ def evaluate(argv: list[str]) -> int:
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)
-    from megarl.driver.evaluate import evaluate_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.evaluation import evaluate_job
+    from megarl.trainer.launch import launch
 
     return launch(config, argv, evaluate_job, "megarl.evaluate", new_run=False)
 

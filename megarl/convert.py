@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("\n".join(problems) + "\n")
         return 2
     if through_megatron:
-        from megarl.driver.launch import launch_ranks
+        from megarl.trainer.launch import launch_ranks
 
         return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
     return convert(arguments)

@@ -36,11 +36,11 @@ ALLOWED = {
 """File -> the one thing that it may do: read Megatron's `.metadata` by an unpickler that refuses all but a few
 classes; give Megatron's own call the group of the mesh instead of the world."""
 NOT_YET = {
-    "megarl/driver/inline.py",
-    "megarl/driver/store_executor.py",
-    "megarl/signed_pickle.py",
-    "megarl/workers/serve.py",
-    "megarl/workers/stopping.py",
+    "megarl/runtime/inline_executor.py",
+    "megarl/runtime/shutdown_listener.py",
+    "megarl/runtime/signing.py",
+    "megarl/runtime/store_executor.py",
+    "megarl/runtime/worker_loop.py",
 }
 """The transport between driver and workers still pickles. Nothing may be added."""
 

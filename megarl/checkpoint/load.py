@@ -32,11 +32,11 @@ class Checkpoint:
         return self.manifest.state
 
     def tensors(self, kind: str) -> dict[str, StoredTensor]:
-        """Canonical name -> what is stored; empty if there is nothing of this kind."""
+        """Return what is stored of a kind, by canonical name; empty if there is nothing."""
         return self.manifest.tensors.get(kind, {})
 
     def files(self, kinds: Collection[str]) -> list[str]:
-        """Names of the files that hold something of these kinds."""
+        """Return the names of the files that hold something of these kinds."""
         return sorted(
             {part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts}
         )
@@ -119,9 +119,10 @@ def verify(
     digests: bool = True,
     model: Mapping[str, object] | None = None,
 ) -> Checkpoint:
-    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which
-    each rank reads its share. Collective. Of each kind that the ranks ask for, the checkpoint must have the
-    tensors that they ask for and no others.
+    """Check that the rectangles of every rank of a group can be filled. Collective.
+
+    Every file is there and has its digest; each rank reads its share of the files. Of each kind that the
+    ranks ask for, the checkpoint must have the tensors that they ask for and no others.
 
     Args:
         digests: False: they have just been checked.

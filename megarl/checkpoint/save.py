@@ -26,7 +26,7 @@ class Offer(NamedTuple):
     name: str
     box: Box
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     """As in torch.<dtype>."""
 
@@ -38,8 +38,9 @@ def save(
     state: dict[str, object],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it
-    returns, or not there.
+    """Write what the ranks of a group hold together. When this returns, `folder` is complete or not there.
+
+    Collective.
 
     To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else
     uses.
@@ -64,13 +65,14 @@ def save(
 
 
 Writers = dict[tuple[str, str, Box], int]
-"""(kind, name, box) -> rank."""
+"""(kind, name, box) of a rectangle -> the rank that writes it."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every
-    rank, but for `rank`."""
+    """The plan of which rank of a group writes what, valid as long as its ranks hold the same rectangles.
+
+    It is the same on every rank, but for `rank`."""
 
     rank: int
     offers: list[list[Offer]]
@@ -78,7 +80,9 @@ class SavePlan:
 
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
-        """Collective. Raises: CheckpointError, on every rank, if they do not cover every tensor."""
+        """Make the plan. Collective.
+
+        Raises: CheckpointError, on every rank, if the rectangles do not cover every tensor."""
         ranks = RankGroup(group)
         own = [
             Offer(r.kind, r.name, r.box, tuple(r.shape), str(r.values.dtype).removeprefix("torch."))
@@ -88,7 +92,7 @@ class SavePlan:
         return cls(ranks.rank, offers, _choose_writers(offers))
 
     def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Those that this rank writes."""
+        """Return the rectangles that this rank writes."""
         return [r for r in rectangles if self.writer_of[r.kind, r.name, r.box] == self.rank]
 
     def write(
@@ -98,8 +102,9 @@ class SavePlan:
         state: dict[str, object],
         group: dist.ProcessGroup | None = None,
     ) -> Manifest:
-        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on
-        every rank."""
+        """Write all files but the manifest, and return the manifest on every rank. Collective.
+
+        Raises: CheckpointError, on every rank."""
         written = RankGroup(group).all(
             lambda: _write_files(folder, self.rank, chosen), dict[str, tuple[int, str]]
         )

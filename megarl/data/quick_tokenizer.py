@@ -1,5 +1,5 @@
-"""A Hugging Face tokenizer folder read without transformers, whose import takes longer than all of `megarl
-check` may.
+"""Read a Hugging Face tokenizer folder without transformers, whose import takes longer than `megarl check`
+may take.
 
 For looks at a few rows before a job starts. Training reads the folder with transformers itself
 (hf_tokenizer.py)."""
@@ -19,7 +19,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") -> Tokenizer | None:
-    """As `load_tokenizer`; None for a folder that only transformers can read, which has no tokenizer.json.
+    """Load a tokenizer as `load_tokenizer` does; None for a folder without tokenizer.json, which only
+    transformers can read.
 
     Raises: ValueError as `load_tokenizer`, or for a tokenizer.json that is none."""
     path = os.fspath(path)
@@ -34,8 +35,8 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
 
 
 class QuickTokenizer:
-    """tokenizer.json in the library that made it, special tokens and chat template as transformers finds
-    them."""
+    """A tokenizer.json in the library that made it, with the special tokens and the chat template that
+    transformers would find."""
 
     def __init__(self, path: str, flag: str):
         import tokenizers

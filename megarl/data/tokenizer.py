@@ -1,4 +1,4 @@
-"""Load a tokenizer: Hugging Face folders and SentencePiece files behind one interface."""
+"""Load a tokenizer, from a Hugging Face folder or a SentencePiece file, behind one interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.data.tokenizer_base import Tokenizer
 
 
 def load_tokenizer(path: str | os.PathLike[str], flag: str = "--tokenizer-model") -> Tokenizer:
-    """Loads a folder with a Hugging Face tokenizer, or a SentencePiece *.model file (also alone in a folder).
+    """Load a folder with a Hugging Face tokenizer, or a SentencePiece *.model file (also alone in a folder).
 
     Raises: ValueError if there is no tokenizer at `path`, or it has no end-of-sequence token.
     """
@@ -43,8 +43,9 @@ def _load_sentencepiece(path: str, flag: str) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) -> None:
-    """Every id of the tokenizer needs a row in the model's embedding. More rows than ids are normal
-    (padding).
+    """Check that every id of the tokenizer has a row in the model's embedding.
+
+    More rows than ids are normal (padding).
 
     Args:
         model: the model's folder, for the error.

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, whatever library is behind it."""
+"""Define the interface that every tokenizer offers, whatever library is behind it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Messages = Sequence[dict[str, Any]] | str
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS
-    rule below."""
+    """The interface of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS rule
+    below."""
 
     name: str
-    """The path it was loaded from."""
+    """The path that it was loaded from."""
     vocab_size: int
     """Largest id + 1, added tokens included."""
     eos_token_id: int
@@ -21,27 +21,29 @@ class Tokenizer(Protocol):
     """The end-of-sequence id if the tokenizer has no padding token."""
 
     def encode_prompt(self, prompt: Messages) -> list[int]:
-        """Messages go through the chat template, up to and including the assistant's header. A string is
-        encoded as it is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
+        """Return the ids of a prompt.
+
+        Messages go through the chat template, up to and including the assistant's header. A string is encoded
+        as it is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
         ...
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        """The same for many at once, faster."""
+        """Encode many prompts at once, which is faster."""
         ...
 
     def encode_response(self, text: str) -> list[int]:
-        """Nothing is added; the caller appends `eos_token_id`."""
+        """Return the ids of a response. Nothing is added; the caller appends `eos_token_id`."""
         ...
 
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many at once, faster."""
+        """Encode many responses at once, which is faster."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out, and ids >= vocab_size, which a model with a padded vocabulary can
-        sample."""
+        """Return the text of ids. Special tokens are left out, and ids >= vocab_size, which a model with a
+        padded vocabulary can sample."""
         ...
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """The same for many at once, faster."""
+        """Decode many sequences at once, which is faster."""
         ...

@@ -1,4 +1,4 @@
-"""What is wrong with an update that is not finite, said by all ranks of the mesh in the same words."""
+"""Explain an update that is not finite, in the same words on all ranks of the mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _NAMED = 3  # samples and weights in a message, at most
 
 
 class NonFiniteStep(FloatingPointError):
-    """A gradient or loss is not finite on some rank. `grad_norm`: on this rank, which may be finite."""
+    """A gradient or loss is not finite on some rank.
+
+    `grad_norm`: the norm on this rank, which may be finite."""
 
     def __init__(self, grad_norm: float) -> None:
         super().__init__(f"the gradient norm is {grad_norm}")
@@ -43,7 +45,7 @@ class ExplainedModel(Protocol):
 
 @dataclass(frozen=True)
 class _Findings:
-    """Of one rank of the world.
+    """What one rank of the mesh found that is not finite.
 
     Args:
         weights, gradients: names of those that are not finite.
@@ -66,7 +68,9 @@ def explain(
     losses: list[torch.Tensor],
     values: list[torch.Tensor] | None,
 ) -> str:
-    """Collective over the mesh.
+    """Return a message that says which weights, gradients, losses and samples are not finite.
+
+    Collective over the mesh.
 
     Args:
         losses: of each micro-batch, on the last stage.
@@ -100,7 +104,7 @@ def _samples(
     losses: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> list[tuple[bool, float, int, str]]:
-    """Of this rank, as in `_Findings`."""
+    """Return the samples of this rank, as in `_Findings`."""
     found = []
     for micro, loss, of_micro in zip(
         micro_batches, losses, values
@@ -137,7 +141,7 @@ def _message(kind: str, ranks: Sequence[_Findings]) -> str:
 
 
 def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
-    """ "a (rank 0, 1), b (rank 1) and 4 more"."""
+    """Return names with their ranks, e.g. "a (rank 0, 1), b (rank 1) and 4 more"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, of_rank in names:
         for name in of_rank:
@@ -147,6 +151,6 @@ def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
 
 
 def _listed(what: str, numbers: Sequence[int]) -> str:
-    """ "sample 4", "samples 4, 7, 9 and 3 more"."""
+    """Return numbers in words, e.g. "sample 4" or "samples 4, 7, 9 and 3 more"."""
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_NAMED]))}{more}"

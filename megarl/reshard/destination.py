@@ -23,16 +23,15 @@ class Arrival:
     digests: list[int]
     """Sampled digests of what the destination must then hold, one per RectCopy of the pair."""
     full: list[int] | None = None
-    """The same over all values, with --check-weight-sync."""
+    """With --check-weight-sync: digests over all values."""
     exported: Exported | None = None
-    """Where the weights lie, if the destination pulls them and they are not where they were."""
+    """Where the weights lie, if the destination pulls them and they have moved."""
     problem: str | None = None
     """Why there are no digests; the other fields are then empty."""
 
 
 class Destination:
-    """Pulls from the sources that lie in memory that this process can read, and judges what came from all of
-    them.
+    """Pulls from sources whose memory this process can read, and checks what came from all sources.
 
     Args:
         rank: that this destination has in the plan.
@@ -65,7 +64,7 @@ class Destination:
         self._plan = None
 
     def pull(self) -> None:
-        """Copy everything that is pulled. The interpreter is free meanwhile."""
+        """Copy everything that is pulled, with the interpreter lock released."""
         if self._plan is None:
             self._plan = plan_copies([pair for pairs in self._pulled.values() for pair in pairs])
         self._plan.run()

@@ -1,5 +1,4 @@
-"""A weight sync: one version of the weights travels from every source to every destination, all of it or
-nothing.
+"""Sync weights: one version travels from every source to every destination, all of it or nothing.
 
     source        exports its weights (once), then per version: "complete", and digests of what each destination must hold
     destination   waits for its sources, copies, compares digests
@@ -39,7 +38,7 @@ _GRACE_S = 3.0  # whoever noticed first must be heard before others give up wait
 
 
 class SyncError(RuntimeError):
-    """A version did not arrive; says which rank and which tensor, or what else was wrong."""
+    """A version did not arrive. The message says which rank and which tensor, or what else was wrong."""
 
 
 class Receiver(Protocol):
@@ -64,7 +63,7 @@ class Receiver(Protocol):
         moved; `messages` receives what travels as messages, if the engine is in this process."""
 
     def verify(self, timeout_s: float) -> str | None:
-        """Wait for the copies, compare the digests. What is wrong, or None."""
+        """Wait for the copies and compare the digests. Returns what is wrong, or None."""
 
     def commit(self, version: int) -> None: ...
 
@@ -74,7 +73,7 @@ class Receiver(Protocol):
 ExportedPull = tuple[Exported, tuple[RectCopy, ...] | None]
 """Where a source's exported weights are, and their arrangement, if it is not that of the plan."""
 Pull = ExportedPull | tuple[dict[str, Tensor], None]
-"""The same, or tensors of this process."""
+"""An ExportedPull, or tensors of this process."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,9 @@ class Participant:
 
 
 class WeightSync:
-    """This rank's part. Every rank that holds a source or speaks for a destination has one, made from the
-    same plan.
+    """One rank's part in the weight syncs of a plan.
+
+    Every rank that holds a source or speaks for a destination has one, made from the same plan.
 
     Args:
         plan: from `make_plan`; its destinations are rollout ranks.
@@ -171,7 +171,8 @@ class WeightSync:
         self._messages = self._plan_messages()
 
     def _find_sources(self) -> None:
-        """Once, and again after the weights have moved (an offload): export them, look at the new ones."""
+        """Export the weights and build their digests, once and again after the weights have moved (an
+        offload)."""
         if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
             return
         if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
@@ -199,7 +200,7 @@ class WeightSync:
         return {peer: self._read(f"place/{peer}", Participant, peer, "connect") for peer in sorted(peers)}
 
     def _choose(self, places: dict[int, Participant]) -> dict[tuple[int, int], str]:
-        """(source, destination) -> transport, of the pairs of this rank; says so once."""
+        """Choose the transport of each (source, destination) pair of this rank, and log it once."""
         transports, pairs_by = {}, {}
         for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
             transport, why = choose(
@@ -212,8 +213,10 @@ class WeightSync:
         return transports
 
     def _plan_messages(self) -> Transfer | None:
-        """What this rank sends and receives as messages. An engine in another process cannot be written to by
-        torch.distributed: what is for it is received beside it, exported, and pulled."""
+        """Plan what this rank sends and receives as messages over torch.distributed.
+
+        An engine in another process cannot receive them. What is for it is received beside it, exported, and
+        pulled."""
         pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
         if not pairs:
             return None
@@ -264,8 +267,9 @@ class WeightSync:
             self._problem = _told(self.rank, version, error)
 
     def finish(self) -> None:
-        """Wait until every destination has the version, and commit it. Raises: SyncError, the same on all
-        ranks, if one has not."""
+        """Wait until every destination has the version, and commit it.
+
+        Raises: SyncError, the same on all ranks, if a destination has not got it."""
         problem = self._problem
         if problem is None and self._receiver is not None:
             try:
@@ -282,7 +286,7 @@ class WeightSync:
             self._receiver.commit(self._version)
 
     def _announce(self, version: int) -> None:
-        """To each destination of this rank."""
+        """Tell each destination of this rank that the version is complete."""
         if self._place.device == "cuda":
             torch.cuda.synchronize()  # the optimizer's kernels; other processes know nothing of our streams
         self._find_sources()
@@ -311,7 +315,7 @@ class WeightSync:
         return arrivals
 
     def _vote(self, problem: str | None) -> str | None:
-        """The verdict on this version: the lowest rank's problem, or None."""
+        """Return the verdict on this version: the problem of the lowest rank that has one, or None."""
         root = self.participants[0]
         self._store.write(f"{self._round}/vote/{self.rank}", problem)
         if self.rank == root:
@@ -356,8 +360,11 @@ def sync_plan(
     timeout_s: float,
     actor: str = "",
 ) -> tuple[ReshardPlan, dict[int, int]]:
-    """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them,
-    rollout rank -> first rank of its engine, which speaks for it). The same on every rank that calls it.
+    """Return the plan from the sources to all out-of-process engines, and the rank that speaks for each
+    rollout rank.
+
+    Engines are consecutive blocks of `tp` ranks; the first rank of a block speaks for all of it. The result
+    is the same on every rank that calls this.
 
     If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
     Raises: SyncError naming a rank that did not within timeout_s."""
@@ -375,8 +382,9 @@ _ATLASES = "atlases"  # a store of its own
 
 
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
-    """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started
-    it."""
+    """Publish what the ranks of an out-of-process engine hold, because no table says it.
+
+    Called by the rank that started the engine."""
     store = KeyValueStore(_ATLASES + actor)
     for rank, atlas in atlases.items():
         store.write(str(rank), atlas)
@@ -434,5 +442,5 @@ def _from_staging(copy: RectCopy, dst: int) -> RectCopy:
 
 
 def tensors_of(pull: Pull) -> dict[str, Tensor]:
-    """The tensors that a pull reads, mapped if they are another process's."""
+    """Return the tensors that a pull reads. Those of another process are mapped."""
     return open_exported(pull[0]) if isinstance(pull[0], Exported) else pull[0]

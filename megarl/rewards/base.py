@@ -36,7 +36,7 @@ class RewardSample:
 
     @property
     def digest(self) -> int:
-        """32 bits of the response's text."""
+        """A 32-bit digest of the response's text."""
         return digest_of_text(self.solution_str)
 
 

@@ -47,19 +47,21 @@ _START_S = 120.0  # the user's file may import what is slow to import
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """reward: None if it failed, and then `failure` says why, with the function's traceback if it raised."""
+    """The reward of one sample, or why there is none."""
 
     reward: float | None
     failure: str | None = None
+    """Why the reward is None, with the function's traceback if it raised."""
     sample_id: int | None = None
-    """Of the sample that was judged."""
+    """Id of the sample that was judged."""
     digest: int | None = None
-    """Of the text that was judged, see `RewardSample.digest`."""
+    """Digest of the text that was judged, see `RewardSample.digest`."""
 
 
 class RewardPool:
-    """Processes that judge samples, started at once and again when one had to be killed. Use it on the main
-    thread: the kernel ends them with the thread that started them.
+    """Processes that judge samples. A process that had to be killed is started again.
+
+    Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
     Args:
         num_workers: 0: no processes; the function is called here, for pdb, and nothing limits it.
@@ -89,8 +91,9 @@ class RewardPool:
             worker.kill()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
-        """In order. Raises ValueError if the function cannot be loaded again after a process had to be
-        killed."""
+        """Judge samples and return the verdicts in their order.
+
+        Raises: ValueError if the function cannot be loaded again after a process had to be killed."""
         if self._function is not None:
             return [_judge_here(self._function, sample) for sample in samples]
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
@@ -169,7 +172,7 @@ def _verdict(sample: RewardSample, reward: float | None, failure: str | None) ->
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
-    """Judge before training starts, so that a broken function is found while nothing is lost yet.
+    """Judge a few rows before training starts, so that a broken function is found while nothing is lost yet.
 
     The first row of every data source is judged twice: for an empty response, and for its ground truth as the
     response.
@@ -218,7 +221,7 @@ class _Worker:
             self._requests.send_bytes(encode(message))
 
     def ask(self, request: int, sample: RewardSample) -> None:
-        """Have it judge a sample. `request`: a number that no other request has."""
+        """Ask the process to judge a sample. `request`: a number that no other request has."""
         self.request, self.digest = request, sample.digest
         self._tell(Request.of(request, sample))
 
@@ -237,8 +240,9 @@ class _Worker:
             )
 
     def receive(self) -> tuple[Reply | None, list[Reply]]:
-        """Its reply to the last request, and those that others have written into its pipe. None: it has died,
-        or its reply is none.
+        """Return the reply to the last request, and the replies that other processes wrote into the pipe.
+
+        The first is None if the process has died or sent a malformed reply.
 
         Raises: ValueError if the reward function's file forks while it is loaded."""
         own, strangers = None, []
@@ -252,7 +256,7 @@ class _Worker:
         return own, strangers
 
     def strangers_now(self) -> list[Reply]:
-        """What others have written into its pipe since its last reply."""
+        """Return what other processes have written into the pipe since the last reply."""
         return self._read() if self._has_written(0.0) else []
 
     def _has_written(self, timeout_s: float) -> bool:
@@ -261,8 +265,9 @@ class _Worker:
             return bool(selector.select(timeout_s))
 
     def _read(self) -> list[Reply]:
-        """All replies that are there, at least one line. [] if all who could write have ended, or a line is
-        no reply."""
+        """Return all replies that are there, at least one.
+
+        Returns [] if all who could write have ended, or if a line is malformed."""
         while not self._unread.endswith(b"\n"):
             if not (more := os.read(self.replies.fileno(), 1 << 16)):
                 return []
@@ -286,7 +291,7 @@ class _Worker:
         )
 
     def kill(self) -> None:
-        """It and what it has started in its group. A second time this does nothing."""
+        """Kill the process and what it has started in its process group. A second call does nothing."""
         if self.replies.closed:
             return
         with contextlib.suppress(ProcessLookupError):

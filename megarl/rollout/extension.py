@@ -10,7 +10,7 @@ from megarl.messages import encode
 
 class WorkerExtension:
     def megarl_weights(self) -> dict[str, tuple[list[int], str]]:
-        """Name -> [rows, cols], dtype of each destination tensor of this rank."""
+        """Return [rows, cols] and dtype of each destination tensor of this rank, by name."""
         tensors = self.weight_transfer_engine.tensors
         return {
             name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()
@@ -21,10 +21,10 @@ class WorkerExtension:
         return encode(self.weight_transfer_engine.atlas)
 
     def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:
-        """(What went wrong with the copies that update_weights started, bytes written)."""
+        """Wait for the copies that update_weights started. Returns (what went wrong, bytes written)."""
         outcome = self.weight_transfer_engine.puller.wait(timeout_s)
         return outcome.problem, outcome.bytes
 
     def megarl_give_up_weights(self) -> None:
-        """finish_weight_update will then change nothing."""
+        """Abandon the copies, so that finish_weight_update changes nothing."""
         self.weight_transfer_engine.puller.give_up()

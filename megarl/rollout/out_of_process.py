@@ -1,4 +1,4 @@
-"""A vLLM engine in processes of its own, on ranks that need not train.
+"""Run a vLLM engine in processes of its own, on ranks that need not train.
 
     engine = OutOfProcessEngine(config, shape, ranks, rollout_ranks)      on the first of the engine's ranks, not collective
     engine.connect(atlases, parameters)
@@ -112,14 +112,16 @@ class OutOfProcessEngine(Engine):
             )
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
+        """Plan the weight sync, as RolloutEngine.connect does.
+
+        Ranks without an engine make a WeightSync from the same `sync_plan`."""
         self._plan, speakers = sync_plan(
             self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s, self.actor
         )
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:
-        """As RolloutEngine.generate. Raises also: EngineFailed, EngineDied."""
+        """Sample, as RolloutEngine.generate does. Raises also: EngineFailed, EngineDied."""
         try:
             if not self._has_died():
                 return super().generate(*args, **kwargs)
@@ -129,8 +131,9 @@ class OutOfProcessEngine(Engine):
         raise self._errors.explained(failure, self.rank)
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
-        """The engine process starts on the first request that it gets, so which requests share a batch, and
-        with it the last bits of their log-probs, would depend on timing: it is held until it has them all."""
+        """Hand all requests to the engine before it starts on the first.
+
+        Otherwise timing would decide which requests share a batch, and so the last bits of their log-probs."""
         self.llm.sleep(level=0, mode="keep")
         self.llm.enqueue(prompts, params, use_tqdm=False)
         self.llm.wake_up(tags=["scheduling"])
@@ -171,7 +174,7 @@ class OutOfProcessEngine(Engine):
         self._ask(lambda: self._commit(version))
 
     def give_up(self) -> None:
-        """With two buffers the old version stays."""
+        """Abandon the version that is under way. With two buffers the old version stays usable."""
         if self._is_updating and not self._has_died():
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
@@ -184,7 +187,9 @@ class OutOfProcessEngine(Engine):
         remove_own_shared_memory()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
-        """`call`'s result, if vLLM answers within timeout_s and _ANSWER_S. Its own client waits for ever."""
+        """Return the result of a call to vLLM, or raise if it does not answer within timeout_s and _ANSWER_S.
+
+        vLLM's own client would wait for ever."""
         answer: dict[str, object] = {}
 
         def run() -> None:
@@ -207,7 +212,7 @@ class OutOfProcessEngine(Engine):
         return answer["value"]
 
     def _has_died(self) -> bool:
-        """Then every call fails with the death of its processes."""
+        """Return whether a process of the engine has died. From then on every call fails with its death."""
         if self._processes.have_died():
             self.version = None
             return True

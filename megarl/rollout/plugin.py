@@ -12,8 +12,9 @@ SUPPORTED_VLLM = "0.32.0"
 
 
 def register() -> None:
-    """Make the weight-transfer backend known, and on CPU the norms. Repeatable. A process of an engine of its
-    own ends with the rank that started it."""
+    """Make the weight-transfer backend known, and on CPU the norms. May be called again.
+
+    A process of an engine of its own ends with the rank that started it."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -33,7 +34,7 @@ def register() -> None:
 
 
 def check_version() -> None:
-    """Raises: RuntimeError for a vLLM that the CPU paths of this folder were not written for."""
+    """Refuse a vLLM that the CPU paths of this folder were not written for. Raises: RuntimeError."""
     from vllm.version import __version__
 
     if __version__.split("+")[0] != SUPPORTED_VLLM:

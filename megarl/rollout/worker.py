@@ -17,10 +17,12 @@ from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
 
 
 class NamedCPUWorker(CPUWorker):
-    """vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a
-    file's last '/' part). Under the external launcher that is the same in every job, so a second job on the
-    machine, or one after a crash, finds it in use. In processes of vLLM's own it is a file's name, which does
-    not say whose it is, so that nobody could ever remove it."""
+    """A CPU worker whose shared memory has a name that no other job has, and that says whose it is.
+
+    vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a
+    file's last '/' part). Under the external launcher that is the same in every job, so a second job on
+    the machine, or one after a crash, finds it in use. In processes of vLLM's own it is a file's name,
+    which does not say whose it is, so that nobody could ever remove it."""
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class NamedCPUWorker(CPUWorker):
 
 
 def _unique_name() -> str:
-    """The same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank 0>. Collective over
-    the world."""
+    """Return a name that is the same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank
+    0>.
+
+    Collective over the world."""
     own = (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8])
     everyone = all_gather_messages(own, tuple[str, int, str])
     pid = next(pid for host, pid, _ in everyone if host == socket.gethostname())

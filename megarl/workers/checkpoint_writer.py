@@ -1,4 +1,4 @@
-"""Write checkpoints of a role while it trains: a call copies this rank's part, and a thread writes it."""
+"""Write checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """This rank's part in writing a role's checkpoints, one at a time.
+    """One rank's part of a role's checkpoints, of which one at a time is being written.
 
     Args:
         group: a gloo process group of the role's ranks, used by the writing threads only, as they communicate
@@ -60,7 +60,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
-        """Return the SHA-256 of the manifest, on every rank, or None while the checkpoint is incomplete.
+        """Return the SHA-256 of the manifest, on every rank, or None if it is not written yet.
 
         Raises: CheckpointError if any rank could not write."""
         if wait:

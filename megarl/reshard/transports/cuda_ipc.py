@@ -1,4 +1,4 @@
-"""A CUDA storage as an IPC handle that other processes of the node open.
+"""Share a CUDA storage as an IPC handle that other processes of the node open.
 
 PyTorch's own handle names the allocation and the place in it, keeps the memory while a peer has it open, and
 works for the caching allocator's blocks (and for expandable segments). Handles are made once per storage; a
@@ -29,7 +29,7 @@ def share(storage: torch.UntypedStorage) -> CudaMemory:
 
 
 def open_shared(segment: CudaMemory) -> Tensor:
-    """The storage as uint8 [num_bytes] for kernels of the current device, wherever the memory is.
+    """Open the storage as uint8 [num_bytes] for kernels of the current device, wherever the memory is.
 
     The handle is opened on the current device. CUDA maps it there, and enables peer access if the memory is
     another device's (cudaIpcMemLazyEnablePeerAccess in c10/cuda/CUDACachingAllocator.cpp). An address that
@@ -51,7 +51,7 @@ def device_uuid(device: int) -> str:
 
 
 def device_index(uuid: str) -> int:
-    """This process's number of a device. Raises: RuntimeError if it sees no such device."""
+    """Return this process's number of a device. Raises: RuntimeError if it sees no such device."""
     for device in range(torch.cuda.device_count()):
         if device_uuid(device) == uuid:
             return device

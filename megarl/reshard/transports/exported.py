@@ -60,8 +60,9 @@ def export(tensors: dict[str, Tensor]) -> Exported:
 
 
 def open_exported(exported: Exported) -> dict[str, Tensor]:
-    """The tensors, as views of the other process's memory: to be read only, and only while a sync is under
-    way."""
+    """Open the tensors as views of the other process's memory.
+
+    They may only be read, and only while a sync is under way."""
     opened = [
         (cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s)
         for s in exported.segments
