@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megarl.driver.rollout_batch import RolloutBatch
+from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.invariants import InvariantError, check_plan, check_samples
 from tests.workers.role_steps import Step, build, main, make_rows
 
