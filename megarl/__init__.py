@@ -9,7 +9,7 @@ _HOME = {
     "PPOTrainer": "megarl.trainer.trainer",
     "GRPOTrainer": "megarl.trainer.trainer",
     "load_config": "megarl.trainer.configure",
-    "DeviceMap": "megarl.config.placement",
+    "DeviceMap": "megarl.config.roles",
     "ConfigError": "megarl.config.errors",
     "RemoteError": "megarl.runtime.executor",
     "CallTimeout": "megarl.runtime.executor",

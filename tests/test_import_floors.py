@@ -1,8 +1,8 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
     train, evaluate, convert, doctor, cli -> trainer -> workers, checks -> megatron, rollout, data, rewards ->
-    checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers -> config, flow,
-    runtime, collectives -> kernels, _C, packing, metrics, role_names, messages
+    checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
+    config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,9 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names", "packing", "metrics", "messages"),
+    ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files"),
     ("config", "flow", "runtime", "collectives"),
-    ("batch", "invariants", "loggers"),
+    ("batch", "invariants", "loggers", "gate_limits"),
     ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
@@ -44,6 +44,8 @@ NO_TORCH = {
     "role_names",
     "messages",
     "checks",
+    "files",
+    "gate_limits",
 }
 """Rooms that the console script and the driver read before any device is touched."""
 NO_TORCH_FILES = {

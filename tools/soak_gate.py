@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.algorithms import REGISTRY
-from megarl.config.gate_limits import GateLimits
+from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.trainer.gate import gate_finding

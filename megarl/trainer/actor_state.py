@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.algorithms.kl_controller import MEASURED_KL
-from megarl.config.gate_limits import GateLimits
+from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig

@@ -16,23 +16,23 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from megarl.config.check_checkpoints import described_models, uncompared_models
-from megarl.config.checkpoint_folders import (
+from megarl.config.rules_files import described_models, uncompared_models
+from megarl.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
     JobFileError,
     checkpoints_in,
     folder_of_step,
     found_by,
-    goes_on,
     is_one_checkpoint,
     read_job,
     step_of,
     write_job,
 )
-from megarl.config.checkpoint_json import file_digest, sync_folder
-from megarl.config.loader import write_args
-from megarl.config.writing import writing
+from megarl.config.rules_files import goes_on
+from megarl.files.checkpoints import file_digest, sync_folder
+from megarl.config.render import write_args
+from megarl.files.writing import writing
 from megarl.runtime.executor import Executor, Future
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig

@@ -6,10 +6,9 @@ import shlex
 
 from megarl.algorithms import REGISTRY
 from megarl.config import loader
-from megarl.config.flags import flag_name
-from megarl.config.placement import DeviceMap
+from megarl.config.flags import flag_name, format_flag
+from megarl.config.roles import DeviceMap
 from megarl.config.schema import TrainConfig
-from megarl.config.values import format_flag
 
 
 def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object) -> TrainConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megarl.config.gate_limits import GateLimits
+from megarl.gate_limits import GateLimits
 from megarl.runtime.executor import Executor, Future
 from megarl.flow import Actor
 from megarl.metrics import combine

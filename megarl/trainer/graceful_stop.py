@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.check_checkpoints import is_savable
-from megarl.config.checkpoint_folders import checkpoints_in, folder_of_step
+from megarl.config.rules_files import is_savable
+from megarl.files.checkpoints import checkpoints_in, folder_of_step
 from megarl.runtime.shutdown import Stopped, graceful_shutdown
 from megarl.runtime.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checks.job import check_everything
-from megarl.config.loader import write_args
+from megarl.config.render import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.runtime.executor import Executor

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config.check import check_job
-from megarl.config.check_checkpoints import newest_job, rows_finding
-from megarl.config.errors import raise_findings
+from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import newest_job, rows_error
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -39,10 +39,10 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
         findings = [
-            rows_finding(of_actor, number, len(inputs[suffix].train), found[1])
+            rows_error(of_actor, number, len(inputs[suffix].train), found[1])
             for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)
         ]
-        raise_findings([finding for finding in findings if finding is not None])
+        raise_errors([finding for finding in findings if finding is not None])
     return inputs
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.checkpoint_folders import checkpoints_in, goes_on, step_of
+from megarl.files.checkpoints import checkpoints_in, step_of
+from megarl.config.rules_files import goes_on
 from megarl.config.schema import TrainConfig
 from megarl.trainer.run_folder import MARKS
 from megarl.loggers.json_lines import cut_after

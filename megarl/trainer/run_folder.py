@@ -22,10 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from megarl.config.check_paths import free_name
-from megarl.config.checkpoint_folders import goes_on
+from megarl.config.rules_files import free_name, goes_on
 from megarl.config.schema import TrainConfig
-from megarl.config.writing import WriteError, writing
+from megarl.files.writing import WriteError, writing
 from megarl.loggers import Logger, LoggerContext, open_loggers
 from megarl.loggers.console import Progress
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after

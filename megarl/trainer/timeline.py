@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.writing import writing
+from megarl.files.writing import writing
 
 _MAX_RECORDS = 50_000  # about 10 MB; of a longer run the newest are kept
 

@@ -21,7 +21,7 @@ from typing import Self
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.algorithms.base import flow_of_actors
 from megarl.config.errors import ConfigError
-from megarl.config.loader import write_args
+from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.runtime.executor import Future

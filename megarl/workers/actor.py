@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.base import AdvantageInputs, LossInputs
 from megarl.batch import MicroBatch
-from megarl.config.gate_limits import GateLimits
+from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
 from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes

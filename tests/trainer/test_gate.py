@@ -10,7 +10,7 @@ import math
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config.gate_limits import GateLimits
+from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.trainer.gate import GateError, exceeded, gate_finding

@@ -17,10 +17,10 @@ import torch
 
 from megarl.checkpoint.manifest import Manifest
 from megarl.checkpoint.tensor_file import Entry, write_tensors
-from megarl.config.checkpoint_flags import CheckpointConfig
-from megarl.config.checkpoint_folders import write_job
+from megarl.config.schema import CheckpointConfig
+from megarl.files.checkpoints import write_job
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from megarl.config.writing import WriteError
+from megarl.files.writing import WriteError
 from megarl.trainer.step_report import phase_times
 from megarl.loggers.console import Progress
 from megarl.trainer.run_folder import Run, check_folder_is_free

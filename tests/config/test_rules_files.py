@@ -13,20 +13,21 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config import model_function
+from megarl.config import hf_config
 from megarl.config.check import check_job
-from megarl.config.check_checkpoints import (
-    checkpoint_findings,
+from megarl.config.errors import ConfigError
+from megarl.config.hf_config import ModelShape, differences, function_fields
+from megarl.config.loader import load_config
+from megarl.config.render import write_args
+from megarl.config.rules_files import (
+    checkpoint_errors,
     checkpoint_notes,
     described_models,
+    goes_on,
     newest_job,
-    rows_finding,
+    rows_error,
 )
-from megarl.config.checkpoint_folders import JobFileError, checkpoints_in, goes_on, read_job, write_job
-from megarl.config.errors import ConfigError
-from megarl.config.hf_config import ModelShape
-from megarl.config.loader import load_config, write_args
-from megarl.config.model_function import differences, function_fields
+from megarl.files.checkpoints import JobFileError, checkpoints_in, read_job, write_job
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -114,7 +115,7 @@ def findings(flags: str) -> tuple[str, ...]:
     try:
         check_job(config(flags), 1)
     except ConfigError as error:
-        return error.findings
+        return error.errors
     return ()
 
 
@@ -285,7 +286,7 @@ def test_adapters_of_another_scale(here):
 
 @pytest.mark.parametrize(
     "name",
-    sorted({field.name for field in dataclasses.fields(ModelShape)} - {*model_function._CHANGE_NOTHING}),
+    sorted({field.name for field in dataclasses.fields(ModelShape)} - {*hf_config._CHANGE_NOTHING}),
 )
 def test_each_field_is_compared(here, name):
     """By a value that no model has."""
@@ -323,8 +324,8 @@ def test_a_critic_that_the_run_had_not(here):
 
 def test_other_training_rows(here):
     saved = newest_job(config("--load old"))[1]
-    assert rows_finding(config("--load old"), 1, 50, saved) is None
-    assert rows_finding(config("--load old"), 1, 51, saved) == (
+    assert rows_error(config("--load old"), 1, 50, saved) is None
+    assert rows_error(config("--load old"), 1, 51, saved) == (
         "--train-data (rows.jsonl): has 51 rows, and the run that --load continues has 50. Give the "
         "same files, or start a new run from the exported "
         "hf/ folder."
@@ -369,9 +370,9 @@ def test_an_optimizer_that_cannot_be_saved_is_refused(here):
         "--save-interval (5): the state of --optimizer-cpu-offload cannot be saved or loaded "
         "yet. Leave one out; --offload optimizer can be saved."
     )
-    assert checkpoint_findings(config("--save-interval 5 --critic-optimizer-cpu-offload")) == [message]
+    assert checkpoint_errors(config("--save-interval 5 --critic-optimizer-cpu-offload")) == [message]
     assert (
-        checkpoint_findings(config("--save-interval 0 --optimizer-cpu-offload"))
-        == checkpoint_findings(config("--save-interval 5"))
+        checkpoint_errors(config("--save-interval 0 --optimizer-cpu-offload"))
+        == checkpoint_errors(config("--save-interval 5"))
         == []
     )

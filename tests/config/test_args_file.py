@@ -1,13 +1,13 @@
 """Args files: words are compared with bash's own reading of the same text.
 
-pytest tests/config/test_argsfile.py"""
+pytest tests/config/test_args_file.py"""
 
 import shutil
 import subprocess
 
 import pytest
 
-from megarl.config.argsfile import COMMAND_LINE, Reader
+from megarl.config.args_file import COMMAND_LINE, Reader
 
 TEXTS = [
     "--lr 1e-5 # a comment\n--seed 1#2 '#3' \\#4",

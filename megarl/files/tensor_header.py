@@ -1,5 +1,4 @@
-"""Headers of safetensors files: which tensors a file holds, of which dtype and shape, without reading an
-element. Torch-free.
+"""Headers of safetensors files: the tensors of a file with dtype and shape, without their elements. No torch.
 
 The format: 8 bytes with the length of the header, little endian; the header, JSON, key -> {dtype, shape,
 data_offsets}; the elements."""
@@ -13,35 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ITEMSIZE = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
+    dtype: size
+    for size, dtypes in {
+        8: "F64 I64 U64",
+        4: "F32 I32 U32",
+        2: "F16 BF16 I16 U16",
+        1: "F8_E4M3 F8_E5M2 F8_E8M0 I8 U8 BOOL",
+    }.items()
+    for dtype in dtypes.split()
 }
+"""dtype -> bytes of an element."""
 MAX_HEADER_BYTES = 100 << 20
-"""As in the library."""
+"""The library's own limit."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
 class TensorFileError(ValueError):
-    """A safetensors file that cannot be used; the text names the file and, if one is to blame, the tensor."""
+    """A safetensors file that cannot be used; the text names the file and, if there is one, the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a file: `start` and `end` are bytes behind the header."""
+    """One tensor of a file; its elements are the bytes from `start` to `end` behind the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +82,9 @@ def read_header(path: str | os.PathLike) -> tuple[int, dict[str, HeaderEntry]]:
 
 
 def _entry(item: dict[str, object]) -> HeaderEntry:
-    """Raises: KeyError, TypeError or ValueError if an item of a header does not describe a tensor."""
+    """Read one tensor's item of a header.
+
+    Raises: KeyError, TypeError or ValueError if it does not describe a tensor."""
     shape, (start, end) = tuple(item["shape"]), item["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError(f"shape {list(shape)} and offsets {start} and {end} must be whole numbers from 0 on")

@@ -34,7 +34,7 @@ from megarl.config.schema import TrainConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Multiples:
-    """The factors of the rule, see above."""
+    """The factors in the limits above."""
 
     mean: float
     unsure: float
@@ -67,7 +67,7 @@ def rounding_unit(is_half: bool, num_layers: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateLimits:
-    """What is accepted of the differences |trainer log-prob - engine log-prob| of a step.
+    """Limits of the differences |trainer log-prob - engine log-prob| of a step.
 
     Args:
         unit: u in nats. unit_text: how it was derived, for messages.

@@ -1,5 +1,4 @@
-"""Errors of writing that name the file and say what helps. A full disk's own error names no file.
-Torch-free."""
+"""Errors of writing that name the file and say what helps, as that of a full disk does not. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _ADVICE = {
 
 
 class WriteError(OSError):
-    """A file that cannot be written. `errno` and `filename` are those of the cause."""
+    """A file that cannot be written; `errno` and `filename` are those of the cause."""
 
     def __init__(self, path: str | os.PathLike, cause: OSError) -> None:
         super().__init__(cause.errno, cause.strerror or str(cause), str(path))
@@ -36,8 +35,7 @@ class WriteError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Around whatever writes a file, its opening and closing too. Raises: WriteError in place of any
-    OSError."""
+    """Raise WriteError in place of any OSError while a file is opened, written and closed."""
     try:
         yield
     except WriteError:
@@ -47,8 +45,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 def obstacle(folder: str | os.PathLike) -> str | None:
-    """Why a folder cannot be created or written, without creating anything; None if nothing speaks against
-    it.
+    """Return why a folder cannot be created or written, or None; nothing is created.
 
     Permission bits alone do not tell: root ignores them, and a file system may be read-only or hold no files
     at all (/proc). So a file without a name is opened in the nearest folder that exists, where the file
