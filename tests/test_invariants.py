@@ -323,7 +323,7 @@ def test_steps_without_a_reward_are_told():
     )
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
     notes = [
-        learner.note_zero_rewards(RolloutBatch(number, {0: 0}, 2, rewards=rewards))
+        learner.note_zero_rewards(RolloutBatch(number, {0: 0}, rewards=rewards))
         for number, rewards in enumerate(steps, 1)
     ]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [

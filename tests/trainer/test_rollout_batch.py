@@ -24,9 +24,9 @@ def steps(num_rows: int, num_prompts: int, group: int, resumed_at: int) -> list[
     for step in range(1, 5):
         if step == resumed_at:
             cursor = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows)
-        batches.append(RolloutBatch(step, cursor.next_visits(num_prompts), group))
+        batches.append(RolloutBatch(step, cursor.next_visits(num_prompts)))
         if step == 2:
-            batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows), group))
+            batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows)))
     for batch in batches:
         ids = [(visit * group + index, visit) for visit in batch.visits for index in range(group)]
         batch.samples = [

@@ -39,7 +39,7 @@ def run(folder: Path, data: Path) -> None:
     roles, meshes = build("--algorithm grpo --lr 1e-4 --kl-coef 0", data, folder / "run")
     rows = unequal_rows()
     step = Step(roles, meshes, rows, seed=1)
-    batch = RolloutBatch(1, {group: 0 for group in GROUPS}, 0, samples=step.samples)
+    batch = RolloutBatch(1, {group: 0 for group in GROUPS}, samples=step.samples)
     batch.rewards = {row["sample"]: row["reward"] for row in rows}
     check_samples(batch.samples, GROUPS, max_length=32)
     check_plan(step.plan, batch.samples)
