@@ -1,8 +1,10 @@
-"""What must hold of every step, checked at every step: cheap, and always on. A run that goes on after one of
-these fails trains on something else than it sampled, and nothing else would say so.
+"""Check at every step that training is on exactly what was sampled. The checks are cheap and always on.
+
+A run that goes on after a failed check trains on something else than it sampled, and nothing else would say so.
 
     where                        what
     samples from the engines     every group is complete, every response has a token, ids are unique       check_samples
+    samples before they are sent group and weight version are those that the engine's rank recorded        workers.store
     plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens  check_plan
     batch on a training rank     the tokens are those that the engine made, the mask covers the response    batch_invariants.check_batch
     scores                       each is finite, and of the response that was sampled                       check_scores
@@ -12,9 +14,9 @@ these fails trains on something else than it sampled, and nothing else would say
     columns                      every sample has the rows that were written for it, also on another mesh   batch_invariants.check_digests
     columns of log-probs, ...    finite on response tokens, 0 elsewhere                                     batch_invariants.check_column
 
-A response is followed by its digest: made by the rank of the engine, compared by the ranks that train on it
-and by the driver. Every
-column has a digest per sample too: made where the column is written, compared wherever it is read."""
+Every response has a digest: the rank of the engine makes it, and the driver and the ranks that train on the
+response compare it. Every column has a digest per sample too: it is made where the column is written, and
+compared wherever the column is read."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ import struct
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.packing import MiniBatch, Sample
 
@@ -33,7 +35,7 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class InvariantError(RuntimeError):
-    """A step is not what it must be. The message names the invariant, the sample and what was found."""
+    """An invariant of a step is violated. The message names the sample and what was found."""
 
 
 class NonFiniteUpdate(FloatingPointError):
@@ -42,42 +44,41 @@ class NonFiniteUpdate(FloatingPointError):
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
-    """32 bits of the token ids and of where the response begins. Example: digest([5, 6], [7]) != digest([5],
-    [6, 7])."""
+    """Return 32 bits that depend on the token ids and on where the response begins.
+
+    Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
     return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())
 
 
 def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
-    """The same of int64 token ids as they are in memory."""
+    """Return the `digest` of int64 token ids given by their memory."""
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
 
 
 def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int) -> int:
-    """32 bits that bind a reward to its sample, whose tokens have the digest `tokens`."""
+    """Return 32 bits that bind a reward to its sample, whose tokens have the digest `tokens`."""
     return zlib.crc32(struct.pack("<qqdq", sample, group, math.nan if reward is None else reward, tokens))
 
 
-def check_samples(
-    samples: Sequence[Sample], visits: Collection[int], num_samples_per_prompt: int, max_length: int
-) -> None:
-    """Raise unless every prompt of the step has its group, and every response a length that is allowed.
+def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max_length: int) -> None:
+    """Check that every group of the step is complete, and that the length of every response is allowed.
 
     Args:
-        visits: of the step's prompts. They say which ids the samples have; see `RolloutBatch`."""
-    group = range(num_samples_per_prompt)
-    expected = {visit * num_samples_per_prompt + index for visit in visits for index in group}
+        group_sizes: number of samples that each group must have. Groups may have different sizes.
+    Raises: InvariantError naming the sample or the group."""
     ids = Counter(s.sample_id for s in samples)
     if twice := [i for i, count in ids.items() if count > 1]:
         raise InvariantError(f"sample {twice[0]} was sampled more than once in this step")
-    if lost := expected - ids.keys():
+    if strange := [s for s in samples if s.group not in group_sizes]:
         raise InvariantError(
-            f"{len(lost)} of {len(visits)} x {num_samples_per_prompt} samples are missing, the "
-            f"first is {min(lost)}, of visit {min(lost) // num_samples_per_prompt}: groups must be "
-            "complete"
+            f"sample {strange[0].sample_id} belongs to group {strange[0].group}, which is none of the "
+            f"{len(group_sizes)} groups of this step"
         )
-    if strange := ids.keys() - expected:
+    found = Counter(s.group for s in samples)
+    if wrong := [group for group, size in group_sizes.items() if found[group] != size]:
         raise InvariantError(
-            f"sample {min(strange)} belongs to none of the {len(visits)} prompts of this step"
+            f"group {wrong[0]} has {found[wrong[0]]} of {group_sizes[wrong[0]]} samples, and {len(wrong)} of "
+            f"{len(group_sizes)} groups have another number than they must: groups must be complete"
         )
     for s in samples:
         if not 1 <= s.response_length < s.length <= max_length:
@@ -89,11 +90,12 @@ def check_samples(
 
 
 def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
-    """Raise ValueError for a reward that float32 cannot hold. Scores are finite, but weights and the user's
-    loop have changed them since.
+    """Raise ValueError for a reward that float32 cannot hold.
+
+    Scores are finite, but weights and the user's loop have changed them since.
 
     Args:
-        rewards: sample id -> reward; None: it failed."""
+        rewards: sample id -> reward; None if it failed."""
     for sample, reward in rewards.items():
         if reward is not None and not abs(reward) <= LARGEST_FLOAT32:
             raise ValueError(
@@ -105,8 +107,7 @@ def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
 
 
 def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
-    """Each sample is trained on once per epoch, and the losses are divided by all tokens that they sum
-    over."""
+    """Check that each sample is trained on once per epoch, and that losses are divided by all their tokens."""
     length_of = {s.sample_id: s.response_length for s in samples}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
@@ -128,8 +129,9 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> 
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
-    """Every sample is scored once, each score is a number that float32 holds or None, and the text that was
-    judged is the one that was sampled."""
+    """Check that every sample is scored once, by a number that float32 holds or None.
+
+    The text that was judged must be the one that was sampled."""
     digest_of, seen = {s.sample_id: s.digest for s in samples}, Counter()
     for record in records:
         sample = record["sample_id"]
@@ -158,7 +160,7 @@ def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Se
 def check_rewards(
     rewards: Mapping[int, float | None], scores: Sequence[tuple[float, Mapping[int, float | None]]]
 ) -> None:
-    """Every sample's reward is the weighted sum of its own scores, and None where one of them failed.
+    """Check that every reward is the weighted sum of the sample's own scores, or None where one failed.
 
     Args:
         scores: weight and scores by sample id, of each role that scores."""
@@ -183,7 +185,7 @@ def check_reward_digests(
     digests: Sequence[int],
     tokens: Mapping[int, int],
 ) -> None:
-    """On a rank that trains: the rewards of its samples are those that the driver had for these tokens.
+    """Check on a training rank that the rewards of its samples are those that the driver has for these tokens.
 
     Args:
         digests: `digest_of_reward` of each row, made by the driver.

@@ -1,12 +1,12 @@
-"""Which samples go through which forward pass on which rank, and which rank sends which sample where.
+"""Plan which rank trains on which samples, and which rank sends which sample where.
 
-Lengths and ids only; no tensors here. Mini-batches (one optimizer update each) are drawn from *all* samples
-of the step, so the same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples are
-spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`; every rank
-gets the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
-samples than that gets empty ones: a forward pass whose loss is a sum of no terms.
+It knows lengths and ids only, no tensors. Mini-batches (one optimizer update each) are drawn from *all*
+samples of the step, so the same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples
+are spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`. Every
+rank gets the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
+samples gets empty micro-batches: a forward pass whose loss is a sum of no terms.
 
-The driver plans once per mesh; from the plans each rank works out its own messages (`plan_route`)."""
+The driver plans once per mesh. Each rank derives its own messages from the plans (`plan_route`)."""
 
 from __future__ import annotations
 
@@ -20,29 +20,37 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 @dataclass(frozen=True)
 class Sample:
-    """What the driver knows of one sample."""
+    """The driver's record of one sample; its tokens stay on the ranks.
+
+    Example: the second of three answers to the prompt of visit 4, sampled by the first weights, on rank 1:
+        Sample(sample_id=13, length=90, response_length=70, owners=(1,), group=4, version=0)"""
 
     sample_id: int
     length: int
-    """Tokens, prompt and response."""
+    """Number of tokens of prompt and response."""
     response_length: int
-    holders: tuple[int, ...] = ()
-    """Ranks that have the tokens."""
+    owners: tuple[int, ...] = ()
+    """Ranks that hold the tokens as the engine made them."""
     truncated: bool = False
-    """The response was cut at max_response_length."""
+    """Whether the response was cut at max_response_length."""
     digest: int | None = None
-    """Of its tokens, see `megarl.invariants.digest`; None: nobody has made one."""
-    group: int = 0
-    """Visit of the prompt that it answers: samples of one group are compared with each other."""
+    """Digest of the tokens, see `megarl.invariants.digest`; None if nobody has made one."""
+    group: int = -1
+    """Samples of one group answer the same prompt, and are compared with each other. Any number of samples may
+    have the same group. The rollout role takes the visit of the prompt; -1 if there are no groups (SFT)."""
+    version: int = -1
+    """Number of the weight sync whose weights sampled it; -1 if no engine did (SFT)."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer update. micro_batches[dp_rank][i] = sample ids of that rank's i-th forward pass."""
+    """One optimizer update, as a plan of forward passes.
+
+    micro_batches[dp_rank][i] holds the sample ids of that rank's i-th forward pass."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     num_tokens: int
-    """Response tokens over all ranks: a loss denominator."""
+    """Number of response tokens on all ranks: a loss denominator."""
     num_sequences: int
 
     def samples_of(self, dp_rank: int) -> list[int]:
@@ -50,37 +58,39 @@ class MiniBatch:
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
-    """FLOPs of one sequence up to a constant: 24 h^2 per token of matrices and 4 h per pair of attention, in
-    one layer."""
+    """Return the FLOPs of one sequence up to a constant factor.
+
+    In one layer these are 24 h^2 per token for the matrices and 4 h per pair of tokens for attention."""
     return length * (6 * hidden_size + length)
 
 
-def homes_of(samples: Sequence[Sample], replicas: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Sample id -> data-parallel rank of which some rank holds the sample. Samples that no rank of the mesh
-    holds are left out.
+def preferred_ranks(samples: Sequence[Sample], replicas: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Return for each sample the data-parallel rank that owns it already, so that it need not be sent.
 
-    Where several replicas hold a sample (an engine spans them), they take turns.
+    A sample that no rank of the mesh owns is left out. Where several replicas own a sample (an engine spans
+    them), they take turns.
 
     Args:
-        replicas: ranks of each data-parallel replica; see `config.mesh.replicas`."""
+        replicas: ranks of each data-parallel replica; see `config.mesh.replicas`.
+    Returns: sample id -> data-parallel rank."""
     replica_of = {rank: dp_rank for dp_rank, ranks in enumerate(replicas) for rank in ranks}
-    near: dict[tuple[int, ...], list[int]] = {}  # holders -> the replicas they are in
-    homes: dict[int, int] = {}
+    candidates_of: dict[tuple[int, ...], list[int]] = {}  # owners -> the replicas they are in
+    preferred: dict[int, int] = {}
     turns: Counter[tuple[int, ...]] = Counter()
     for sample in samples:
-        holders = sample.holders
-        if holders not in near:
-            near[holders] = sorted({replica_of[rank] for rank in holders if rank in replica_of})
-        if candidates := near[holders]:
-            homes[sample.sample_id] = candidates[turns[holders] % len(candidates)]
-            turns[holders] += 1
-    return homes
+        owners = sample.owners
+        if owners not in candidates_of:
+            candidates_of[owners] = sorted({replica_of[rank] for rank in owners if rank in replica_of})
+        if candidates := candidates_of[owners]:
+            preferred[sample.sample_id] = candidates[turns[owners] % len(candidates)]
+            turns[owners] += 1
+    return preferred
 
 
 def plan_mini_batches(
     samples: Sequence[Sample],
     global_batch_size: int,
-    homes: Mapping[int, int],
+    preferred: Mapping[int, int],
     dp_size: int,
     max_tokens: int,
     hidden_size: int,
@@ -92,9 +102,9 @@ def plan_mini_batches(
     costliest sample.
 
     Args:
-        homes: sample id -> data-parallel rank that already has it; kept there unless the load would be
-            uneven.
-        max_tokens: of a micro-batch. A longer sample gets a micro-batch of its own.
+        preferred: sample id -> data-parallel rank that already has it. The sample stays there unless the load
+            would be uneven.
+        max_tokens: limit of a micro-batch. A longer sample gets a micro-batch of its own.
         seed: shuffles the samples before the split; None keeps their order.
     Raises: ValueError for a size below 1 or a sample id that comes twice."""
     for name, size in (
@@ -113,15 +123,15 @@ def plan_mini_batches(
     if seed is not None:
         random.Random(seed).shuffle(order)
     return [
-        _plan_one(order[i : i + global_batch_size], homes, dp_size, max_tokens, hidden_size)
+        _plan_one(order[i : i + global_batch_size], preferred, dp_size, max_tokens, hidden_size)
         for i in range(0, len(order), global_batch_size)
     ]
 
 
 def _plan_one(
-    samples: list[Sample], homes: Mapping[int, int], dp_size: int, max_tokens: int, hidden_size: int
+    samples: list[Sample], preferred: Mapping[int, int], dp_size: int, max_tokens: int, hidden_size: int
 ) -> MiniBatch:
-    packed = [_pack(share, max_tokens) for share in _balance(samples, homes, dp_size, hidden_size)]
+    packed = [_pack(of_rank, max_tokens) for of_rank in _balance(samples, preferred, dp_size, hidden_size)]
     count = max(len(bins) for bins in packed)
     micro_batches = tuple(
         tuple(tuple(s.sample_id for s in micro) for micro in _split_up(bins, count)) for bins in packed
@@ -130,29 +140,30 @@ def _plan_one(
 
 
 def _balance(
-    samples: list[Sample], homes: Mapping[int, int], dp_size: int, hidden_size: int
+    samples: list[Sample], preferred: Mapping[int, int], dp_size: int, hidden_size: int
 ) -> list[list[Sample]]:
-    """Longest first to the least loaded rank, but to its home if that is not above its fair share."""
+    """Deal out the samples, longest first, each to the least loaded rank.
+
+    A sample goes to its preferred rank if that rank's load stays fair."""
     fair = sum(sequence_cost(s.length, hidden_size) for s in samples) / dp_size
-    loads, shares = [0] * dp_size, [[] for _ in range(dp_size)]
-    least = [
-        (0, rank) for rank in range(dp_size)
-    ]  # a heap of (load, rank); an entry with a load of before is renewed when it comes up
+    loads = [0] * dp_size
+    samples_of: list[list[Sample]] = [[] for _ in range(dp_size)]
+    # A heap of (load, rank). An entry whose load is out of date is renewed when it comes up.
+    least = [(0, rank) for rank in range(dp_size)]
     for sample in sorted(samples, key=lambda s: (-s.length, s.sample_id)):
         cost = sequence_cost(sample.length, hidden_size)
-        rank = homes.get(sample.sample_id)
+        rank = preferred.get(sample.sample_id)
         if rank is None or loads[rank] + cost > fair:
             while least[0][0] != loads[least[0][1]]:
                 heapreplace(least, (loads[least[0][1]], least[0][1]))
             rank = least[0][1]
         loads[rank] += cost
-        shares[rank].append(sample)
-    return shares
+        samples_of[rank].append(sample)
+    return samples_of
 
 
 def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Best fit of samples that come longest first: each to the micro-batch where the least room stays, or to
-    a new one."""
+    """Pack samples, longest first, each into the micro-batch with the least room left, or into a new one."""
     bins: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # ascending (free tokens, index in bins)
     for sample in samples:
@@ -168,8 +179,9 @@ def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
 
 
 def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
-    """`count` micro-batches: halves the largest ones, which costs less than empty ones beside them; empty
-    ones where all are single."""
+    """Split micro-batches until there are `count`, the largest first; add empty ones if none can be split.
+
+    Two halves cost less than a whole micro-batch and an empty one beside it."""
     bins = list(bins)
     largest = [(-sum(s.length for s in micro), index) for index, micro in enumerate(bins) if len(micro) > 1]
     heapify(largest)
@@ -187,8 +199,7 @@ def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
 def ranks_of_samples(
     mini_batches: Iterable[MiniBatch], replicas: Sequence[tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Sample id -> the ranks that `replicas` names for the data-parallel rank whose forward passes it goes
-    through.
+    """Return for each sample the ranks that train on it, as `replicas` names them.
 
     Raises: ValueError for a sample that comes twice, or mini-batches that were planned for another number of
     data-parallel ranks."""
@@ -209,32 +220,37 @@ def ranks_of_samples(
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and gets. Both ends of a message list its samples in the same order."""
+    """The messages that one rank sends and receives. Both ends list the samples in the same order."""
 
     outgoing: dict[int, list[int]] = field(default_factory=dict)
     """Destination rank -> sample ids."""
     incoming: dict[int, list[int]] = field(default_factory=dict)
     """Source rank -> sample ids."""
 
+    def reads(self, wanted: Iterable[int]) -> list[int]:
+        """Return the samples that the rank must hold: those that it sends, and those that it keeps.
+
+        It keeps a wanted sample that no other rank sends to it."""
+        received = {sample for ids in self.incoming.values() for sample in ids}
+        kept = [sample for sample in wanted if sample not in received]
+        return [*kept, *(sample for ids in self.outgoing.values() for sample in ids)]
+
 
 def plan_route(
-    rank: int, holders: Mapping[int, tuple[int, ...]], destinations: Mapping[int, tuple[int, ...]]
+    rank: int, owners: Mapping[int, tuple[int, ...]], destinations: Mapping[int, tuple[int, ...]]
 ) -> Route:
-    """This rank's part of bringing every sample to all ranks of `destinations[sample]` that are not among
-    `holders[sample]`.
+    """Return this rank's messages, which bring every sample to the ranks in `destinations[sample]`.
 
-    Every rank plans for itself and all come to the same messages, as long as they pass the same samples in
-    the same order. Ranks that hold the same samples take turns at sending, so the numbers of samples they
-    send differ by one at most.
+    A destination that is among `owners[sample]` needs no message. Every rank plans for itself, and all come to
+    the same messages as long as they pass the same samples in the same order. Ranks that own the same samples
+    take turns at sending, so the numbers of samples they send differ by one at most.
 
-    Raises: KeyError or ZeroDivisionError for a sample of `destinations` that nobody holds; check it
-    before."""
+    Raises: KeyError or ZeroDivisionError for a sample of `destinations` that nobody owns; check it before."""
     route, turns = Route(), Counter()
-    missing: dict[
-        tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]
-    ] = {}  # (holders, destinations) -> destinations without it
+    # (owners, destinations) -> destinations without it
+    missing: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
     for sample, wanted_by in destinations.items():
-        held_by = holders[sample]
+        held_by = owners[sample]
         if (held_by, wanted_by) not in missing:
             missing[held_by, wanted_by] = tuple(r for r in wanted_by if r not in held_by)
         without = missing[held_by, wanted_by]

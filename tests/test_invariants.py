@@ -51,7 +51,7 @@ def make_step() -> Step:
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 6))] for _ in range(count)]
     responses = [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 9))] for _ in range(count)]
     samples = [
-        Sample(i, len(p) + len(r), len(r), (0,), digest=digest(p, r))
+        Sample(i, len(p) + len(r), len(r), (0,), digest=digest(p, r), group=i // GROUP)
         for i, (p, r) in enumerate(zip(prompts, responses))
     ]
     log_probs = [[-rng.random() for _ in r] for r in responses]
@@ -65,7 +65,7 @@ def make_step() -> Step:
 
 
 def check(step: Step) -> None:
-    check_samples(step.samples, range(PROMPTS), GROUP, MAX_LENGTH)
+    check_samples(step.samples, dict.fromkeys(range(PROMPTS), GROUP), MAX_LENGTH)
     check_plan(step.mini_batches, step.samples)
     check_batch(step.batch, {s.sample_id: s.digest for s in step.samples}, VOCAB)
     check_column(step.batch, "advantages")
@@ -164,14 +164,24 @@ def response_empty(step):
     step.samples[2] = replace(step.samples[2], length=4, response_length=0)
 
 
-@mutation("1 of 3 x 4 samples are missing, the first is 7, of visit 1: groups must be complete")
+@mutation("group 1 has 3 of 4 samples, and 1 of 3 groups have another number .* groups must be complete")
 def group_truncated(step):
     del step.samples[7]
 
 
-@mutation("sample 12 belongs to none of the 3 prompts")
+@mutation("sample 12 belongs to group 3, which is none of the 3 groups")
 def sample_of_no_prompt(step):
+    step.samples.append(replace(step.samples[0], sample_id=12, group=3))
+
+
+@mutation("group 0 has 5 of 4 samples")
+def sample_too_many(step):
     step.samples.append(replace(step.samples[0], sample_id=12))
+
+
+@mutation("group 0 has 3 of 4 samples, and 2 of 3 groups have another number")
+def sample_in_another_group(step):
+    step.samples[2] = replace(step.samples[2], group=1)
 
 
 @mutation("sample 3 was sampled more than once")
@@ -313,7 +323,7 @@ def test_steps_without_a_reward_are_told():
     )
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
     notes = [
-        learner.note_zero_rewards(RolloutBatch(number, {0: 0}, 2, rewards=rewards))
+        learner.note_zero_rewards(RolloutBatch(number, {0: 0}, rewards=rewards))
         for number, rewards in enumerate(steps, 1)
     ]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [

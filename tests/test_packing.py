@@ -16,7 +16,7 @@ from megarl.config.mesh import MeshSpec, replicas
 from megarl.packing import (
     MiniBatch,
     Sample,
-    homes_of,
+    preferred_ranks,
     plan_mini_batches,
     plan_route,
     ranks_of_samples,
@@ -27,7 +27,7 @@ from megarl.packing import (
 def make_samples(seed: int, count: int) -> list[Sample]:
     rng = random.Random(seed)
     lengths = [rng.choice([rng.randint(2, 40), rng.randint(2, 400)]) for _ in range(count)]
-    return [Sample(i, n, rng.randint(1, n - 1), holders=(i % 2,)) for i, n in enumerate(lengths)]
+    return [Sample(i, n, rng.randint(1, n - 1), owners=(i % 2,)) for i, n in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
@@ -51,8 +51,8 @@ def test_every_sample_once_within_the_token_budget(dp_size, max_tokens):
 def test_mini_batches_do_not_depend_on_layout_or_homes():
     samples = make_samples(1, 40)
 
-    def members(dp_size, homes, max_tokens):
-        plans = plan_mini_batches(samples, 10, homes, dp_size, max_tokens, 64, "3/7")
+    def members(dp_size, preferred, max_tokens):
+        plans = plan_mini_batches(samples, 10, preferred, dp_size, max_tokens, 64, "3/7")
         return [sorted(i for rank in range(dp_size) for i in p.samples_of(rank)) for p in plans]
 
     assert (
@@ -66,13 +66,13 @@ def test_mini_batches_do_not_depend_on_layout_or_homes():
 
 def test_cost_is_balanced_and_samples_stay_home_where_that_is_fair():
     samples = make_samples(2, 200)
-    homes = {s.sample_id: s.sample_id % 4 for s in samples}
-    (plan,) = plan_mini_batches(samples, 200, homes, 4, 10**6, 64, None)
+    preferred = {s.sample_id: s.sample_id % 4 for s in samples}
+    (plan,) = plan_mini_batches(samples, 200, preferred, 4, 10**6, 64, None)
     cost = {s.sample_id: sequence_cost(s.length, 64) for s in samples}
     loads = [sum(cost[i] for i in plan.samples_of(rank)) for rank in range(4)]
     # Greedy with the longest first: the spread is at most one sample, and the last ones placed are short.
     assert max(loads) / min(loads) < 1.02
-    stayed = sum(homes[i] == rank for rank in range(4) for i in plan.samples_of(rank))
+    stayed = sum(preferred[i] == rank for rank in range(4) for i in plan.samples_of(rank))
     assert stayed > 150
 
 
@@ -125,19 +125,19 @@ def check_plan(
         assert dp_size * max(costs) <= sum(costs) + (dp_size - 1) * longest  # whole numbers: no rounding
 
 
-def check_routes(world: range, holders: dict[int, tuple[int, ...]], destinations: dict[int, tuple[int, ...]]):
-    routes = [plan_route(rank, holders, destinations) for rank in world]
+def check_routes(world: range, owners: dict[int, tuple[int, ...]], destinations: dict[int, tuple[int, ...]]):
+    routes = [plan_route(rank, owners, destinations) for rank in world]
     sent = {(source, to): ids for source, route in enumerate(routes) for to, ids in route.outgoing.items()}
     got = {(source, to): ids for to, route in enumerate(routes) for source, ids in route.incoming.items()}
     assert sent == got  # samples in the same order at both ends
     arrivals = Counter((i, to) for (_, to), ids in sent.items() for i in ids)
     assert arrivals == Counter(
-        (i, to) for i, ranks in destinations.items() for to in ranks if to not in holders[i]
+        (i, to) for i, ranks in destinations.items() for to in ranks if to not in owners[i]
     )
-    assert all(source in holders[i] for (source, _), ids in sent.items() for i in ids)
-    for held_by in set(holders.values()):
+    assert all(source in owners[i] for (source, _), ids in sent.items() for i in ids)
+    for held_by in set(owners.values()):
         loads = [
-            sum(holders[i] == held_by for ids in routes[rank].outgoing.values() for i in ids)
+            sum(owners[i] == held_by for ids in routes[rank].outgoing.values() for i in ids)
             for rank in held_by
         ]
         assert max(loads) - min(loads) <= 1
@@ -162,8 +162,8 @@ def test_ten_thousand_random_steps_on_two_meshes():
         )
         layouts, members = [], []
         for mesh in (first, second):
-            homes = homes_of(samples, replicas(mesh)) if rng.random() < 0.7 else {}
-            plans = plan_mini_batches(samples, size, homes, mesh.dp, max_tokens, hidden_size, str(seed))
+            preferred = preferred_ranks(samples, replicas(mesh)) if rng.random() < 0.7 else {}
+            plans = plan_mini_batches(samples, size, preferred, mesh.dp, max_tokens, hidden_size, str(seed))
             check_plan(samples, plans, size, mesh.dp, max_tokens, hidden_size)
             layouts.append(plans)
             members.append(
@@ -171,7 +171,7 @@ def test_ten_thousand_random_steps_on_two_meshes():
             )
         assert members[0] == members[1]
         check_routes(
-            world, {s.sample_id: s.holders for s in samples}, ranks_of_samples(layouts[0], replicas(first))
+            world, {s.sample_id: s.owners for s in samples}, ranks_of_samples(layouts[0], replicas(first))
         )
         check_routes(
             world,
@@ -191,9 +191,9 @@ def test_a_plan_does_not_depend_on_the_order_in_which_equal_loads_were_met():
 
 
 def test_replicas_that_share_an_engine_take_turns_as_homes():
-    samples = [Sample(i, 5, 2, holders=(0, 1)) for i in range(4)] + [Sample(9, 5, 2, holders=(3,))]
-    assert homes_of(samples, ((0,), (1,), (2,))) == {0: 0, 1: 1, 2: 0, 3: 1}
-    assert homes_of(samples, ((0, 1), (2, 3))) == {0: 0, 1: 0, 2: 0, 3: 0, 9: 1}
+    samples = [Sample(i, 5, 2, owners=(0, 1)) for i in range(4)] + [Sample(9, 5, 2, owners=(3,))]
+    assert preferred_ranks(samples, ((0,), (1,), (2,))) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert preferred_ranks(samples, ((0, 1), (2, 3))) == {0: 0, 1: 0, 2: 0, 3: 0, 9: 1}
 
 
 def test_bad_input_is_named():

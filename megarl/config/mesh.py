@@ -47,12 +47,12 @@ class MeshSpec:
     Example: MeshSpec((0, 1, 2, 3), tp=2) is two data-parallel replicas, (0, 1) and (2, 3).
 
     Args:
-        ep: ranks over which a layer's experts are dealt out.
-        etp: ranks that split each expert. None: as tp.
-        cp: ranks that split each sequence. They hold the same weights and belong to one data-parallel
+        ep: number of ranks over which a layer's experts are spread.
+        etp: number of ranks that split each expert. None is the same as tp.
+        cp: number of ranks that split each sequence. They hold the same weights and belong to one data-parallel
             replica.
-        vpp: model chunks of each pipeline stage. They say which layers a rank holds and change no group of
-            ranks."""
+        vpp: number of model chunks of each pipeline stage. It says which layers a rank holds and changes no
+            group of ranks."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -154,7 +154,7 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
     )
 
 
-def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
+def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
     """Return role -> key of its batch shard: roles with one key have the same samples on each rank.
 
     The key is the first role of the same actor on the same ranks with the same sizes. Those of the experts

@@ -225,13 +225,21 @@ class Data(RandomState, kind="data"):
 
     @method(reports=True)
     def distribute(
-        self, share: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
+        self, key: str, samples: list[Sample], mini_batches: list[MiniBatch], source: str = "train"
     ) -> Metrics:
-        """Bring samples from the ranks that rolled them out to all ranks of a mesh."""
+        """Bring samples from the ranks that own them to all ranks of a mesh, as its next batch.
+
+        Args:
+            key: shard key of the mesh.
+            source: the rollout source of the samples."""
 
     @method(reports=True)
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Metrics:
         """Bring token columns from the ranks of one mesh to those of another."""
+
+    @method()
+    def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
+        """Forget samples that were trained on: the rollouts, and what meshes have computed for them."""
 
 
 class Roles:

@@ -16,8 +16,8 @@ from megarl.trainer.buffer import Group
 class RolloutBatch:
     """What the driver knows of the step that is running. The tokens are on the ranks.
 
-    A sample is (visit of its prompt, index within the group). Its id, visit * num_samples_per_prompt + index,
-    is unique in the run. A group has the id of the visit. See `DataCursor` for visits.
+    A sample has an id that is unique in the run, and a group: the visit of the prompt that it answers. See
+    `DataCursor` for visits.
 
     Example: rewards less a little for each response's length, before the advantages are computed:
         for sample, length in batch.response_lengths.items():
@@ -27,9 +27,8 @@ class RolloutBatch:
     step: int
     visits: dict[int, int]
     """Visit of each prompt -> its row of the data set, in order."""
-    num_samples_per_prompt: int
     samples: list[Sample] = field(default_factory=list)
-    """By sample id: num_samples_per_prompt of the first visit, then of the second, ..."""
+    """Sorted by sample id. Groups may have different numbers of samples."""
     records: dict[str, dict[int, dict]] = field(default_factory=dict)
     """Role that scored -> sample id -> what it says of the sample."""
     rewards: dict[int, float | None] = field(default_factory=dict)
@@ -60,14 +59,13 @@ class RolloutBatch:
 
     @property
     def group_ids(self) -> list[int]:
-        """Visit of the prompt that each sample answers, in the order of sample_ids."""
+        """Group of each sample, in the order of sample_ids: the visit of the prompt that it answers."""
         return [s.group for s in self.samples]
 
     @property
     def row_of(self) -> dict[int, int]:
-        """Sample id -> row of the data set."""
-        visits = zip(self.sample_ids, self.group_ids, strict=True)
-        return {sample: self.visits[visit] for sample, visit in visits}
+        """Sample id -> row of the data set of its prompt."""
+        return {s.sample_id: self.visits[s.group] for s in self.samples}
 
     @property
     def reward_digests(self) -> list[int] | None:
@@ -76,8 +74,7 @@ class RolloutBatch:
         if any(s.digest is None for s in self.samples):
             return None
         return [
-            digest_of_reward(s.sample_id, group, self.rewards[s.sample_id], s.digest)
-            for s, group in zip(self.samples, self.group_ids, strict=True)
+            digest_of_reward(s.sample_id, s.group, self.rewards[s.sample_id], s.digest) for s in self.samples
         ]
 
     @property

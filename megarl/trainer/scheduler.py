@@ -105,7 +105,7 @@ class NodeResult:
 class Scheduler:
     """Args:
         meshes: role -> its mesh; only `ranks` is looked at.
-        share_of: role -> key of the share of a step's data that it works on; roles with the same key need no
+        shard_key_of: role -> key of its batch shard; roles with the same key need no
             exchange. Default: roles with equal meshes have the same.
 
     Example:
@@ -121,11 +121,11 @@ class Scheduler:
         executor: Executor,
         meshes: Mapping[str, object],
         host: Host,
-        share_of: Mapping[str, str] | None = None,
+        shard_key_of: Mapping[str, str] | None = None,
     ):
         self.timeline = Timeline()
         self._executor, self._meshes, self._host = executor, meshes, host
-        self._share_of = share_of or {
+        self._shard_key_of = shard_key_of or {
             role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()
         }
         self._prepared: PreparedFlow | None = None
@@ -147,7 +147,7 @@ class Scheduler:
         the last step."""
         self._end_the_step_before()
         if self._prepared is None or self._prepared.flow is not flow:
-            self._prepared = PreparedFlow(flow, self._meshes, self._share_of, self._host.driver_columns)
+            self._prepared = PreparedFlow(flow, self._meshes, self._shard_key_of, self._host.driver_columns)
         self._results = {}
         self._running = FlowStep(self._prepared, {node.name for node in flow.nodes if self._host.skips(node)})
         return self.resume(until)

@@ -22,8 +22,7 @@ class StepBatches:
     def __init__(self, step: int, flow: Flow, actors: Mapping[str, ActorState]) -> None:
         self.step, self.flow = step, flow
         self.of_actor = {
-            suffix: RolloutBatch(step, {}, actor.num_samples_per_prompt, kl_coef=actor.kl.coef)
-            for suffix, actor in actors.items()
+            suffix: RolloutBatch(step, {}, kl_coef=actor.kl.coef) for suffix, actor in actors.items()
         }
         for batch in self.of_actor.values():
             batch.actors = {actor.actor: self.of_actor[suffix] for suffix, actor in actors.items()}

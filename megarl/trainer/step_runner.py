@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from megarl.config.mesh import MeshSpec, replicas, share_keys, training_data_roles
+from megarl.config.mesh import MeshSpec, replicas, shard_keys, training_data_roles
 from megarl.runtime.executor import Executor, Future
 from megarl.flow import Actor, Flow, Node, Reward, RewardModel, Rollout, declaration
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples
-from megarl.packing import MiniBatch, Sample, homes_of, plan_mini_batches
+from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scheduler import NodeResult, Scheduler
@@ -48,15 +48,15 @@ class StepRunner:
         stop: StopRequest,
     ) -> None:
         self.executor, self.meshes, self.state, self.gate, self.stop = executor, meshes, state, gate, stop
-        self.share_of = share_keys(meshes)
-        shares = dict.fromkeys(self.share_of[role] for role in training_data_roles(meshes))
-        self.hidden_size = {share: state.actor_of(share).hidden_size(share) for share in shares}
+        self.shard_key_of = shard_keys(meshes)
+        keys = dict.fromkeys(self.shard_key_of[role] for role in training_data_roles(meshes))
+        self.hidden_size = {key: state.actor_of(key).hidden_size(key) for key in keys}
         self.row_lengths: list[tuple[int, int]] = []
         """(length, response length) by row of the training data, in supervised fine-tuning."""
         self.batches: StepBatches | None = None
         self.results: dict[str, NodeResult] = {}
         """Node -> its future, of the nodes of the step that were issued."""
-        self._scheduler = Scheduler(executor, meshes, self, self.share_of)
+        self._scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
 
     def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
         """Run a step's flow until the driver has what others decide on: samples, lengths, rewards.
@@ -164,7 +164,7 @@ class StepRunner:
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
         """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
-        giver, taker = self.share_of[source], self.share_of[node.role]
+        giver, taker = self.shard_key_of[source], self.shard_key_of[node.role]
         columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
         if giver == taker or not columns or taker not in self.hidden_size:
             return None
@@ -189,25 +189,26 @@ class StepRunner:
         actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
         longest = actor.config.sampling.max_prompt_length + actor.config.sampling.max_response_length
         actor.buffer.add(samples)
-        batch.take(actor.buffer.take(self.batches.step))
-        check_samples(batch.samples, batch.visits, batch.num_samples_per_prompt, longest)
-        shares = [share for share in self.hidden_size if self.batches.batch_of(share) is batch]
-        ranks = sorted({rank for role in (rollout, *shares) for rank in self.meshes[role].ranks})
-        for share in shares:
-            mesh, of_actor = self.meshes[share], self.state.actor_of(share).config.batch
+        groups = actor.buffer.take(self.batches.step)
+        batch.take(groups)
+        check_samples(batch.samples, {group.visit: group.num_samples for group in groups}, longest)
+        keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]
+        ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})
+        for key in keys:
+            mesh, of_actor = self.meshes[key], self.state.actor_of(key).config.batch
             mini_batches = plan_mini_batches(
                 batch.samples,
                 of_actor.global_batch_size,
-                homes_of(batch.samples, replicas(mesh)),
+                preferred_ranks(batch.samples, replicas(mesh)),
                 mesh.dp,
                 of_actor.max_tokens_per_micro_batch,
-                self.hidden_size[share],
+                self.hidden_size[key],
                 seed=f"{of_actor.seed}/{batch.step}",
             )
             check_plan(mini_batches, batch.samples)
-            rollouts = f"train{actor.suffix}"
+            source = f"train{actor.suffix}"
             sent = self.executor.call_on(
-                ranks, "data", "distribute", share, batch.samples, mini_batches, rollouts
+                ranks, "data", "distribute", key, batch.samples, mini_batches, source
             )
             batch.transfers.append(sent)
 

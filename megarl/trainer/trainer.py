@@ -240,9 +240,9 @@ class Trainer:
         if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
             raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
         for role in (source, destination):
-            if role not in self.runner.share_of:
+            if role not in self.runner.shard_key_of:
                 raise ValueError(
-                    f"role ({role}) must be one of those of the job: {', '.join(self.runner.share_of)}."
+                    f"role ({role}) must be one of those of the job: {', '.join(self.runner.shard_key_of)}."
                 )
         node = Node(role=destination, method="exchange", reads=(), writes=())
         return self.runner.move(columns, source, node)

@@ -1,140 +1,73 @@
-"""The actor (the policy being trained) and the reference (a frozen copy) on one rank."""
+"""The actor on one rank: the policy that is trained."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, promised_weight
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.base import AdvantageInputs, LossInputs
 from megarl.batch import MicroBatch
-from megarl.batch_invariants import check_column
-from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec
-from megarl.config.schema import OptimizerConfig, TrainConfig
 from megarl.gate_limits import GateLimits
+from megarl.config.mesh import MeshSpec
+from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
-from megarl.reshard.transfer import save_hf
-from megarl.flow.job_roles import Actor, Reference
-from megarl.workers.data_plane import DataPlane
+from megarl.flow.job_roles import Actor
 from megarl.workers.implements import implements
 from megarl.workers.loss_probes import check_token_level, policy_weight
-from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes, with_target
+from megarl.workers.megatron_role import peak_memory_bytes
+from megarl.workers.objective import Objective
+from megarl.workers.offload_manager import needs
+from megarl.workers.policy import PolicyRole
 from megarl.workers.recompute import check_advantages
-from megarl.workers.residence import needs
 
 if TYPE_CHECKING:
-    from megarl.megatron.loss_check import LossCheck
+    from megarl.megatron.loss_check import LossCheck, PassLimit
 
 logger = logging.getLogger(__name__)
 
-
-class PolicyRole(MegatronRole):
-    """A policy that starts from --model."""
-
-    def __init__(
-        self,
-        name: str,
-        config: TrainConfig,
-        shape: ModelShape,
-        meshes: Mapping[str, MeshSpec],
-        plane: DataPlane,
-        optimizer: OptimizerConfig | None,
-    ) -> None:
-        super().__init__(
-            name,
-            config,
-            config.model.model,
-            shape,
-            meshes,
-            plane,
-            optimizer,
-            config.lora if optimizer else None,
-        )
-
-    def build(self):
-        from megarl.megatron.policy import Policy
-
-        config = self.config
-        return Policy(
-            self.shape,
-            self.mesh,
-            config.model,
-            self.parallel,
-            self.optimizer,
-            config.batch.train_iters,
-            config.transformer,
-            config.experts,
-            self.lora,
-        )
-
-    def write_log_probs(self, column: str) -> None:
-        share = self.share
-        micro_batches = self.micro_batches(share.mini_batches)
-        log_probs = self.model.log_probs(micro_batches, self.config.sampling.temperature)
-        self.write_column(column, log_probs, largest=0.0)
-
-
-@implements(Reference)
-class ReferenceRole(PolicyRole):
-    """Frozen at the weights that training starts from."""
-
-    @needs("parameters")
-    def log_probs(self) -> dict[str, float]:
-        """Write the column ref_log_probs. Returns metrics of the memory."""
-        self.write_log_probs("ref_log_probs")
-        return self.memory_metrics()
-
-
-@implements(Reference)
-class AdapterlessReferenceRole:
-    """The reference of an actor that trains adapters on the same ranks: the actor's model without them. It
-    has no weights of its own."""
-
-    def __init__(self, actor: ActorRole) -> None:
-        self.actor, self.plane = actor, actor.plane
-
-    def setup(self) -> None:
-        """The actor's has done it."""
-
-    @needs("parameters", of="actor")
-    def log_probs(self) -> dict[str, float]:
-        """Write the column ref_log_probs."""
-        with self.actor.model.adapters.off():
-            self.actor.write_log_probs("ref_log_probs")
-        return {}
-
-    @needs("parameters", of="actor")
-    def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder. Collective over the mesh."""
-        actor = self.actor
-        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)
+ADVANTAGE_COLUMNS = ("old_log_probs", "ref_log_probs", "values")
+"""The columns that an algorithm may compute advantages from."""
+_LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 
 
 @implements(Actor)
 class ActorRole(PolicyRole):
+    """The policy that is trained, and the source of the engines' weights."""
+
+    objective = Objective(
+        loss="loss",
+        inputs=LossInputs,
+        columns={name: name for name in _LOSS_COLUMNS},
+        target="advantages",
+        output="log_probs",
+        before="old_log_probs",
+        what="log-prob",
+        token_weight=policy_weight,
+    )
     _is_token_level = False
-    """The loss has been found to be a sum over tokens."""
-    _has_said_unchecked = False
+    """Whether the loss has been found to be a sum over tokens."""
+    _has_warned_unchecked = False
     rollout_mesh: MeshSpec | None = None
-    """Of the engines, if none is on this rank."""
+    """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
 
     @needs("parameters")
     def send_weights(self, version: int) -> None:
-        """The part of RolloutRole.sync that is a source's. Where there is a rollout role too, that one does
-        it."""
+        """Send this rank's weights to the engines as `version`, while rollout ranks call RolloutRole.sync.
+
+        A rank with a rollout role does nothing here: RolloutRole.sync sends its weights too."""
         if self.rollout_mesh is not None:
             self.send_weights_to(self.rollout_mesh, version)
 
     def send_weights_to(self, rollout_mesh: MeshSpec, version: int) -> None:
-        """Let the out-of-process engines of other ranks have this rank's weights as `version`."""
+        """Send this rank's weights to the out-of-process engines of other ranks as `version`."""
         if self.sender is None:
             plan, speakers = sync_plan(
                 self.shape,
@@ -151,23 +84,19 @@ class ActorRole(PolicyRole):
         self.sender.begin(version)
         self.sender.finish()
 
-    @property
-    def algorithm(self) -> Algorithm:
-        return self.config.algorithm
-
     @needs("parameters")
     def log_probs(self) -> dict[str, float]:
-        """Write the column old_log_probs and compare it with what the engine reported when it sampled.
+        """Write the column old_log_probs and compare it with the engine's log-probs.
 
-        Returns: this rank's part of the metrics mismatch/*: what megarl/config/gate_limits.py judges, and kl
-            (k3 of KL(engine || trainer), whose samples these are)."""
+        Returns: this rank's part of the metrics mismatch/*, which megarl/config/gate_limits.py judges. Among
+            them is kl, the estimate k3 of KL(engine || trainer)."""
         self.write_log_probs("old_log_probs")
         if not self.model.reports:
             return {}
-        batch = self.share.batch
+        batch = self.shard.batch
         log_probs = batch.old_log_probs[batch.response_mask].double()
         gap = log_probs - batch.rollout_log_probs[batch.response_mask].double()
-        num_tokens = sum(m.num_tokens for m in self.share.mini_batches)
+        num_tokens = sum(m.num_tokens for m in self.shard.mini_batches)
         outlier = GateLimits.of(self.config, self.shape).outlier
         return {
             "mismatch/mean_abs": gap.abs().sum().item() / num_tokens,
@@ -180,10 +109,10 @@ class ActorRole(PolicyRole):
         }
 
     def worst_tokens(self, count: int) -> list[dict[str, float]]:
-        """The tokens of this rank where trainer and engine differ most, for the report of a failed gate."""
+        """Return the tokens where trainer and engine differ most, to report a failed log-prob gate."""
         if not self.model.reports:
             return []
-        batch = self.share.batch
+        batch = self.shard.batch
         gap = (batch.old_log_probs - batch.rollout_log_probs).abs()
         rows = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
         return [
@@ -205,14 +134,16 @@ class ActorRole(PolicyRole):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> dict[str, float]:
-        """Write the columns that the algorithm makes of rewards: advantages, and returns where there is a
-        critic. Both are NaN on the tokens of a sample whose reward failed.
+        """Write the columns that the algorithm computes from rewards.
+
+        These are advantages, and returns if there is a critic. Both are NaN on the tokens of a sample whose
+        reward failed.
 
         Args:
             sample_ids, group_ids, rewards: of the whole step, so that group statistics do not depend on the
-                split. None: the reward failed.
-            kl_coef: what the KL controller says.
-            digests: `digest_of_reward` of each sample; None: rewards are taken as they come.
+                split. Groups may have any sizes. None is a reward that failed.
+            kl_coef: coefficient of the KL penalty in this step.
+            digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
             advantages that the algorithm's reference does not make of the sample's reward. ValueError for a
             reward that is not finite in float32."""
@@ -222,12 +153,12 @@ class ActorRole(PolicyRole):
         self.require_columns(
             "advantages", [name for name in self.algorithm.advantage_reads if name in ADVANTAGE_COLUMNS]
         )
-        share = self.share
-        batch, tokens = share.batch, share.digests["tokens"]
+        shard = self.shard
+        batch, tokens = shard.batch, shard.digests["tokens"]
         if digests is not None:
             check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
         row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        # Without a dtype the rows of no samples would be floats.
+        # The dtype is for a rank without samples, where it would be a float's.
         rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64)
         columns, metrics = self.algorithm.compute_advantages(
             AdvantageInputs(
@@ -245,7 +176,7 @@ class ActorRole(PolicyRole):
             )
         )
         for name, values in columns.items():
-            share.set_column(name, batch.scatter(values))
+            shard.set_column(name, batch.scatter(values))
             check_column(batch, name, may_be_nan=name == "returns")
         check_advantages(
             self.algorithm,
@@ -256,9 +187,9 @@ class ActorRole(PolicyRole):
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
         )
-        if None in rewards:  # by NaN whoever learns from the column, on whatever mesh, knows what is left out
+        if None in rewards:  # NaN says on every mesh that a token is not learnt from
             failed = torch.tensor([reward is None for reward in rewards])[rows]
-            share.set_column(
+            shard.set_column(
                 "advantages", batch.advantages.masked_fill(batch.spread(failed).bool(), math.nan)
             )
         return metrics if self.model.reports else {}
@@ -270,83 +201,47 @@ class ActorRole(PolicyRole):
 
     @needs("parameters", "gradients", "optimizer")
     def update(self, kl_coef: float = 0.0) -> dict[str, float]:
-        """All optimizer updates of the step. Returns and raises as `update_over_epochs`."""
+        """Make all optimizer updates of the step. Returns and raises as `update_over_epochs`."""
         self.require_columns("update", self.algorithm.loss_reads)
 
         def once(mini_batch: MiniBatch, check: LossCheck | None) -> dict[str, float]:
             return self._update_once(mini_batch, check, kl_coef)
 
-        metrics = self.update_over_epochs(once, target="advantages")
+        metrics = self.update_over_epochs(once)
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
-
-    def loss_check(self, mini_batch: MiniBatch) -> LossCheck:
-        from megarl.megatron.loss_check import LossCheck
-        from megarl.workers.pass_limit import log_prob_limit
-
-        counts = mini_batch.num_tokens, mini_batch.num_sequences
-        limit = None
-        if self.has_own("old_log_probs"):
-            limit = log_prob_limit(self.config, self.shape, self.model.device)
-        elif self.algorithm.needs_rollout and self.model.reports_steps and not self._has_said_unchecked:
-            self._has_said_unchecked = True
-            logger.warning(
-                "%s has not computed old_log_probs in this step itself, so the ratios of its first "
-                "update are "
-                "not checked",
-                self.name,
-            )
-        promised = promised_weight(self.algorithm, "loss", *counts, self.config.sampling.max_response_length)
-        return LossCheck(self.name, "log-prob", promised, *counts, limit)
-
-    def _tell(self, check: LossCheck, micro: MicroBatch, rows: torch.Tensor, inputs: LossInputs) -> None:
-        """Let the check know what the loss is called with. rows: which of the micro-batch's response
-        tokens."""
-        if not len(rows):
-            return
-        if self.algorithm.token_level and not self._is_token_level:
-            is_whole = len(rows) == len(micro.response_positions)
-            self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)
-        weight = None if check.promised is None else policy_weight(self.algorithm, inputs)
-        check.add_tokens(inputs.response_lengths, weight)
-        if check.limit is not None:
-            check.add_passes(micro, rows, inputs.log_probs, inputs.old_log_probs)
 
     def _update_once(
         self, mini_batch: MiniBatch, check: LossCheck | None, kl_coef: float
     ) -> dict[str, float]:
-        def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice):
-            device = log_probs.device
-            columns = {
-                name: c if (c := micro.column(name)) is None else c[rows].to(device)
-                for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
-            }
-            response_lengths = micro.response_length_of_token[rows].to(device)
-            columns |= {"log_probs": log_probs, "entropy": entropy, "response_lengths": response_lengths}
-            if check is not None:
-                columns["rows"] = torch.arange(len(micro.response_positions), device=device)[rows]
-            if self.has_failed_samples:
-                columns = with_target(columns, columns["advantages"])
-            of_micro = columns.pop("rows", None)
-            inputs = LossInputs(
-                num_tokens=mini_batch.num_tokens,
-                num_sequences=mini_batch.num_sequences,
-                kl_coef=kl_coef,
-                max_response_length=self.config.sampling.max_response_length,
-                **columns,
-            )
-            if check is not None:
-                self._tell(check, micro, of_micro, inputs)
-            return self.algorithm.loss(inputs)
-
+        loss = self.loss_of_update(mini_batch, check, kl_coef=kl_coef)
         return self.model.update(
             self.micro_batches([mini_batch]),
-            loss,
+            lambda micro, log_probs, entropy, rows: loss(micro, rows, log_probs=log_probs, entropy=entropy),
             self.config.sampling.temperature,
             self.algorithm.needs_entropy,
             self.algorithm.token_level,
             check,
         )
 
+    def pass_limit(self) -> PassLimit | None:
+        from megarl.workers.pass_limit import log_prob_limit
 
-ADVANTAGE_COLUMNS = ("old_log_probs", "ref_log_probs", "values")
-"""What an algorithm may make advantages of."""
+        if self.has_own("old_log_probs"):
+            return log_prob_limit(self.config, self.shape, self.model.device)
+        if self.algorithm.needs_rollout and self.model.reports_steps and not self._has_warned_unchecked:
+            self._has_warned_unchecked = True
+            logger.warning(
+                "%s has not computed old_log_probs in this step itself, so the ratios of its first update are "
+                "not checked",
+                self.name,
+            )
+        return None
+
+    def check_inputs(
+        self, check: LossCheck, micro: MicroBatch, rows: torch.Tensor, inputs: LossInputs
+    ) -> None:
+        """Tell a check what the loss is called with, and try once whether the loss is a sum over tokens."""
+        if self.algorithm.token_level and not self._is_token_level:
+            is_whole = len(rows) == len(micro.response_positions)
+            self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)
+        super().check_inputs(check, micro, rows, inputs)

@@ -25,8 +25,8 @@ class CheckpointWriter:
     """One rank's part of a role's checkpoints, of which one at a time is being written.
 
     Args:
-        group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while
-            training goes on."""
+        group: a gloo process group of the role's ranks, used by the writing threads only, as they communicate
+            while training goes on."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -36,9 +36,13 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
-        """Copy into host memory what this rank writes, and begin to write it; `folder` is there when all of
-        it is. Collective, after `written` has said that the one before is. When this returns the model may
-        change. state: what else to remember, for JSON; the first rank's counts."""
+        """Copy what this rank writes into host memory, and start to write it.
+
+        Collective, after `written` has reported the checkpoint before as complete. The model may change as soon
+        as this returns. `folder` appears when the checkpoint is complete.
+
+        Args:
+            state: further values to save as JSON; the first rank's are saved."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)
@@ -71,7 +75,7 @@ class CheckpointWriter:
             manifest = self._plan.write(partial, copies, state, self._group)
             ranks.first(lambda: publish(partial, folder, manifest), None)
             self._digest = ranks.first(lambda: file_digest(folder / MANIFEST), str)
-        except BaseException as error:  # thread boundary: `written` tells it
+        except BaseException as error:  # thread boundary: `written` raises it
             self._error = error
 
 

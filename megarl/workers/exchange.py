@@ -1,16 +1,16 @@
-"""Move rows of token columns between ranks: one message per pair of ranks, with all columns of all its
-samples.
+"""Move rows of token columns between ranks, with one message per pair of ranks.
 
 message    for each sample its id and the digests of what it carries; then column after column, widest first, each with its
            samples in the order of the route
-order      every rank posts all its sends and receives at once, then waits: no order of ranks can make a circle
-own rows   what this rank holds itself is copied while the messages travel
-digests    were made where the column was written; the receiver compares them with the rows it has put in place"""
+order      every rank posts all its sends and receives at once, then waits, so no order of ranks can make a deadlock
+own rows   a rank copies the rows that it holds itself while the messages travel
+digests    are made where a column is written; the receiver compares them with the rows that it has put in place"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from megarl.batch import Batch
 from megarl.batch_invariants import Digests
 from megarl.invariants import InvariantError
 from megarl.packing import Route
+from megarl.workers.store import PackedSamples
 
 _BOUND_BY_TOKENS = ("tokens", "response_mask")  # one digest covers both
 _DTYPES = {
@@ -32,61 +33,52 @@ Formats = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class MissingRowsError(ValueError):
-    """This rank does not have what it is to send or keep. Nothing was sent."""
+    """This rank does not have the rows that it should send or keep. Nothing was sent."""
 
 
 def bytes_per_token(columns: Iterable[str], formats: Formats | None = None) -> int:
-    """Of a message with these columns."""
+    """Return the bytes that one token takes in a message with these columns."""
     return sum(dtype.itemsize * math.prod(row) for dtype, row in (_format(name, formats) for name in columns))
 
 
 class Moved(NamedTuple):
-    """What `move_rows` brought."""
+    """The columns that `move_rows` brought."""
 
     columns: dict[str, torch.Tensor]
     digests: Digests
-    """As the sender had them: of the tokens, and of every column but tokens and response_mask. Not yet
-    compared with `columns`."""
+    """Digests as the sender had them: of the tokens, and of every column but tokens and response_mask. They are
+    not yet compared with `columns`."""
 
 
 def move_rows(
-    held: Batch | None,
+    held: Sequence[PackedSamples],
     columns: Sequence[str],
     route: Route,
     wanted: Sequence[int],
     lengths: Mapping[int, int],
     formats: Formats | None = None,
-    digests: Digests | None = None,
 ) -> Moved:
-    """The named columns of the `wanted` samples, in that order. Called by every rank that the routes of
-    others name.
+    """Bring the named columns of the `wanted` samples to this rank, packed in that order.
+
+    Every rank that a route names must call it.
 
     Args:
-        held: what this rank has now; None: nothing. Columns on another device travel through the CPU.
+        held: what this rank has of the samples in `route.reads(wanted)`. Columns on another device travel
+            through the CPU.
         columns: the same on every rank.
         route: this rank's messages. A wanted sample that is not incoming is copied from `held`.
-        lengths: sample id -> tokens, of at least the samples that this rank sends, receives or wants.
+        lengths: sample id -> number of tokens, of at least the samples that this rank sends, receives or wants.
         formats: the same on every rank.
-        digests: of the tokens of `held` and of the columns, made when they were written. None where `held`
-            is.
-    Raises: MissingRowsError for a sample or column that `held` should have, before anything is sent.
-        InvariantError for a message of other samples than planned."""
-    digests = digests or {}
-    bound = ["tokens", *(name for name in columns if name not in _BOUND_BY_TOKENS)]
-    dtypes, rows_of = ({name: _format(name, formats)[i] for name in columns} for i in (0, 1))
-    columns = sorted(
-        columns, key=lambda name: (-dtypes[name].itemsize, name)
-    )  # widest first: all are aligned when viewed in place
-    received = {sample for ids in route.incoming.values() for sample in ids}
-    own = [sample for sample in wanted if sample not in received]
-    needs_held = bool(own or route.outgoing)
+    Raises: MissingRowsError for a column that `held` should have, or a sample of another length, before
+        anything is sent. InvariantError for a message of other samples than planned."""
+    message_format = _MessageFormat.of(columns, formats, lengths)
+    digests: Digests = {name: {} for name in message_format.bound}
+    for samples in held:
+        for name, of_samples in samples.digests_for(columns).items():
+            digests[name] |= of_samples
     # column -> sample -> a view of its rows
-    pieces = {
-        name: _rows_of(held, name, dtypes[name], rows_of[name]) if needs_held else {} for name in columns
-    }
-    for sample in (s for ids in (own, *route.outgoing.values()) for s in ids):
-        if sample not in pieces[columns[0]]:
-            raise MissingRowsError(f"sample {sample} is not on this rank, which should have it")
+    pieces = {name: _rows_of_all(held, name, *of) for name, of in message_format.columns.items()}
+    for sample in route.reads(wanted):
         if (num_here := len(pieces[columns[0]][sample])) != lengths[sample]:
             raise MissingRowsError(
                 f"sample {sample} has {num_here} tokens on this rank, but {lengths[sample]} in the plan"
@@ -95,65 +87,114 @@ def move_rows(
     operations, messages = [], {}
     for peer in sorted({*route.outgoing, *route.incoming}):
         if ids := route.outgoing.get(peer):
-            header = torch.tensor([[sample, *(digests[name][sample] for name in bound)] for sample in ids])
-            parts = (header, *(pieces[name][sample] for name in columns for sample in ids))
-            message = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-            operations.append(dist.P2POp(dist.isend, message, peer))
+            operations.append(dist.P2POp(dist.isend, message_format.pack(ids, pieces, digests), peer))
         if ids := route.incoming.get(peer):
-            num_bytes = _header_bytes(ids, bound) + bytes_per_token(columns, formats) * sum(
-                lengths[s] for s in ids
-            )
-            messages[peer] = torch.empty(num_bytes, dtype=torch.uint8)
+            messages[peer] = torch.empty(message_format.num_bytes(ids), dtype=torch.uint8)
             operations.append(dist.P2POp(dist.irecv, messages[peer], peer))
     requests = dist.batch_isend_irecv(operations) if operations else []
     # Own rows find their place while the messages travel; those of the messages once they are here.
-    num_tokens = [lengths[sample] for sample in wanted]
-    out = {name: torch.empty(sum(num_tokens), *rows_of[name], dtype=dtypes[name]) for name in columns}
-    places = {name: dict(zip(wanted, column.split(num_tokens), strict=True)) for name, column in out.items()}
-    for name in columns:
+    moved, places = message_format.empty(wanted)
+    received = {sample for ids in route.incoming.values() for sample in ids}
+    own = [sample for sample in wanted if sample not in received]
+    for name, rows in pieces.items():
         for sample in own:
-            places[name][sample].copy_(pieces[name][sample])
-    moved_digests: Digests = {name: {sample: digests[name][sample] for sample in own} for name in bound}
+            places[name][sample].copy_(rows[sample])
+    for name in message_format.bound:
+        moved.digests[name] |= {sample: digests[name][sample] for sample in own}
     for request in requests:
         request.wait()
     for peer, message in messages.items():
-        ids = route.incoming[peer]
-        sizes = [lengths[sample] for sample in ids]
-        header, message = message.tensor_split([_header_bytes(ids, bound)])
+        message_format.unpack(message, peer, route.incoming[peer], places, moved.digests)
+    return moved
+
+
+@dataclass(frozen=True)
+class _MessageFormat:
+    """What a message between two ranks looks like, the same at both ends."""
+
+    columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Dtype and shape of a token's row, widest first, so that every column is aligned when viewed in place."""
+    bound: list[str]
+    """The columns whose digests travel with them."""
+    lengths: Mapping[int, int]
+
+    @staticmethod
+    def of(columns: Iterable[str], formats: Formats | None, lengths: Mapping[int, int]) -> _MessageFormat:
+        of_column = {name: _format(name, formats) for name in columns}
+        bound = ["tokens", *(name for name in of_column if name not in _BOUND_BY_TOKENS)]
+        widest_first = sorted(of_column.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+        return _MessageFormat(dict(widest_first), bound, lengths)
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        return self._header_bytes(ids) + sum(self._column_bytes(ids))
+
+    def _header_bytes(self, ids: Sequence[int]) -> int:
+        return 8 * len(ids) * (1 + len(self.bound))
+
+    def _column_bytes(self, ids: Sequence[int]) -> list[int]:
+        num_tokens = sum(self.lengths[sample] for sample in ids)
+        return [num_tokens * dtype.itemsize * math.prod(row) for dtype, row in self.columns.values()]
+
+    def empty(self, wanted: Sequence[int]) -> tuple[Moved, dict[str, dict[int, torch.Tensor]]]:
+        """Return columns to be filled, and column -> sample -> the place of its rows."""
+        num_tokens = [self.lengths[sample] for sample in wanted]
+        total = sum(num_tokens)
+        out = {name: torch.empty(total, *row, dtype=dtype) for name, (dtype, row) in self.columns.items()}
+        places = {
+            name: dict(zip(wanted, column.split(num_tokens), strict=True)) for name, column in out.items()
+        }
+        return Moved(out, {name: {} for name in self.bound}), places
+
+    def pack(
+        self, ids: Sequence[int], pieces: Mapping[str, Mapping[int, torch.Tensor]], digests: Digests
+    ) -> torch.Tensor:
+        """Return the message with these samples."""
+        header = torch.tensor([[sample, *(digests[name][sample] for name in self.bound)] for sample in ids])
+        parts = (header, *(pieces[name][sample] for name in self.columns for sample in ids))
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+    def unpack(
+        self,
+        message: torch.Tensor,
+        peer: int,
+        ids: Sequence[int],
+        places: Mapping[str, Mapping[int, torch.Tensor]],
+        digests: Digests,
+    ) -> None:
+        """Copy the rows of a message to their places. Raises: InvariantError for other samples than `ids`."""
+        header, message = message.tensor_split([self._header_bytes(ids)])
         sent, *of_columns = header.view(torch.int64).view(len(ids), -1).T.tolist()
         if sent != list(ids):
             raise InvariantError(
                 f"rank {peer} sent samples {sent[:8]}{'...' if len(sent) > 8 else ''} instead of "
                 f"{list(ids[:8])}"
             )
-        for name, values in zip(bound, of_columns, strict=True):
-            moved_digests[name] |= dict(zip(sent, values, strict=True))
-        for name, data in zip(
-            columns,
-            message.split([sum(sizes) * bytes_per_token([name], formats) for name in columns]),
-            strict=True,
-        ):
-            for sample, rows in zip(
-                ids, data.view(dtypes[name]).view(-1, *rows_of[name]).split(sizes), strict=True
-            ):
+        for name, values in zip(self.bound, of_columns, strict=True):
+            digests[name] |= dict(zip(sent, values, strict=True))
+        sizes = [self.lengths[sample] for sample in ids]
+        parts = message.split(self._column_bytes(ids))
+        for (name, (dtype, row)), data in zip(self.columns.items(), parts, strict=True):
+            for sample, rows in zip(ids, data.view(dtype).view(-1, *row).split(sizes), strict=True):
                 places[name][sample].copy_(rows)
-    return Moved(out, moved_digests)
-
-
-def _header_bytes(samples: Sequence[int], bound: Sequence[str]) -> int:
-    return 8 * len(samples) * (1 + len(bound))
 
 
 def _format(name: str, formats: Formats | None) -> tuple[torch.dtype, tuple[int, ...]]:
     return (formats or {}).get(name, (_DTYPES.get(name, torch.float32), ()))
 
 
-def _rows_of(
-    held: Batch | None, name: str, dtype: torch.dtype, row: tuple[int, ...]
+def _rows_of_all(
+    held: Sequence[PackedSamples], name: str, dtype: torch.dtype, row: tuple[int, ...]
 ) -> dict[int, torch.Tensor]:
-    """Sample -> its rows of a column, not copied."""
-    if held is None:
-        return {}
+    rows: dict[int, torch.Tensor] = {}
+    for samples in held:
+        rows |= _rows_of(samples.batch, name, dtype, row)
+    return rows
+
+
+def _rows_of(held: Batch, name: str, dtype: torch.dtype, row: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """Return views of each sample's rows of a column.
+
+    Raises: MissingRowsError for a column that is not there or has another format."""
     column = getattr(held, name)
     if column is None or column.shape != (*held.tokens.shape, *row) or column.dtype != dtype:
         is_what = "is not there yet" if column is None else f"is {list(column.shape)} {column.dtype}"
@@ -166,22 +207,21 @@ def _rows_of(
 
 
 ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
-"""What a sample has when it comes from the engine."""
+"""The columns of a sample that comes from the engine."""
 
 
 def collect_samples(
-    held: Batch | None,
+    held: Sequence[PackedSamples],
     route: Route,
     wanted: Sequence[int],
     lengths: Mapping[int, int],
     formats: Formats | None = None,
-    digests: Digests | None = None,
 ) -> tuple[Batch, Digests]:
-    """This rank's `wanted` samples, in that order, as the engines made them, with all columns of `formats`;
-    and their digests as the senders had them. Arguments and errors are those of `move_rows`."""
-    columns, digests = move_rows(
-        held, (*ROLLOUT_COLUMNS, *(formats or ())), route, wanted, lengths, formats, digests
-    )
+    """Bring the `wanted` samples to this rank as the engines made them, packed in that order.
+
+    They come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the batch, and
+    the digests as the senders had them."""
+    columns, digests = move_rows(held, (*ROLLOUT_COLUMNS, *(formats or ())), route, wanted, lengths, formats)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(
         sample_ids=torch.tensor(wanted, dtype=torch.int64), cu_seqlens=cu_seqlens, **columns

@@ -1,5 +1,4 @@
-"""What every role with a Megatron model has on one rank: the model, its weights, and its share of the
-step."""
+"""The base class of all roles with a Megatron model: the model, its weights, its batch shard and its updates."""
 
 from __future__ import annotations
 
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs, promised_weight
 from megarl.batch import MicroBatch
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec, parallel_of, share_keys
+from megarl.config.mesh import MeshSpec, parallel_of, shard_keys
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.batch_invariants import check_column
 from megarl.flow import FlowError
@@ -28,19 +28,20 @@ from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
 from megarl.reshard.transfer import load_hf, save_hf
 from megarl.role_names import actor_suffix
-from megarl.workers.checkpoint_writer import CheckpointWriter
-from megarl.workers.data_plane import DataPlane, Share
 from megarl.runtime.process import peak_rss_bytes
-from megarl.workers.residence import needs
+from megarl.workers.checkpoint_writer import CheckpointWriter
+from megarl.workers.objective import Objective
+from megarl.workers.offload_manager import OffloadManager, needs
+from megarl.workers.store import BatchShard, SampleStore
 from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
-    from megarl.megatron.loss_check import LossCheck
+    from megarl.megatron.loss_check import LossCheck, PassLimit
     from megarl.megatron.trained_model import TrainedModel
 
 
 def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
-    """What each rank of the mesh holds."""
+    """Return the atlas of every rank of a mesh: which parts of the weights the rank holds."""
     from megarl.megatron.transformer_engine import uses_transformer_engine
 
     return megatron_atlas.megatron_atlases(
@@ -49,19 +50,23 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
 
 
 class MegatronRole:
-    """A Megatron model on this rank. Subclasses say which, and what it computes.
+    """A role with a Megatron model. Subclasses build the model and say what it computes.
 
     Args:
-        name: of the role; its mesh is meshes[name].
-        config: of the role's actor.
+        name: name of the role; its mesh is meshes[name].
+        config: configuration of the role's actor.
         folder: Hugging Face folder with the weights that it starts from.
-        shape: of that model.
-        optimizer: None: frozen.
-        lora: of its adapters, if it has some."""
+        shape: shape of that model.
+        store: samples of this rank.
+        offload_manager: of this rank's models.
+        optimizer: None if the model is frozen.
+        lora: options of its adapters, if it may have some."""
 
     model: TrainedModel
     writer: CheckpointWriter
-    """Of a role that is trained."""
+    """Only a trained role has one."""
+    objective: Objective
+    """Only a trained role has one."""
 
     def __init__(
         self,
@@ -70,33 +75,29 @@ class MegatronRole:
         folder: str,
         shape: ModelShape,
         meshes: Mapping[str, MeshSpec],
-        plane: DataPlane,
+        store: SampleStore,
+        offload_manager: OffloadManager,
         optimizer: OptimizerConfig | None,
         lora: LoRAConfig | None = None,
     ) -> None:
+        self.name, self.config, self.folder, self.shape = name, config, folder, shape
+        self.store, self.offload_manager = store, offload_manager
+        self.optimizer = optimizer
         self.lora = lora if lora and lora.lora_rank else None
-        self.name, self.config, self.folder, self.shape, self.plane, self.optimizer = (
-            name,
-            config,
-            folder,
-            shape,
-            plane,
-            optimizer,
-        )
-        self.mesh, self.share_key, self.suffix = (
-            meshes[name],
-            share_keys(meshes)[name],
-            actor_suffix(name, meshes),
-        )
-        self.parallel = parallel_of(config, name)
+        self.mesh, self.parallel = meshes[name], parallel_of(config, name)
+        self.shard_key, self.suffix = shard_keys(meshes)[name], actor_suffix(name, meshes)
         self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
         self.has_failed_samples = False
         """Whether the loss of this step's updates has to leave tokens out."""
-        self.own_columns: dict[str, tuple[Share, torch.Tensor | None]] = {}
-        """What this role has written since its last update, and for which share."""
+        self.own_columns: dict[str, tuple[BatchShard, torch.Tensor | None]] = {}
+        """The columns that this role has written since its last update, and in which batch shard."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.config.algorithm
 
     def build(self) -> TrainedModel:
-        """The model, weights undefined."""
+        """Return the model with undefined weights."""
         raise NotImplementedError
 
     @needs()
@@ -121,37 +122,39 @@ class MegatronRole:
             )
         self.model.parameters_changed()
         self.model.memory.owner = self.name
-        self.plane.residence.add(self.name, self.model.memory, self.parallel.offload)
+        self.offload_manager.add(self.name, self.model.memory, self.parallel.offload)
 
     @property
-    def share(self) -> Share:
-        return self.plane.shares[self.share_key]
+    def shard(self) -> BatchShard:
+        """This rank's part of the training batch. Raises: MissingSampleError if samples of it were released."""
+        return self.store.batch(self.shard_key)
 
     def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
-        """This rank's forward passes over the mini-batches, from the step's batch.
+        """Return this rank's forward passes over the mini-batches.
 
         Raises: InvariantError if a sample no longer has the tokens or values written for it."""
-        share, dp_rank = self.share, self.model.groups.dp.rank()
-        return [share.micro_batch(ids) for m in mini_batches for ids in m.micro_batches[dp_rank]]
+        shard, dp_rank = self.shard, self.model.groups.dp.rank()
+        return [shard.micro_batch(ids) for m in mini_batches for ids in m.micro_batches[dp_rank]]
 
     def write_column(
         self, name: str, per_micro_batch: list[torch.Tensor] | None, largest: float = math.inf
     ) -> None:
-        """Make the response tokens' values, in the order of the share's micro-batches, a column of the step;
-        None, as before the last pipeline stage, writes nothing. Raises InvariantError if one is not finite or
-        above `largest`."""
+        """Write a token column from the values of the response tokens, in the order of the micro-batches.
+
+        None, as before the last pipeline stage, writes nothing. Raises: InvariantError if a value is not finite
+        or above `largest`."""
+        shard = self.shard
         if per_micro_batch is not None:
-            share = self.share
-            batch = share.batch
-            share.set_column(name, batch.scatter(torch.cat(per_micro_batch)))
-            check_column(batch, name, largest)
-        self.own_columns[name] = self.share, getattr(self.share.batch, name)
+            shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch)))
+            check_column(shard.batch, name, largest)
+        self.own_columns[name] = shard, getattr(shard.batch, name)
 
     def require_columns(self, method: str, columns: Iterable[str]) -> None:
         """Raise FlowError for a column that a method needs and that no call of this step has written."""
-        if not self.model.is_last_stage:  # there are no columns before
+        if not self.model.is_last_stage:  # earlier stages have no columns
             return
-        missing = [column for column in columns if getattr(self.share.batch, column) is None]
+        batch = self.shard.batch
+        missing = [column for column in columns if getattr(batch, column) is None]
         if missing:
             column, writer = missing[0], writer_of(missing[0], self.suffix)
             source = writer.split(".")[0]
@@ -165,29 +168,28 @@ class MegatronRole:
             raise FlowError([f"{text}{'' if source == self.name else bring}."])
 
     def has_own(self, name: str) -> bool:
-        """Whether the column is what this role itself wrote, with the weights that it still has. On every
-        stage of a pipeline alike."""
-        share, column = self.own_columns.get(name, (None, None))
-        return share is self.share and column is getattr(share.batch, name)
+        """Return whether this role itself wrote the column, with the weights that it still has.
+
+        The answer is the same on every pipeline stage."""
+        shard, column = self.own_columns.get(name, (None, None))
+        return shard is self.shard and column is getattr(shard.batch, name)
 
     def update_over_epochs(
-        self, update: Callable[[MiniBatch, LossCheck | None], dict[str, float]], target: str
+        self, update: Callable[[MiniBatch, LossCheck | None], dict[str, float]]
     ) -> dict[str, float]:
-        """All optimizer updates of the step. Returns and raises as `Updates.over_epochs`.
+        """Make all optimizer updates of the step. Returns and raises as `Updates.over_epochs`.
 
         Args:
-            update: with a check, the first one of the step.
-            target: column of what the loss learns from. It is NaN on the tokens of a sample whose reward
-                failed."""
+            update: makes one update. It gets a check in the first update of the step."""
         self.model.advance_schedule()
-        has_rewards = self.config.algorithm.needs_rollout
-        mini_batches = self.scored_mini_batches(target) if has_rewards else self.share.mini_batches
+        has_rewards = self.algorithm.needs_rollout
+        mini_batches = self.scored_mini_batches() if has_rewards else self.shard.mini_batches
         is_first = True
 
         def checked(mini_batch: MiniBatch) -> dict[str, float]:
             nonlocal is_first
             metrics = update(mini_batch, self.loss_check(mini_batch) if is_first else None)
-            is_first = False  # not before: an update that was left out has changed no weight
+            is_first = False  # after the update: one that was skipped has changed no weight
             return metrics
 
         try:
@@ -196,19 +198,80 @@ class MegatronRole:
             self.own_columns.clear()
 
     def loss_check(self, mini_batch: MiniBatch) -> LossCheck:
-        """What the first update of a step is held against."""
+        """Return the check of the first update of a step."""
+        from megarl.megatron.loss_check import LossCheck
+
+        counts = mini_batch.num_tokens, mini_batch.num_sequences
+        longest = self.config.sampling.max_response_length
+        promised = promised_weight(self.algorithm, self.objective.loss, *counts, longest)
+        return LossCheck(self.name, self.objective.what, promised, *counts, self.pass_limit())
+
+    def pass_limit(self) -> PassLimit | None:
+        """Return how far the first update may be from the pass before it; None if they are not compared."""
         raise NotImplementedError
 
-    def scored_mini_batches(self, target: str) -> list[MiniBatch]:
-        """The step's mini-batches with the counts of the samples that have a reward: the denominators of the
-        loss. Collective over the mesh.
+    def loss_of_update(
+        self, mini_batch: MiniBatch, check: LossCheck | None, **constants: float
+    ) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Return the loss of one update as a function of a micro-batch and of what the model computed for it.
+
+        Args:
+            check: is told what the loss is called with.
+            constants: further fields of the inputs of the loss.
+        Returns: loss(micro_batch, rows, **outputs), where `rows` are the response tokens that the outputs are
+            of. It returns what the algorithm's loss does."""
+        objective = self.objective
+
+        def loss(micro: MicroBatch, rows: slice, **outputs: torch.Tensor | None):
+            device = outputs[objective.output].device
+            fields = {name: micro.column(column) for name, column in objective.columns.items()}
+            fields["response_lengths"] = micro.response_length_of_token
+            if check is not None:
+                fields["rows"] = torch.arange(len(micro.response_positions))
+            fields = {name: f if f is None else f[rows].to(device) for name, f in fields.items()} | outputs
+            if self.has_failed_samples:
+                fields = with_target(fields, fields[objective.target])
+            rows_of_inputs = fields.pop("rows", None)
+            inputs = objective.inputs(
+                num_tokens=mini_batch.num_tokens,
+                num_sequences=mini_batch.num_sequences,
+                max_response_length=self.config.sampling.max_response_length,
+                **constants,
+                **fields,
+            )
+            if check is not None and len(rows_of_inputs):
+                self.check_inputs(check, micro, rows_of_inputs, inputs)
+            return getattr(self.algorithm, objective.loss)(inputs)
+
+        return loss
+
+    def check_inputs(
+        self,
+        check: LossCheck,
+        micro: MicroBatch,
+        rows: torch.Tensor,
+        inputs: LossInputs | ValueLossInputs,
+    ) -> None:
+        """Tell a check what the loss is called with. rows: indices into the micro-batch's response tokens."""
+        objective = self.objective
+        weight = None if check.promised is None else objective.token_weight(self.algorithm, inputs)
+        check.add_tokens(inputs.response_lengths, weight)
+        if check.limit is not None:
+            check.add_passes(
+                micro, rows, getattr(inputs, objective.output), getattr(inputs, objective.before)
+            )
+
+    def scored_mini_batches(self) -> list[MiniBatch]:
+        """Return the step's mini-batches with the counts of the samples that have a reward.
+
+        These counts are the denominators of the loss. Collective over the mesh.
 
         Raises: InvariantError if the ranks hold another number of tokens than was planned."""
-        mini_batches, batch = self.share.mini_batches, self.share.batch
-        # Of each: response tokens, those with a target, samples with a target.
+        mini_batches, batch = self.shard.mini_batches, self.shard.batch
+        # Per mini-batch: response tokens, response tokens with a target, samples with a target.
         counts = torch.zeros(len(mini_batches), 3, dtype=torch.int64)
         if self.model.reports:
-            column = getattr(batch, target)
+            column = getattr(batch, self.objective.target)
             scored = batch.response_mask if column is None else batch.response_mask & ~column.isnan()
             of_sample = batch.tokens_per_sample(scored)
             rows = torch.stack([batch.response_lengths, of_sample, of_sample > 0], 1)
@@ -229,13 +292,14 @@ class MegatronRole:
         return amended
 
     def memory_metrics(self) -> dict[str, float]:
-        """This rank's share, see `Residence.take_metrics`; the time from the mesh's first rank alone."""
-        return self.plane.residence.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
+        """Return this rank's metrics of `OffloadManager.take_metrics`; the time on the mesh's first rank only."""
+        return self.offload_manager.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
 
     @needs("parameters")
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder; adapters are merged into them, and in <folder>_adapter
-        by themselves, in PEFT's format. Collective over the mesh."""
+        """Write the weights as a Hugging Face folder. Collective over the mesh.
+
+        Adapters are merged into the weights, and written alone to <folder>_adapter in PEFT's format."""
         self.model.merge_adapters()
         save_hf(folder, self.folder, self.shape, self.atlases, self.model.weights)
         if self.lora is not None:
@@ -245,8 +309,7 @@ class MegatronRole:
 
     @needs("parameters", "optimizer")
     def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
-        """Write the model, its optimizer and its schedule, and what else to remember (for JSON). Collective
-        over the mesh.
+        """Write the model, its optimizer, its schedule and a state for JSON. Collective over the mesh.
 
         Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not
         there."""
@@ -256,8 +319,9 @@ class MegatronRole:
 
     @needs("parameters", "optimizer")
     def begin_checkpoint(self, folder: str) -> None:
-        """As `save_checkpoint`, but only copies; a thread writes while training goes on, and `written` says
-        when it has. Collective."""
+        """Copy what `save_checkpoint` would write, and let a thread write it while training goes on.
+
+        `checkpoint_written` reports when it is complete. Collective over the mesh."""
         self.writer.begin(
             Path(folder),
             self.model,
@@ -266,13 +330,15 @@ class MegatronRole:
         )
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet. Raises:
-        CheckpointError if a rank failed."""
+        """Return the SHA-256 of the manifest once the checkpoint that was begun is complete, else None.
+
+        Raises: CheckpointError if a rank failed."""
         return self.writer.written(wait)
 
     @needs("parameters", "optimizer")
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Why `load_checkpoint` would fail, the same on every rank; None: it is whole and of this model.
+        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would not.
+
         Collective over the mesh."""
         from megarl.megatron.training_state import verify_checkpoint
 
@@ -286,9 +352,10 @@ class MegatronRole:
     def load_checkpoint(
         self, folder: str, weights_only: bool = False, digests: bool = True
     ) -> dict[str, object]:
-        """Continue from a checkpoint of any layout, or take its weights only. Collective over the mesh. After
-        `setup`. digests: False if `damage_of_checkpoint` has just found none.
+        """Load a checkpoint of any layout, or its weights only. Collective over the mesh. After `setup`.
 
+        Args:
+            digests: False if `damage_of_checkpoint` has just found no damage.
         Returns: the state that was saved with it.
         Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as
         it was."""
@@ -302,11 +369,11 @@ class MegatronRole:
 def with_target(
     columns: Mapping[str, torch.Tensor | None], target: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
-    """The rows of [N] columns at which `target` is a number: the tokens of samples that have a reward."""
+    """Return the rows of [N] columns where `target` is a number: the tokens of samples that have a reward."""
     rows = (~target.isnan()).nonzero()[:, 0]
     return {name: None if column is None else column[rows] for name, column in columns.items()}
 
 
 def peak_memory_bytes() -> int:
-    """Most memory this process has held: on the GPU if there is one, else resident."""
+    """Return the most memory that this process has held: on the GPU if there is one, else resident."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_rss_bytes()

@@ -1,8 +1,8 @@
-"""Recompute some samples' advantages by the algorithm's reference, at every step and on every rank.
+"""Recompute the advantages of some samples by the algorithm's reference, at every step and on every rank.
 
-No digest sees a fault inside the computation: advantages in reversed order are written, sealed and moved as
-faithfully as right ones. So each rank draws samples of its own, looks everything up by their ids, and
-compares the numbers with those in the columns."""
+Digests cannot find a fault inside the computation: advantages in reversed order are written and moved as
+faithfully as right ones. So each rank draws samples of its own, looks everything up by their ids, and compares
+the numbers with those in the columns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megarl.batch import Batch
 from megarl.invariants import InvariantError
 
 NUM_TOKENS = 256
-"""Numbers after which a rank begins no further group: it recomputes all groups of a small step, and one group
+"""A rank begins no further group after this many numbers: it recomputes all groups of a small step, and one group
 of a large step."""
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Relative to the size of the terms of a sum: some ten operations in fp32, and a scan in another order than
-the reference's."""
+"""Allowed difference relative to the size of the terms of a sum: some ten operations in fp32, and a scan in
+another order than the reference's."""
 
 
 def check_advantages(
@@ -39,8 +39,8 @@ def check_advantages(
 
     Args:
         rewards, group_of: sample id -> reward and group, of all samples of the step in the same order on
-            every rank.
-        seed: chooses the samples; the same seed chooses the same ones.
+            every rank. Groups may have any sizes.
+        seed: the same seed chooses the same samples.
     Raises: InvariantError with sample, expected and found."""
     groups: dict[int, list[int]] = {}
     for sample, group in group_of.items():
@@ -79,7 +79,7 @@ def check_advantages(
 def _draw(
     groups: Mapping[int, Sequence[int]], group_of: Mapping[int, int], here: Sequence[int], seed: str
 ) -> list[list[int]]:
-    """The samples on this rank, group by group in a random order."""
+    """Return the samples on this rank, group by group in a random order."""
     mine = set(here)
     order = sorted({group_of[sample] for sample in here})
     random.Random(seed).shuffle(order)
@@ -89,7 +89,9 @@ def _draw(
 def _compare(
     sample: int, name: str, reference: ReferenceColumn, found: Sequence[float], reward: float
 ) -> int:
-    """Number of tokens compared. Raises: InvariantError for the first that differs by more than rounding."""
+    """Compare a column with its reference, and return the number of tokens compared.
+
+    Raises: InvariantError for the first token that differs by more than rounding."""
     for position, (value, wanted, magnitude) in enumerate(
         zip(found, reference.values, reference.magnitudes, strict=True)
     ):

@@ -1,32 +1,37 @@
-"""The reward role on one rank: scores what this rank's engine has sampled."""
+"""The reward role on one rank: it scores the samples of this rank's engine by a rule."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
+from megarl.data.prompts import Prompt, PromptDataset
 from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
-from megarl.rewards.base import RewardSample, digest_of_text
+from megarl.rewards.base import RewardSample
 from megarl.rewards.pool import RewardPool, Verdict
-from megarl.workers.data_plane import DataPlane
 from megarl.workers.implements import implements
 from megarl.workers.rollout import RolloutRole
+from megarl.workers.store import RolloutSample, SampleStore
 
 
 @implements(Reward)
 class RewardRole:
-    def __init__(self, config: TrainConfig, mesh: MeshSpec, plane: DataPlane, rollout: RolloutRole) -> None:
-        self.config, self.mesh, self.plane, self.rollout = config, mesh, plane, rollout
+    """The rule's verdicts on the samples of one engine."""
 
     pool: RewardPool | None = None
-    """None: the job has no rule, or another rank of this engine calls it."""
+    """None if the job has no rule, or if another rank of this engine calls it."""
+
+    def __init__(self, config: TrainConfig, mesh: MeshSpec, store: SampleStore, rollout: RolloutRole) -> None:
+        self.config, self.mesh, self.store, self.rollout = config, mesh, store, rollout
 
     def setup(self) -> None:
+        """Start the processes of the rule on the engine's first rank."""
         if uses_rule_reward(self.config) and self.mesh.coordinates(dist.get_rank())["tp"] == 0:
             self.pool = RewardPool(self.config.data, num_workers(self.config.data.reward_num_workers))
 
@@ -35,75 +40,76 @@ class RewardRole:
             self.pool.close()
 
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Rule rewards of this engine's samples, from its first rank only: sample_id, reward (None: it
-        failed, then `failure` says why, or the job has no rule).
+        """Score the samples of this engine, on its first rank only.
 
-        The first num_logged samples of the step (default: --num-rollouts-to-log) also carry their texts, for
-        the rollouts/ files.
-
+        Args:
+            num_logged: number of samples of the step, counted from its first, whose records carry their texts
+                for the rollouts/ files. Default: --num-rollouts-to-log.
+        Returns: records with sample_id, digest and reward. The reward is None if it failed, and `failure` says
+            why; or if the job has no rule.
         Raises: InvariantError if the pool gave a sample the verdict on another one."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
-        made, tokenizer, dataset = (
-            self.plane.rollouts[purpose + self.rollout.suffix],
-            self.rollout.tokenizer,
-            self.rollout.datasets[purpose],
-        )
-        texts = tokenizer.decode_batch(made.responses)
-        verdicts = (
-            [Verdict(None)] * len(texts)
-            if self.pool is None
-            else self.pool.score(
-                [
-                    RewardSample(
-                        dataset[row].data_source,
-                        text,
-                        dataset[row].ground_truth,
-                        dataset[row].extra_info,
-                        sample_id,
-                    )
-                    for row, text, sample_id in zip(made.rows, texts, made.sample_ids, strict=True)
-                ]
-            )
-        )
+        rollouts = self.store.rollouts(purpose + self.rollout.suffix)
+        dataset = self.rollout.datasets[purpose]
+        texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
-        out = []
-        for i, (sample_id, verdict) in enumerate(zip(made.sample_ids, verdicts, strict=True)):
-            if self.pool is not None and (verdict.sample_id, verdict.digest) != (
-                sample_id,
-                digest_of_text(texts[i]),
-            ):
-                raise InvariantError(
-                    f"the reward of sample {sample_id} ({verdict.reward}) is that of sample "
-                    f"{verdict.sample_id}, or of another "
-                    "response"
-                )
+        records = []
+        for rollout, text, verdict in zip(
+            rollouts, texts, self._verdicts(rollouts, texts, dataset), strict=True
+        ):
             record: dict[str, object] = {
-                "sample_id": sample_id,
+                "sample_id": rollout.sample_id,
                 "reward": verdict.reward,
-                "digest": digest(made.prompts[i], made.responses[i]),
+                "digest": digest(rollout.prompt, rollout.response),
             }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
-            if limit < 0 or made.num_before + i < limit:
-                prompt = dataset[made.rows[i]]
-                record |= {
-                    "row": made.rows[i],
-                    "prompt": prompt.messages,
-                    "response": texts[i],
-                    "ground_truth": prompt.ground_truth,
-                    "response_length": len(made.responses[i]),
-                    "rollout_log_prob": sum(made.log_probs[i]),
-                    "prompt_ids": made.prompts[i],
-                    "response_ids": made.responses[i],
-                }
-            out.append(record)
-        return out
+            if limit < 0 or rollout.position < limit:
+                record |= _logged(rollout, text, dataset[rollout.row])
+            records.append(record)
+        return records
+
+    def _verdicts(
+        self, rollouts: Sequence[RolloutSample], texts: Sequence[str], dataset: PromptDataset
+    ) -> list[Verdict]:
+        """Ask the pool for the verdict on each rollout; without a pool there are none."""
+        if self.pool is None:
+            return [Verdict(None)] * len(rollouts)
+        samples = []
+        for rollout, text in zip(rollouts, texts, strict=True):
+            row = dataset[rollout.row]
+            samples.append(
+                RewardSample(row.data_source, text, row.ground_truth, row.extra_info, rollout.sample_id)
+            )
+        verdicts = self.pool.score(samples)
+        for sample, verdict in zip(samples, verdicts, strict=True):
+            if (verdict.sample_id, verdict.digest) != (sample.sample_id, sample.digest):
+                raise InvariantError(
+                    f"the reward of sample {sample.sample_id} ({verdict.reward}) is that of sample "
+                    f"{verdict.sample_id}, or of another response"
+                )
+        return verdicts
+
+
+def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, object]:
+    """Return the fields of a record in the rollouts/ files."""
+    return {
+        "row": rollout.row,
+        "prompt": prompt.messages,
+        "response": text,
+        "ground_truth": prompt.ground_truth,
+        "response_length": len(rollout.response),
+        "rollout_log_prob": sum(rollout.log_probs),
+        "prompt_ids": rollout.prompt,
+        "response_ids": rollout.response,
+    }
 
 
 def num_workers(asked: int | None) -> int:
-    """Processes of one rank's pool: what --reward-num-workers says, else the rank's share of the node's
-    cores, at most 8."""
+    """Return the number of processes of one rank's pool.
+
+    It is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8."""
     return (
         asked
         if asked is not None

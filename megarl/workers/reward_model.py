@@ -1,13 +1,11 @@
-"""One reward model on one rank: scores the samples of this rank's share of the step.
+"""A reward model on one rank scores the samples of this rank's batch shard.
 
     transformers   the whole classifier on each rank; each rank scores its own samples
     megatron       a value model split as the mesh says
     judge          a vLLM engine of tp ranks in processes of its own, which the first of those ranks asks
 
-Models read the actor's token ids where they can. Every judge, and a classifier whose tokenizer lacks words of
-the actor's, has them at other ids or has another chat template, or that has fewer embeddings, gets text
-instead: the dataset's messages, and the response decoded with the actor's tokenizer, without special
-tokens."""
+A model reads the actor's token ids if it can (`same_tokenizer`). Every other classifier, and every judge, gets
+text: the dataset's messages, and the response decoded with the actor's tokenizer, without special tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
 from megarl.rollout.draws import draw_key
-from megarl.workers.data_plane import DataPlane
 from megarl.workers.implements import implements
-from megarl.workers.residence import needs
+from megarl.workers.offload_manager import OffloadManager, needs
+from megarl.workers.store import SampleStore
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -42,16 +40,30 @@ Records = list[Record]
 
 @implements(RewardModel)
 class RewardModelRole:
+    """A classifier, a value model or a judge."""
+
     def __init__(
-        self, config: TrainConfig, name: str, mesh: MeshSpec, plane: DataPlane, share: str, suffix: str = ""
+        self,
+        config: TrainConfig,
+        name: str,
+        mesh: MeshSpec,
+        store: SampleStore,
+        offload_manager: OffloadManager,
+        shard_key: str,
+        suffix: str = "",
     ) -> None:
-        """config: of its actor, whose suffix is `suffix`. name: of the role, see `reward_models`. share: key
-        of its mesh's share of the step in the data plane."""
-        self.config, self.name, self.mesh, self.plane, self.share = config, name, mesh, plane, share
+        """Describe the model; `setup` loads it.
+
+        Args:
+            config: configuration of its actor, whose suffix is `suffix`.
+            name: name of the role, see `reward_models`.
+            shard_key: which batch shard of this rank it scores, see `config.mesh.shard_keys`."""
+        self.config, self.name, self.mesh, self.shard_key = config, name, mesh, shard_key
+        self.store, self.offload_manager = store, offload_manager
         self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.judge: Judge | None = None
-        """None also on a rank whose device the judge of another rank uses."""
+        """The judge that this rank asks; None also on a rank that lends its device to another rank's judge."""
 
     @property
     def where(self) -> str:
@@ -76,14 +88,14 @@ class RewardModelRole:
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:
-        """This model's unweighted scores of the samples that this rank reports on: sample_id, and score
-        (None: failed, with the failure in words). Judges say of the first --num-rollouts-to-log samples also
-        what they answered.
+        """Score the samples that this rank reports on.
 
         Args:
-            rows: dataset row of each sample of the step, by sample id.
+            rows: sample id -> dataset row, of all samples of the step.
+        Returns: records with sample_id and the unweighted score. The score is None if it failed, and `failure`
+            says why. A judge's records of the first --num-rollouts-to-log samples also have its answer.
         Raises: EngineDied as soon as a judge's process is gone."""
-        batch = self.plane.shares[self.share].batch
+        batch = self.store.batch(self.shard_key).batch
         by_backend = {
             "transformers": self._score_with_classifier,
             "megatron": self._score_with_value_model,
@@ -109,7 +121,7 @@ class RewardModelRole:
 
         self.classifier = classifier.Classifier(self.spec.path)
         self.memory = ModelMemory(self.classifier, self.name)
-        self.plane.residence.add(self.name, self.memory, self.config.reward.offload)
+        self.offload_manager.add(self.name, self.memory, self.config.reward.offload)
         self._choose_ids(self.classifier.tokenizer)
 
     def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
@@ -147,7 +159,7 @@ class RewardModelRole:
         )
         self.value_model.parameters_changed()
         self.value_model.memory.owner = self.name
-        self.plane.residence.add(self.name, self.value_model.memory, parallel.offload)
+        self.offload_manager.add(self.name, self.value_model.memory, parallel.offload)
         self._choose_ids(classifier.load_tokenizer(self.spec.path))
         self.max_length = shape.max_position_embeddings
 
@@ -173,18 +185,14 @@ class RewardModelRole:
         ]
 
     def _planned_micro_batches(self) -> list[MicroBatch]:
-        """As the driver planned them, equally many on all data-parallel ranks."""
-        dp_rank = self.mesh.coordinates(self.rank)["dp"]
-        share = self.plane.shares[self.share]
-        return [
-            share.micro_batch(ids)
-            for mini_batch in share.mini_batches
-            for ids in mini_batch.micro_batches[dp_rank]
-        ]
+        """Return the forward passes that the driver planned, equally many on all data-parallel ranks."""
+        dp_rank, shard = self.mesh.coordinates(self.rank)["dp"], self.store.batch(self.shard_key)
+        return [shard.micro_batch(ids) for m in shard.mini_batches for ids in m.micro_batches[dp_rank]]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
-        """Other token ids have other lengths, so they are packed anew; then empty ones until all
-        data-parallel ranks have as many."""
+        """Pack the model's own token ids, which have other lengths than the actor's.
+
+        Empty micro-batches are added until all data-parallel ranks have as many."""
         packed: list[Batch] = []
         room = 0
         for sample_id, ids in zip(batch.sample_ids.tolist(), self._token_ids(batch, rows), strict=True):
@@ -252,7 +260,7 @@ class RewardModelRole:
                 records[-1]["answer"] = answer.text
         return records
 
-    # What the models read.
+    # The input of the models.
 
     def _choose_ids(self, own_tokenizer) -> None:
         self.own_tokenizer = own_tokenizer
@@ -267,7 +275,7 @@ class RewardModelRole:
             )
 
     def _token_ids(self, batch: Batch, rows: Mapping[int, int]) -> list[list[int]]:
-        """Per sample, in the order of the batch."""
+        """Return the ids of each sample, in the order of the batch."""
         if not self.retokenizes:
             return [part.tolist() for part in batch.tokens.split(batch.lengths.tolist())]
         return [
@@ -279,7 +287,7 @@ class RewardModelRole:
         return [self.dataset[rows[sample_id]] for sample_id in batch.sample_ids.tolist()]
 
     def _responses(self, batch: Batch) -> list[str]:
-        """Text from each sample's first response token on."""
+        """Return each sample's text from its first response token on."""
         lengths = batch.lengths.tolist()
         parts = zip(batch.tokens.split(lengths), batch.response_mask.split(lengths), strict=True)
         return self.actor_tokenizer.decode_batch(
@@ -291,8 +299,9 @@ class RewardModelRole:
 
 
 def same_tokenizer(actor, own) -> bool:
-    """Whether a reward model can read the actor's ids: it has all its words, at the same ids, and the same
-    chat template.
+    """Return whether a reward model can read the token ids of the actor.
+
+    It can if it has all words of the actor at the same ids, and the same chat template.
 
     Args:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.
@@ -306,5 +315,5 @@ def same_tokenizer(actor, own) -> bool:
 
 
 def _record(sample_id: int, score: float | None, failure: str) -> dict[str, object]:
-    """`failure` is kept if there is no score."""
+    """Return the record of a sample; `failure` is in it only if there is no score."""
     return {"sample_id": sample_id, "score": score} | ({"failure": failure} if score is None else {})

@@ -1,4 +1,4 @@
-"""The rollout role on one rank: a vLLM engine that samples, and whose weights follow the actor's."""
+"""The rollout role on one rank: a vLLM engine that samples with the actor's weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.draws import draw_key
 from megarl.workers.actor import ActorRole
-from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
-from megarl.workers.residence import needs
+from megarl.workers.offload_manager import OffloadManager, needs
+from megarl.workers.store import RolloutBlock, RolloutSample, SampleStore
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
@@ -33,35 +33,38 @@ if TYPE_CHECKING:
 
 @implements(Rollout)
 class RolloutRole:
+    """One engine, or this rank's part of it, and the prompts that it answers."""
+
     def __init__(
         self,
         config: TrainConfig,
         shape: ModelShape,
         mesh: MeshSpec,
-        plane: DataPlane,
+        store: SampleStore,
+        offload_manager: OffloadManager,
         actor: ActorRole | None,
         actor_mesh: MeshSpec,
         mode: str,
         suffix: str = "",
     ) -> None:
-        """actor: the actor in this process, if there is one. mode: of the engine, see `engine_mode`. suffix:
-        of role and actor."""
-        self.config, self.shape, self.mesh, self.plane, self.actor, self.actor_mesh = (
-            config,
-            shape,
-            mesh,
-            plane,
-            actor,
-            actor_mesh,
-        )
+        """Describe the engine; `setup` starts it.
+
+        Args:
+            actor: the actor in this process, if there is one.
+            mode: how the engine runs, see `engine_mode`.
+            suffix: number of role and actor, "_2" of rollout_2."""
+        self.config, self.shape, self.mesh = config, shape, mesh
+        self.store, self.offload_manager = store, offload_manager
+        self.actor, self.actor_mesh = actor, actor_mesh
         self.rank, self.mode, self.suffix = dist.get_rank(), mode, suffix
         self.engine: Engine | None = None
-        """None on a rank whose device an out-of-process engine uses, but for the engine's first rank."""
+        """None on those ranks of an out-of-process engine that only lend it their device."""
 
     @needs("parameters", of="actor")
     def setup(self) -> None:
-        """Start the engine and plan how the actor's shards become its shards. After the actor's set-up;
-        collective."""
+        """Start the engine and plan how the actor's weights get into it.
+
+        Collective over the world, after the actor's `setup`."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         column = "ground_truth" if needs_ground_truth(config) else None
@@ -85,7 +88,7 @@ class RolloutRole:
             from megarl.rollout.engine import RolloutEngine
 
             return RolloutEngine(self.config, self.shape, self.mesh.ranks, sources, parameters, self.suffix)
-        if self.rank != self.holders[0]:
+        if self.rank != self.owners[0]:
             return None
         from megarl.rollout.out_of_process import OutOfProcessEngine
 
@@ -100,16 +103,18 @@ class RolloutRole:
         return self.mesh.coordinates(self.rank)["dp"]
 
     @property
-    def holders(self) -> tuple[int, ...]:
-        """Ranks that hold the samples of this rank's engine: all of an in-process one, the first of an
-        out-of-process one."""
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that own the samples of this rank's engine.
+
+        These are all ranks of an in-process engine, and the first rank of an out-of-process one."""
         ranks = self.mesh.peers(self.rank, "tp")
         return ranks if self.mode == "in-process" else ranks[:1]
 
     @needs("parameters", of="actor")
     def sync(self, version: int) -> dict[str, float]:
-        """Bring the actor's current weights into the engine as `version`. Collective over rollout ranks, and
-        over those actor ranks that are no rollout ranks, which meanwhile call ActorRole.send_weights."""
+        """Bring the actor's current weights into the engine as `version`.
+
+        Collective over the rollout ranks and the other actor ranks, which call ActorRole.send_weights."""
         if self.engine is not None:
             if self.actor is not None:
                 self.actor.model.merge_adapters()
@@ -122,52 +127,52 @@ class RolloutRole:
     def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
         """Sample responses to dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
 
-        Prompts are spread over the engines in contiguous blocks. Every sample draws by a key of its own (run
-        seed, purpose, visit, index): neither layout nor batch composition nor step changes what it draws.
+        The samples of the last call for this purpose are released. Prompts are spread over the engines in
+        contiguous blocks. Every sample draws by a key of its own (run seed, purpose, visit, index), so what it
+        draws does not depend on layout, batch or step.
 
         Args:
-            visits: visit of each prompt -> its row. A held-out row is its own visit, so it draws alike at
-                every evaluation.
+            visits: visit of each prompt -> its row. The visit is the group of its samples. A held-out row is
+                its own visit, so it draws the same at every evaluation.
 
-        Returns: the samples of this engine, from its first rank only."""
-        self.plane.rollouts.pop(purpose + self.suffix, None)  # a call that is left leaves none
+        Returns: the samples of this engine, on its first rank only."""
+        rollouts = self.store.source(purpose + self.suffix)
+        rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:
-            self.plane.rollouts[purpose + self.suffix] = Rollouts([], [], [], [], [])
             return []
-        sampling, n = (
-            self.config.sampling,
-            1 if purpose == "eval" else self.config.batch.num_samples_per_prompt,
-        )
+        config, n = self.config, 1 if purpose == "eval" else self.config.batch.num_samples_per_prompt
         first = self.replica * len(visits) // self.mesh.dp
         mine = list(visits.items())[first : (self.replica + 1) * len(visits) // self.mesh.dp]
-        sample_ids = [visit * n + index for visit, _ in mine for index in range(n)]
-        sample_rows = [row for _, row in mine for _ in range(n)]
-        prompts = self.encoders[purpose].prompts(sample_rows)
-        seed = self.config.batch.seed
-        keys = [draw_key(seed, purpose, visit, index) for visit, _ in mine for index in range(n)]
-        outputs = self.engine.generate(prompts, keys, temperature=0.0 if greedy else sampling.temperature)
-        self.plane.rollouts[purpose + self.suffix] = Rollouts(
-            sample_rows,
-            sample_ids,
-            prompts,
-            [o.token_ids for o in outputs],
-            [o.log_probs for o in outputs],
-            [o.experts for o in outputs] if tells_experts(self.config, self.shape) else None,
-            first * n,
+        answers = [(visit, row, index) for visit, row in mine for index in range(n)]
+        prompts = self.encoders[purpose].prompts([row for _, row, _ in answers])
+        keys = [draw_key(config.batch.seed, purpose, visit, index) for visit, _, index in answers]
+        outputs = self.engine.generate(
+            prompts, keys, temperature=0.0 if greedy else config.sampling.temperature
         )
-        if self.rank != self.holders[0]:
+        has_experts = tells_experts(config, self.shape)
+        made = [
+            RolloutSample(
+                visit * n + index,
+                row,
+                group=visit,
+                version=self.engine.version,
+                prompt=prompt,
+                response=output.token_ids,
+                log_probs=output.log_probs,
+                experts=output.experts if has_experts else None,
+                digest=digest(prompt, output.token_ids),
+                position=first * n + place,
+            )
+            for place, ((visit, row, index), prompt, output) in enumerate(
+                zip(answers, prompts, outputs, strict=True)
+            )
+        ]
+        rollouts.add(RolloutBlock(made))
+        if self.rank != self.owners[0]:
             return []
         return [
-            Sample(
-                s,
-                len(p) + len(o.token_ids),
-                len(o.token_ids),
-                self.holders,
-                truncated=o.finish_reason == "length",
-                digest=digest(p, o.token_ids),
-                group=s // n,
-            )
-            for s, p, o in zip(sample_ids, prompts, outputs, strict=True)
+            rollout.record(self.owners, truncated=output.finish_reason == "length")
+            for rollout, output in zip(made, outputs, strict=True)
         ]
 
     def shut_down(self) -> None:

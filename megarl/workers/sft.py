@@ -1,5 +1,4 @@
-"""The actor of supervised fine-tuning: the same updates, on responses that come from the dataset instead of
-an engine."""
+"""The actor of supervised fine-tuning: the same updates, on responses from the dataset."""
 
 from __future__ import annotations
 
@@ -12,16 +11,19 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
-from megarl.workers.data_plane import Share
 from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
+from megarl.workers.store import BatchShard
 
 
 @implements(Actor)
 class SFTActorRole(ActorRole, RandomStateOfRank):
+    """An actor that learns the responses of its dataset."""
+
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows. Returns (length, response length) of every row, from the mesh's first
-        rank only."""
+        """Tokenize the training rows.
+
+        Returns: (length, response length) of every row, on the mesh's first rank only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         dataset = PromptDataset.load(
@@ -35,10 +37,11 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         return [(len(p) + len(r), len(r)) for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Pack this rank's rows of a step. visits: visit, which is the sample id -> dataset row."""
+        """Pack this rank's rows of a step. visits: visit -> dataset row; the visit is the sample id."""
         dp_rank = self.model.groups.dp.rank()
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         rows = [visits[sample] for sample in samples]
         prompts, responses = [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
         batch = Batch.from_samples(samples, prompts, responses)
-        self.plane.shares[self.share_key] = Share(batch, mini_batches)
+        self.store.release_batch(self.shard_key)
+        self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))

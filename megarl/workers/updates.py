@@ -1,4 +1,4 @@
-"""The optimizer updates of a step, and what becomes of those that are not finite."""
+"""Make the optimizer updates of a step, and skip or stop at those that are not finite."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 10
-"""The weights do not change, so more would hardly end otherwise."""
+"""A skipped update leaves the weights as they are, so more retries would hardly end differently."""
 
 
 class Updates:
-    """Of one role on one rank. Args: on_nonfinite: see --on-nonfinite."""
+    """The updates of one role on one rank. Args: on_nonfinite: see --on-nonfinite."""
 
     def __init__(self, role: str, on_nonfinite: Literal["stop", "skip"]) -> None:
         self.role, self.skips = role, on_nonfinite == "skip"
@@ -32,13 +32,14 @@ class Updates:
         num_epochs: int,
         update: Callable[[MiniBatch], dict[str, float]],
     ) -> dict[str, float]:
-        """Make them by `update`, which raises NonFiniteUpdate as `model` does. A mini-batch without a scored
-        sample makes no update.
+        """Make one update per mini-batch and epoch. A mini-batch without a scored sample makes no update.
 
-        Returns: the mean over the updates that were made of this rank's share of every metric; of skips,
-            their number, and the number of updates without a scored sample, if there are some.
-        Raises: NonFiniteUpdate, on all ranks: to stop, at once; to skip, for one more than
-        MAX_SKIPPED_IN_A_ROW."""
+        Args:
+            update: makes one update, and raises NonFiniteUpdate as `model` does.
+        Returns: the mean over the updates of this rank's part of every metric; the number of skipped updates, and
+            of updates without a scored sample, if there are some.
+        Raises: NonFiniteUpdate, on all ranks: for the first one with --on-nonfinite stop, for one more than
+            MAX_SKIPPED_IN_A_ROW consecutive ones with skip."""
         made, num_unscored = [], 0
         for epoch in range(num_epochs):
             for number, mini_batch in enumerate(mini_batches):

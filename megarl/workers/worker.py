@@ -1,4 +1,4 @@
-"""One rank: joins the torch world, hosts its roles, runs the commands that the driver sends them."""
+"""Set up one rank: join the torch world, and build the roles that the rank hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.config.mesh import (
     engine_mode,
     group_timeout,
     role_meshes,
-    share_keys,
+    shard_keys,
     training_data_roles,
 )
 from megarl.config.reward_models import reward_models
@@ -27,25 +27,24 @@ from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.transformer_engine import transformer_engine_problem, transformer_engine_version
 from megarl.role_names import TRAINED_KINDS, actor_suffix, kind_and_suffix
-from megarl.workers.actor import ActorRole, AdapterlessReferenceRole, ReferenceRole
+from megarl.workers.actor import ActorRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
-from megarl.workers.data_plane import DataPlane
 from megarl.runtime.mailbox import world_store
-from megarl.workers.residence import Residence
+from megarl.workers.offload_manager import OffloadManager
+from megarl.workers.reference import AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.reward_model import RewardModelRole
+from megarl.workers.store import SampleStore
 
 _WRITE_TIMEOUT = timedelta(days=1)
-"""A rank may write for long while others wait in their threads; one that ends is noticed at once."""
+"""One rank may write for long while the others wait in their threads. A rank that dies is noticed at once."""
 
 
 def join_world(timeout_s: float) -> None:
-    """torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors where there
-    is a GPU.
+    """Initialize torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors.
 
-    Does nothing in a process that has joined: one after the other, several jobs may run in a process of their
-    only rank.
+    It does nothing in a process that has joined already, as jobs of one rank may follow each other in a process.
 
     Args:
         timeout_s: how long a call may take. Ranks wait for each other a little longer (`group_timeout`).
@@ -103,15 +102,13 @@ def _check_that_ranks_agree() -> None:
 
 
 def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
-    """This rank's roles, not yet set up: models and engines are built when the driver calls their setup().
+    """Return this rank's roles. Models and engines are built later, when the driver calls their setup().
 
-    Collective over the world: process groups of all meshes are made here, in the same order everywhere."""
+    Collective over the world: process groups of all meshes are made here, in the same order on every rank."""
     if trains_in_fp32(config):
         torch.set_float32_matmul_precision("highest")  # PyTorch's default, which NVIDIA's containers change
-    meshes, plane = (
-        role_meshes(config, world_size),
-        DataPlane(Residence(config.placement.offload_ahead_bytes)),
-    )
+    meshes, store = role_meshes(config, world_size), SampleStore()
+    offload_manager = OffloadManager(config.placement.offload_ahead_bytes)
     for role in training_data_roles(meshes):
         create_groups(meshes[role], group_timeout(config.placement.call_timeout_s))
     writers = _checkpoint_writers(meshes)
@@ -120,19 +117,11 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
 
         if dist.get_rank() not in meshes["actor"].ranks:
             return {}
-        return _with_writers(
-            {
-                "actor": SFTActorRole(
-                    "actor", config, ModelShape.load(config.model.model), meshes, plane, config.optimizer
-                )
-            },
-            writers,
-        )
-    configs = configs_of_actors(config)
-    shapes, keys = (
-        {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()},
-        share_keys(meshes),
-    )
+        shape = ModelShape.load(config.model.model)
+        actor = SFTActorRole("actor", config, shape, meshes, store, offload_manager, config.optimizer)
+        return _with_writers({"actor": actor}, writers)
+    configs, keys = configs_of_actors(config), shard_keys(meshes)
+    shapes = {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()}
     formats = {
         keys[f"actor{suffix}"]: {
             "routed_experts": (expert_dtype(shape.num_moe_experts), (shape.num_layers, shape.moe_router_topk))
@@ -142,7 +131,7 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     }
     roles: dict[str, object] = {
         "data": DataRole(
-            plane,
+            store,
             meshes,
             keys,
             {role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes},
@@ -150,12 +139,15 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
         )
     }
     for suffix, of_actor in configs.items():
-        roles |= _roles_of_actor(suffix, of_actor, meshes, plane, engine_mode(of_actor, world_size))
+        mode = engine_mode(of_actor, world_size)
+        roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager, mode)
     return _with_writers(roles, writers)
 
 
 def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
-    """Of the trained roles, each with a group of its own. Collective over the world."""
+    """Return a checkpoint writer per trained role of this rank, each with its own process group.
+
+    Collective over the world."""
     groups = {
         role: dist.new_group(list(mesh.ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
         for role, mesh in meshes.items()
@@ -175,10 +167,18 @@ def _with_writers(roles: dict[str, object], writers: Mapping[str, CheckpointWrit
 
 
 def _roles_of_actor(
-    suffix: str, config: TrainConfig, meshes: Mapping[str, MeshSpec], plane: DataPlane, mode: str
+    suffix: str,
+    config: TrainConfig,
+    meshes: Mapping[str, MeshSpec],
+    store: SampleStore,
+    offload_manager: OffloadManager,
+    mode: str,
 ) -> dict[str, object]:
-    """Those of the actor with this suffix that are on this rank; `config` is that actor's, `mode` of its
-    engine."""
+    """Return the roles of one actor that are on this rank.
+
+    Args:
+        suffix, config: of the actor.
+        mode: how its engines run, see `engine_mode`."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 
@@ -188,30 +188,37 @@ def _roles_of_actor(
         f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "rollout", "reward")
     )
     if actor in here:
-        roles[actor] = ActorRole(actor, config, shape, meshes, plane, config.optimizer)
+        roles[actor] = ActorRole(actor, config, shape, meshes, store, offload_manager, config.optimizer)
     if reference in here:
-        # Routers keep what they chose for the actor's updates: they cannot also serve the reference.
+        # The routers of a mixture keep their choices for the actor's updates: they cannot serve the reference too.
         as_the_actor = (
             shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
         )
         roles[reference] = (
             AdapterlessReferenceRole(roles[actor])
             if config.lora.lora_rank and as_the_actor
-            else ReferenceRole(reference, config, shape, meshes, plane, optimizer=None)
+            else ReferenceRole(reference, config, shape, meshes, store, offload_manager, optimizer=None)
         )
     if critic in here:
         critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
-        roles[critic] = CriticRole(critic, config, critic_shape, meshes, plane)
+        roles[critic] = CriticRole(critic, config, critic_shape, meshes, store, offload_manager)
     for model in (f"{model.name}{suffix}" for model in reward_models(config)):
         if model in here:
-            roles[model] = RewardModelRole(
-                config, model, meshes[model], plane, share_keys(meshes)[model], suffix
-            )
+            key = shard_keys(meshes)[model]
+            roles[model] = RewardModelRole(config, model, meshes[model], store, offload_manager, key, suffix)
     if rollout in here:
         roles[rollout] = RolloutRole(
-            config, shape, meshes[rollout], plane, roles.get(actor), meshes[actor], mode, suffix
+            config,
+            shape,
+            meshes[rollout],
+            store,
+            offload_manager,
+            roles.get(actor),
+            meshes[actor],
+            mode,
+            suffix,
         )
-        roles[reward] = RewardRole(config, meshes[reward], plane, roles[rollout])
+        roles[reward] = RewardRole(config, meshes[reward], store, roles[rollout])
     elif actor in here:
         roles[actor].rollout_mesh = meshes[rollout]
     return roles

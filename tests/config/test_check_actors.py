@@ -10,7 +10,7 @@ from megarl.algorithms import REGISTRY
 from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.mesh import role_meshes, share_keys
+from megarl.config.mesh import role_meshes, shard_keys
 from megarl.config.roles import DeviceMap
 
 TWO = "--num-actors 2 --nproc-per-node 2"
@@ -89,7 +89,7 @@ def test_roles_of_each_actor_have_its_number_and_shares_of_their_own(parsed):
     """In the order of set-up; on the same ranks the actors' columns stay apart."""
     meshes = role_meshes(parsed("--actor-2-algorithm ppo --actor-2-ranks 0-1 --critic-2-ranks 1"), 2)
     assert list(meshes) == ["actor", "rollout", "reward", "actor_2", "critic_2", "rollout_2", "reward_2"]
-    assert share_keys(meshes) == {
+    assert shard_keys(meshes) == {
         "actor": "actor",
         "rollout": "actor",
         "reward": "actor",

@@ -16,6 +16,8 @@ def sampled_twice(trainer, flow=None):
     first = trainer.rollout(flow)
     again = trainer.rollout(flow, rows=first.rows)
     assert again.rows == first.rows and {*again.sample_ids}.isdisjoint(first.sample_ids)
+    assert {*again.group_ids} == {*again.visits} and {*again.group_ids}.isdisjoint(first.group_ids)
+    assert {sample.version for sample in again.samples} == {again.step - 1}  # the sync of the step before
     return again
 
 

@@ -149,7 +149,7 @@ def graded(bench: Bench) -> Iterator[Verdict]:
         yield from shrink(bench, f"stale {kind} {name}", functools.partial(bench.stale_tensor, name))
         if kind == "matrix":
             yield from shrink(bench, f"stale shard {name}", functools.partial(bench.stale_shard, name))
-    used = sorted({*bench.role.share.batch.tokens.tolist()})
+    used = sorted({*bench.role.shard.batch.tokens.tolist()})
     pairs = list(zip(used[2::2], used[3::2], strict=False))
     for name in bench.names():
         if bench.parameters[name].shape[1] > 1 and not re.search("experts|router", name):

@@ -89,14 +89,14 @@ FAULTS = [
     SilentFault(
         "columns_swapped_between_meshes",
         "values of equally long samples swapped between critic and actor",
-        "InvariantError: values from share 'critic' .* values of sample .* written for it",
+        "InvariantError: values from batch shard 'critic' .* values of sample .* written for it",
         PPO_DISJOINT,
         quick=True,
     ),
     SilentFault(
         "columns_swapped_where_they_leave",
         "values of equally long samples sent under each other's number",
-        "InvariantError: values from share 'critic' .* values of sample .* written for it",
+        "InvariantError: values from batch shard 'critic' .* values of sample .* written for it",
         PPO_DISJOINT,
     ),
     SilentFault(

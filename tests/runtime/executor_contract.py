@@ -56,7 +56,7 @@ class ContractRole:
         return [type(x).__name__ for x in (sample, key, value, batches[0], micro, micro[0][0][0], flag)]
 
     def make_samples(self, count: int):
-        return [Sample(i, 10 + i, 5, holders=(self.context.rank,)) for i in range(count)]
+        return [Sample(i, 10 + i, 5, owners=(self.context.rank,)) for i in range(count)]
 
     def wrong_result(self):
         return {"one": "1"}
@@ -254,7 +254,7 @@ def futures_say_how_long_a_call_took(executor: Executor) -> None:
 
 def a_call_may_be_on_some_ranks(executor: Executor) -> None:
     last = executor.ranks["both"][-1]
-    assert [s.holders for s in executor.call_on([last], "both", "make_samples", 1).first()] == [(last,)]
+    assert [s.owners for s in executor.call_on([last], "both", "make_samples", 1).first()] == [(last,)]
 
 
 def wait_any_returns_what_is_done(executor: Executor) -> None:

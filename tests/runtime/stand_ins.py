@@ -34,7 +34,7 @@ class Role:
 
 class Data(Role):
     def distribute(
-        self, share: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
+        self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
     ):
         self.state.plans[share] = mini_batches
         return {"batch/samples_moved": 0.0}
@@ -56,7 +56,7 @@ class Rollout(Role):
         ids = [visit * self.group + i for visit in here for i in range(self.group)]
         rank = self.context.rank
         self.state.samples = [
-            Sample(i, 12 + i % 5, 4 + i % 5, holders=(rank,), group=i // self.group) for i in ids
+            Sample(i, 12 + i % 5, 4 + i % 5, owners=(rank,), group=i // self.group) for i in ids
         ]
         self.context.emit("generated", len(ids))
         return self.state.samples

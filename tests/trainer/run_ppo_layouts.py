@@ -32,7 +32,7 @@ from megarl.trainer.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix, with_suffix
-from megarl.workers.data_plane import Rollouts
+from megarl.workers.store import RolloutSample, RolloutBlock
 from megarl.workers.worker import build_roles
 
 WORLD_SIZE, STEPS, NUM_PROMPTS, SAMPLES_PER_PROMPT = 4, 2, 4, 3
@@ -80,29 +80,27 @@ FLAGS = f"""--algorithm ppo --train-iters {STEPS} --num-prompts {NUM_PROMPTS} --
 class FixedRollout:
     """An engine whose responses depend on nothing but the sample."""
 
-    def __init__(self, mesh, plane, seed, suffix) -> None:
-        self.mesh, self.plane, self.seed, self.suffix, self.rank = mesh, plane, seed, suffix, dist.get_rank()
+    def __init__(self, mesh, store, seed, suffix) -> None:
+        self.mesh, self.store, self.seed, self.suffix, self.rank = mesh, store, seed, suffix, dist.get_rank()
 
     def setup(self) -> None:
         pass
 
     def generate(self, purpose: str, visits: dict[int, int]) -> list[Sample]:
         replica, dp = self.mesh.coordinates(self.rank)["dp"], self.mesh.dp
-        made = Rollouts([], [], [], [], [])
+        made = []
         group = range(SAMPLES_PER_PROMPT)
-        sample_ids = [visit * SAMPLES_PER_PROMPT + index for visit in visits for index in group]
-        for sample_id in sample_ids[replica::dp]:
+        samples = [(visit * SAMPLES_PER_PROMPT + index, visit) for visit in visits for index in group]
+        for sample_id, visit in samples[replica::dp]:
             rng = random.Random(f"{self.seed or ''}/{sample_id}")
-            made.sample_ids.append(sample_id)
-            made.rows.append(0)
-            made.prompts.append([rng.randrange(5, 200) for _ in range(rng.randint(2, 9))])
-            made.responses.append([rng.randrange(5, 200) for _ in range(rng.randint(1, 14))])
-            made.log_probs.append([-5.0 - rng.random() for _ in made.responses[-1]])
-        self.plane.rollouts[purpose + self.suffix] = made
-        return [
-            Sample(s, len(p) + len(r), len(r), (self.rank,), group=s // SAMPLES_PER_PROMPT)
-            for s, p, r in zip(made.sample_ids, made.prompts, made.responses, strict=True)
-        ]
+            prompt = [rng.randrange(5, 200) for _ in range(rng.randint(2, 9))]
+            response = [rng.randrange(5, 200) for _ in range(rng.randint(1, 14))]
+            log_probs = [-5.0 - rng.random() for _ in response]
+            made.append(RolloutSample(sample_id, 0, visit, 0, prompt, response, log_probs))
+        rollouts = self.store.source(purpose + self.suffix)
+        rollouts.release()
+        rollouts.add(RolloutBlock(made))
+        return [rollout.record((self.rank,)) for rollout in made]
 
     def sync(self, version: int) -> dict[str, float]:
         return {}
@@ -111,14 +109,14 @@ class FixedRollout:
 class FixedReward:
     """One sample of each step has no reward: that must not depend on the placement either."""
 
-    def __init__(self, plane, suffix) -> None:
-        self.plane, self.suffix = plane, suffix
+    def __init__(self, store, suffix) -> None:
+        self.store, self.suffix = store, suffix
 
     def setup(self) -> None:
         pass
 
     def score(self, purpose: str) -> list[dict]:
-        samples = self.plane.rollouts[purpose + self.suffix].sample_ids
+        samples = self.store.source(purpose + self.suffix)
         rewards = [None if s % SAMPLES_PER_STEP == 4 else random.Random(s).random() for s in samples]
         return [{"sample_id": s, "reward": reward} for s, reward in zip(samples, rewards, strict=True)]
 
@@ -202,12 +200,12 @@ def run(placement: str, folder: Path, data: Path) -> None:
     config = load_config(flags, REGISTRY)
     shape = check_job(config, WORLD_SIZE)
     roles = build_roles(config, WORLD_SIZE)
-    plane = roles["data"].plane
+    store = roles["data"].store
     for suffix, of_actor in configs_of_actors(config).items():
         if (rollout := f"rollout{suffix}") in roles:
             roles |= {
-                rollout: FixedRollout(roles[rollout].mesh, plane, of_actor.batch.seed, suffix),
-                f"reward{suffix}": FixedReward(plane, suffix),
+                rollout: FixedRollout(roles[rollout].mesh, store, of_actor.batch.seed, suffix),
+                f"reward{suffix}": FixedReward(store, suffix),
             }
         if (actor := f"actor{suffix}") in roles:
             roles[actor].rollout_mesh = None  # no engine wants weights

@@ -99,7 +99,7 @@ def trainer(tmp_path):
     trainer = object.__new__(Trainer)
     trainer.state = object.__new__(TrainState)
     trainer.state.actors = {"": actor(one), "_2": actor(replace(one, batch=replace(one.batch, seed=1)), "_2")}
-    trainer.runner = SimpleNamespace(share_of={"actor": "actor", "critic": "actor"})
+    trainer.runner = SimpleNamespace(shard_key_of={"actor": "actor", "critic": "actor"})
     return trainer
 
 

@@ -24,14 +24,14 @@ def steps(num_rows: int, num_prompts: int, group: int, resumed_at: int) -> list[
     for step in range(1, 5):
         if step == resumed_at:
             cursor = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows)
-        batches.append(RolloutBatch(step, cursor.next_visits(num_prompts), group))
+        batches.append(RolloutBatch(step, cursor.next_visits(num_prompts)))
         if step == 2:
-            batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows), group))
+            batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows)))
     for batch in batches:
-        ids = [visit * group + index for visit in batch.visits for index in range(group)]
+        ids = [(visit * group + index, visit) for visit in batch.visits for index in range(group)]
         batch.samples = [
-            Sample(sample, 5 + sample % 7, 1 + sample % 3, digest=sample, group=sample // group)
-            for sample in ids
+            Sample(sample, 5 + sample % 7, 1 + sample % 3, digest=sample, group=visit)
+            for sample, visit in ids
         ]
     return batches
 
@@ -44,7 +44,7 @@ def test_every_sample_of_a_run_has_an_id_of_its_own(num_rows, num_prompts, group
     counted = Counter(sample for batch in batches for sample in batch.sample_ids)
     assert {*counted.values()} == {1} and len(counted) == 5 * num_prompts * group
     for batch in batches:
-        check_samples(batch.samples, batch.visits, group, max_length=16)
+        check_samples(batch.samples, dict.fromkeys(batch.visits, group), max_length=16)
         plan = plan_mini_batches(batch.samples, 3, {}, dp_size, max_tokens=20, hidden_size=8, seed="a")
         check_plan(plan, batch.samples)
         assert [batch.row_of[sample] for sample in batch.sample_ids[::group]] == batch.rows

@@ -23,14 +23,14 @@ def step_of(*rewards, failure=None, model_scores=None) -> RolloutBatch:
         else 1.0
         for s in range(len(rewards))
     ]
-    return RolloutBatch(3, {0: 0}, len(rewards), records=records, rewards=dict(enumerate(whole)))
+    return RolloutBatch(3, {0: 0}, records=records, rewards=dict(enumerate(whole)))
 
 
 def test_a_share_may_fail():
     check_failed_rewards(step_of(None, *[1.0] * 9), ["reward"], 0.1)
     check_failed_rewards(step_of(None, None), ["reward"], 1.0)
     check_failed_rewards(step_of(0.0), ["reward"], 0.0)
-    check_failed_rewards(RolloutBatch(1, {}, 2), ["reward"], 0.0)
+    check_failed_rewards(RolloutBatch(1, {}), ["reward"], 0.0)
 
 
 def test_more_end_the_run_with_the_first_reason():

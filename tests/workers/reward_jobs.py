@@ -19,7 +19,7 @@ from megarl.config.schema import (
 )
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.tokenizer_base import Tokenizer
-from megarl.workers.data_plane import DataPlane, Share
+from megarl.workers.store import BatchShard, SampleStore
 from sums.model import EOS_ID
 
 QUESTIONS, RESPONSES = ["1+2 ?", "4+5-1 ?"], ["3", "it is 8", "no idea", "so " + 30 * "0 and " + "9"]
@@ -59,7 +59,9 @@ def ids_of_step(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]
     return prompts, [[*ids, EOS_ID] for ids in tokenizer.encode_responses(RESPONSES)]
 
 
-def plane(folder: Path) -> DataPlane:
-    """A data plane with the step as the share of role reward_model."""
+def store(folder: Path) -> SampleStore:
+    """Return a store with the step as batch shard of the role reward_model."""
     batch = Batch.from_samples(SAMPLE_IDS, *ids_of_step(load_tokenizer(folder / "actor")))
-    return DataPlane(shares={"reward_model": Share(batch, mini_batches=[])})
+    samples = SampleStore()
+    samples.set_batch("reward_model", BatchShard(batch, mini_batches=[]))
+    return samples

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from megarl.algorithms import REGISTRY
 from megarl.config.check import check_job
 from megarl.config.loader import load_config
-from megarl.config.mesh import role_meshes, share_keys
+from megarl.config.mesh import role_meshes, shard_keys
+from megarl.invariants import digest
 from megarl.metrics import combine
-from megarl.packing import Sample, plan_mini_batches
-from megarl.workers.data_plane import Rollouts
+from megarl.packing import plan_mini_batches
+from megarl.workers.store import RolloutSample, RolloutBlock
 from megarl.workers.worker import build_roles
 
 WORLD_SIZE, NUM_PROMPTS, GROUP, MINI_BATCH = 2, 4, 3, 6
@@ -37,6 +38,7 @@ def make_rows(step: int) -> list[dict]:
         rows.append(
             dict(
                 sample=sample,
+                group=sample // GROUP,
                 prompt=[rng.randrange(5, 200) for _ in range(rng.randint(2, 9))],
                 response=response,
                 rollout=[-5.0 - rng.random() for _ in response],
@@ -75,34 +77,30 @@ class Step:
 
     def __init__(self, roles: dict, meshes: dict, rows: list[dict], seed: int) -> None:
         self.roles, self.meshes, self.rows = roles, meshes, rows
-        samples = [
-            Sample(
+        made = [
+            RolloutSample(
                 r["sample"],
-                len(r["prompt"]) + len(r["response"]),
-                len(r["response"]),
-                (r["sample"] % WORLD_SIZE,),
+                0,
+                r["group"],
+                0,
+                r["prompt"],
+                r["response"],
+                r["rollout"],
+                digest=digest(r["prompt"], r["response"]),
             )
             for r in rows
         ]
-        mine = [r for r in rows if r["sample"] % WORLD_SIZE == dist.get_rank()]
-        roles["data"].plane.rollouts["train"] = Rollouts(
-            [0] * len(mine),
-            [r["sample"] for r in mine],
-            [r["prompt"] for r in mine],
-            [r["response"] for r in mine],
-            [r["rollout"] for r in mine],
-        )
-        self.share_of = share_keys(meshes)
-        for share in dict.fromkeys(self.share_of[role] for role in ("actor", "critic") if role in meshes):
-            plan = plan_mini_batches(
-                samples, MINI_BATCH, {}, meshes[share].dp, MAX_TOKENS, 64, seed=str(seed)
-            )
-            roles["data"].distribute(share, samples, plan)
+        self.samples = samples = [rollout.record((rollout.sample_id % WORLD_SIZE,)) for rollout in made]
+        rollouts = roles["data"].store.source("train")
+        rollouts.release()
+        rollouts.add(RolloutBlock([r for r in made if r.sample_id % WORLD_SIZE == dist.get_rank()]))
+        self.key_of = shard_keys(meshes)
+        for key in dict.fromkeys(self.key_of[role] for role in ("actor", "critic") if role in meshes):
+            plan = plan_mini_batches(samples, MINI_BATCH, {}, meshes[key].dp, MAX_TOKENS, 64, seed=str(seed))
+            roles["data"].distribute(key, samples, plan)
+            self.plan = plan
             self.mini_batch_of = {
-                s: i
-                for i, m in enumerate(plan)
-                for rank in range(meshes[share].dp)
-                for s in m.samples_of(rank)
+                s: i for i, m in enumerate(plan) for rank in range(meshes[key].dp) for s in m.samples_of(rank)
             }
 
     def call(self, role: str, method: str, *args) -> dict[str, float]:
@@ -113,7 +111,7 @@ class Step:
         return combine(everyone)
 
     def exchange(self, column: str, source: str, destination: str) -> None:
-        self.roles["data"].exchange([column], self.share_of[source], self.share_of[destination])
+        self.roles["data"].exchange([column], self.key_of[source], self.key_of[destination])
 
     def prepare(self) -> dict[str, float]:
         """Everything before the updates."""
@@ -124,7 +122,9 @@ class Step:
         if "critic" in self.meshes:
             self.call("critic", "values")
             self.exchange("values", "critic", "actor")
-        metrics = self.call("actor", "advantages", ids, [s // GROUP for s in ids], rewards, self.kl_coef)
+        metrics = self.call(
+            "actor", "advantages", ids, [r["group"] for r in self.rows], rewards, self.kl_coef
+        )
         if "critic" in self.meshes:
             self.exchange("returns", "actor", "critic")
         return metrics

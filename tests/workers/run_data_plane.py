@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import TOKEN_COLUMNS, Batch
-from megarl.config.mesh import MeshSpec, replicas, share_keys
-from megarl.packing import Sample, homes_of, plan_mini_batches
+from megarl.config.mesh import MeshSpec, replicas, shard_keys
+from megarl.packing import Sample, preferred_ranks, plan_mini_batches
 from megarl.invariants import InvariantError
 from megarl.workers import data, exchange
 from megarl.workers.data import DataRole
-from megarl.workers.data_plane import DataPlane, Rollouts
+from megarl.workers.store import MissingSampleError, RolloutSample, RolloutBlock, SampleStore
 
 WORLD_SIZE = 4
 MESHES = {
@@ -33,7 +33,7 @@ MESHES = {
     "crossed": MeshSpec((3, 0, 2, 1), tp=2),
     "context": MeshSpec((0, 1, 2, 3), cp=2, pp=2),
 }
-KEYS = share_keys(MESHES)
+KEYS = shard_keys(MESHES)
 ENGINES = (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),), ((2,),), ((1, 3), (0,)))
 """Ranks of each engine, all of which hold what it samples."""
 
@@ -49,7 +49,7 @@ def random_samples(seed: int) -> list[Sample]:
 
 
 FORMATS = {"actor": {"routed_experts": (torch.int16, (3, 5))}}
-"""What the engines tell and one share gets."""
+"""What the engines report for one batch shard."""
 
 
 def tokens_of(seed: int, sample: Sample) -> list[int]:
@@ -74,18 +74,24 @@ def experts_of(seed: int, sample: Sample) -> torch.Tensor:
     ).view(-1, 3, 5)
 
 
-def rolled_out(seed: int, samples: list[Sample], rank: int) -> Rollouts:
-    mine = [s for s in samples if rank in s.holders]
-    tokens, split = [tokens_of(seed, s) for s in mine], [s.length - s.response_length for s in mine]
-    # what an engine reports is a list of Python floats: plain numbers here
-    return Rollouts(
-        [],
-        [s.sample_id for s in mine],
-        [t[:n] for t, n in zip(tokens, split)],
-        [t[n:] for t, n in zip(tokens, split)],
-        [[-s.sample_id - k / 64 for k in range(s.response_length)] for s in mine],
-        [experts_of(seed, s) for s in mine] or None,
-    )
+def rolled_out(seed: int, samples: list[Sample], rank: int) -> RolloutBlock:
+    """Return what the engine of this rank made of these samples. Its log-probs are plain numbers."""
+    made = []
+    for s in samples:
+        if rank in s.owners:
+            tokens, split = tokens_of(seed, s), s.length - s.response_length
+            log_probs = [-s.sample_id - k / 64 for k in range(s.response_length)]
+            of_engine = tokens[:split], tokens[split:], log_probs, experts_of(seed, s)
+            made.append(RolloutSample(s.sample_id, 0, s.group, s.version, *of_engine))
+    return RolloutBlock(made)
+
+
+def roll_out(role: DataRole, seed: int, samples: list[Sample], rank: int) -> None:
+    """Let the samples take the place of all rollouts of this rank. Engines may deliver them in several blocks."""
+    rollouts = role.store.source("train")
+    rollouts.release()
+    for block in samples[::2], samples[1::2]:
+        rollouts.add(rolled_out(seed, block, rank))
 
 
 def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
@@ -107,24 +113,31 @@ def expected(seed: int, name: str, samples: list[Sample]) -> list[int]:
     return [b for s in samples for b in column_of(seed, name, s).view(torch.int32).tolist()]
 
 
+def has_batch(store: SampleStore, key: str) -> bool:
+    try:
+        return store.batch(key) is not None
+    except MissingSampleError:
+        return False
+
+
 def one_round(seed: int, rank: int, role: DataRole) -> None:
     samples = random_samples(seed)
-    by_id, rng, plane = {s.sample_id: s for s in samples}, random.Random(f"round {seed}"), role.plane
-    plane.rollouts["train"] = rolled_out(seed, samples, rank)
+    by_id, rng, store = {s.sample_id: s for s in samples}, random.Random(f"round {seed}"), role.store
+    roll_out(role, seed, samples, rank)
     size, max_tokens = rng.randint(1, len(samples)), rng.choice([20, 100, 10_000])
-    for share in dict.fromkeys(KEYS.values()):
-        mesh = MESHES[share]
+    for key in dict.fromkeys(KEYS.values()):
+        mesh = MESHES[key]
         plan = plan_mini_batches(
-            samples, size, homes_of(samples, replicas(mesh)), mesh.dp, max_tokens, 64, str(seed)
+            samples, size, preferred_ranks(samples, replicas(mesh)), mesh.dp, max_tokens, 64, str(seed)
         )
-        role.distribute(share, samples, plan)
-        assert (share in plane.shares) == (rank in mesh.ranks)
+        role.distribute(key, samples, plan)
+        assert has_batch(store, key) == (rank in mesh.ranks)
         if rank in mesh.ranks:
             ids = [i for m in plan for i in m.samples_of(mesh.coordinates(rank)["dp"])]
-            batch, members = plane.shares[share].batch, [by_id[i] for i in ids]
+            batch, members = store.batch(key).batch, [by_id[i] for i in ids]
             check_samples(seed, batch, members)
-            assert (batch.routed_experts is not None) == (share in FORMATS)
-            if share in FORMATS:
+            assert (batch.routed_experts is not None) == (key in FORMATS)
+            if key in FORMATS:
                 assert torch.equal(
                     batch.routed_experts,
                     torch.cat(
@@ -132,46 +145,46 @@ def one_round(seed: int, rank: int, role: DataRole) -> None:
                     ),
                 )
 
-    written = rng.choice([share for share in plane.layouts])
+    written = rng.choice([key for key in store.layouts])
     columns = rng.sample(TOKEN_COLUMNS[1:], rng.randint(1, 3))
-    write(seed, columns, written, by_id, rank, plane)
+    write(seed, columns, written, by_id, rank, store)
     have = [written]
-    for share in rng.sample(
-        [s for s in plane.layouts if s != written], 3
-    ):  # also from a share that got the columns itself
+    for key in rng.sample(
+        [s for s in store.layouts if s != written], 3
+    ):  # also from a mesh that got the columns itself
         source, all_call = rng.choice(have), rng.random() < 0.5
         if all_call or rank in {
-            r for s in (source, share) for block in replicas(MESHES[s], last_stage=True) for r in block
+            r for s in (source, key) for block in replicas(MESHES[s], last_stage=True) for r in block
         }:
-            role.exchange(columns, source, share)
-        have.append(share)
-        check_columns(seed, columns, share, by_id, rank, plane)
+            role.exchange(columns, source, key)
+        have.append(key)
+        check_columns(seed, columns, key, by_id, rank, store)
 
 
 def write(
-    seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane
+    seed: int, columns: list[str], key: str, by_id: dict[int, Sample], rank: int, store: SampleStore
 ) -> None:
-    if any(rank in block for block in replicas(MESHES[share], last_stage=True)):
-        batch = plane.shares[share].batch
+    if any(rank in block for block in replicas(MESHES[key], last_stage=True)):
+        batch = store.batch(key).batch
         members = [by_id[i] for i in batch.sample_ids.tolist()]
         for name in columns:
             batch.set_column(name, torch.cat([torch.empty(0), *(column_of(seed, name, s) for s in members)]))
 
 
 def check_columns(
-    seed: int, columns: list[str], share: str, by_id: dict[int, Sample], rank: int, plane: DataPlane
+    seed: int, columns: list[str], key: str, by_id: dict[int, Sample], rank: int, store: SampleStore
 ) -> None:
-    if rank not in MESHES[share].ranks:
+    if rank not in MESHES[key].ranks:
         return
-    batch = plane.shares[share].batch
-    if any(rank in block for block in replicas(MESHES[share], last_stage=True)):
+    batch = store.batch(key).batch
+    if any(rank in block for block in replicas(MESHES[key], last_stage=True)):
         members = [by_id[i] for i in batch.sample_ids.tolist()]
         assert all(
             getattr(batch, name).view(torch.int32).tolist() == expected(seed, name, members)
             for name in columns
         )
         check_samples(seed, batch, members)
-    assert batch.columns.keys() <= {"rollout_log_probs", *columns, *FORMATS.get(share, ())}
+    assert batch.columns.keys() <= {"rollout_log_probs", *columns, *FORMATS.get(key, ())}
 
 
 def raises(text: str, call, *arguments, error: type[Exception] = ValueError) -> None:
@@ -187,18 +200,15 @@ def refused(rank: int, role: DataRole) -> None:
     """What all ranks can know is refused by all ranks, and nothing is under way afterwards: the rounds that
     follow would see it."""
     samples = [Sample(i, 7, 3, (i % 4,)) for i in range(8)]
-    role.plane.rollouts["train"] = rolled_out(-1, samples, rank)
+    roll_out(role, -1, samples, rank)
     plans = {
-        share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None)
-        for share in ("actor", "critic")
+        key: plan_mini_batches(samples, 8, {}, MESHES[key].dp, 100, 64, None) for key in ("actor", "critic")
     }
     orphan = [*samples[:5], Sample(5, 7, 3, ()), *samples[6:]]
-    text = (
-        "sample 5 is wanted by share 'actor' (tp 2, cp 1, dp 2, pp 1 on ranks 0 1 2 3), but no rank holds it"
-    )
+    text = "sample 5 is wanted by batch shard 'actor' (tp 2, cp 1, dp 2, pp 1 on ranks 0 1 2 3), but no rank owns it"
     raises(text, role.distribute, "actor", orphan, plans["actor"])
-    for share, plan in plans.items():
-        role.distribute(share, samples, plan)
+    for key, plan in plans.items():
+        role.distribute(key, samples, plan)
     raises("column values is not there yet", role.exchange, ["values"], "critic", "actor")
 
 
@@ -206,10 +216,9 @@ def swapped(rank: int, role: DataRole) -> None:
     """Rows of samples of equal length are swapped where they leave, and where they arrive: the ranks that get
     them say so."""
     samples = [Sample(i, 7, 3, (i % 4,)) for i in range(8)]
-    role.plane.rollouts["train"] = rolled_out(-2, samples, rank)
+    roll_out(role, -2, samples, rank)
     plans = {
-        share: plan_mini_batches(samples, 8, {}, MESHES[share].dp, 100, 64, None)
-        for share in ("actor", "critic")
+        key: plan_mini_batches(samples, 8, {}, MESHES[key].dp, 100, 64, None) for key in ("actor", "critic")
     }
     rows_of, move_rows = exchange._rows_of, data.move_rows
 
@@ -230,9 +239,9 @@ def swapped(rank: int, role: DataRole) -> None:
         "rollout_log_probs of sample", role.distribute, "actor", samples, plans["actor"], error=InvariantError
     )
     exchange._rows_of = rows_of
-    for share, plan in plans.items():
-        role.distribute(share, samples, plan)
-    write(-2, ["values"], "critic", {s.sample_id: s for s in samples}, rank, role.plane)
+    for key, plan in plans.items():
+        role.distribute(key, samples, plan)
+    write(-2, ["values"], "critic", {s.sample_id: s for s in samples}, rank, role.store)
     exchange._rows_of = rotated
     raises("values of sample", role.exchange, ["values"], "critic", "actor", error=InvariantError)
     exchange._rows_of, data.move_rows = rows_of, rotated_on_arrival
@@ -261,7 +270,7 @@ def main() -> None:
         return send_and_receive(operations)
 
     dist.batch_isend_irecv = counted
-    role = DataRole(DataPlane(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40), formats=FORMATS)
+    role = DataRole(SampleStore(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40), formats=FORMATS)
     refused(rank, role)
     swapped(rank, role)
     for seed in range(rounds):

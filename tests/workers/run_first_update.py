@@ -101,7 +101,7 @@ class Planted:
         self.change_weights(self.critic.model)
 
     def local(self, mini_batch, role):
-        batch, mine = role.share.batch, mini_batch.samples_of(role.model.groups.dp.rank())
+        batch, mine = role.shard.batch, mini_batch.samples_of(role.model.groups.dp.rank())
         part = batch.select_samples(mine)
         return replace(mini_batch, num_tokens=int(part.response_mask.sum()), num_sequences=len(mine))
 
@@ -172,8 +172,8 @@ def run_faults(folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
         for undo in planted.undo:
             undo()
     Step(roles, meshes, make_rows(2), seed=2).prepare()
-    share = roles["actor"].share
-    share.set_column("old_log_probs", share.batch.old_log_probs - 0.01 * share.batch.response_mask)
+    shard = roles["actor"].shard
+    shard.set_column("old_log_probs", shard.batch.old_log_probs - 0.01 * shard.batch.response_mask)
     found["somebody_elses_log_probs"] = roles["actor"].update()["policy/ratio_deviation_max"], None
     return found
 

@@ -24,7 +24,7 @@ from megarl.config.loader import load_config
 from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.flow import FlowError
 from megarl.packing import Sample, plan_mini_batches
-from megarl.workers.data_plane import Share
+from megarl.workers.store import BatchShard
 from megarl.workers.worker import build_roles
 from sums.model import write_model_folder
 
@@ -93,7 +93,8 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 def run(config, moves: bool) -> dict:
     roles = build_roles(config, world_size=1)
-    plane, out = roles["actor"].plane, {"calls": [], "numbers": [], "peaks": []}
+    store, offload_manager = roles["actor"].store, roles["actor"].offload_manager
+    out = {"calls": [], "numbers": [], "peaks": []}
     running, arrived = [], []
 
     def call(role: str, method: str, arguments: tuple) -> None:
@@ -142,7 +143,7 @@ def run(config, moves: bool) -> dict:
             Sample(i, int(n), int(r))
             for i, (n, r) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True))
         ]
-        plane.residence.peak_bytes = 0
+        offload_manager.peak_bytes = 0
         arrived.clear()
         for role, method, arguments in STEP:
             if arguments is None:
@@ -152,8 +153,9 @@ def run(config, moves: bool) -> dict:
             if method == "generate":
                 plans = plan_mini_batches(samples, 4, {}, 1, 60, 64, "plan")
                 order = [i for plan in plans for i in plan.samples_of(0)]
-                plane.shares[roles["actor"].share_key] = Share(batch.select_samples(order), plans)
-        out["peaks"].append(plane.residence.peak_bytes)
+                store.release_batch("actor")
+                store.set_batch("actor", BatchShard(batch.select_samples(order), plans))
+        out["peaks"].append(offload_manager.peak_bytes)
     out["arrived"] = list(arrived)  # of the second step: what follows is the test's own
     out["engine"] = digest(list(engine.weights.values()))
     out["weights"], out["states"], out["same_views"] = {}, {}, {}
@@ -179,8 +181,9 @@ def run(config, moves: bool) -> dict:
             )
     out["num_moves"] = {name: roles[name].model.memory._copies.num_moves for name in MODELS} if moves else {}
     out["errors"] = errors(roles["critic"].model)
-    plane.shares[roles["actor"].share_key] = Share(
-        make_batch().select_samples(order), plans
+    store.release_batch("actor")
+    store.set_batch(
+        "actor", BatchShard(make_batch().select_samples(order), plans)
     )  # a step without any call yet
     out["too_early"] = too_early(roles)
     return out

@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "examples")]
-from reward_jobs import ROWS, config, plane
+from reward_jobs import ROWS, config, store
 from transformers import AutoTokenizer
 
 from megarl.config.mesh import MeshSpec
 from megarl.rollout.processes import EngineDied
+from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reward_model import RewardModelRole
 
 
@@ -39,7 +40,8 @@ def judge_role(folder: Path) -> RewardModelRole:
         ),
         "reward_model",
         MeshSpec((0,)),
-        plane(folder),
+        store(folder),
+        OffloadManager(),
         "reward_model",
     )
     role.setup()

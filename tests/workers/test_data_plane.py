@@ -1,4 +1,4 @@
-"""Shares of a step on meshes with different layouts: samples and columns arrive bit for bit, on every rank
+"""Batch shards on meshes with different layouts: samples and columns arrive bit for bit, on every rank
 that needs them, whatever meshes they go between (four gloo processes, run_data_plane.py); and what cannot be
 moved is refused before anything is sent.
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.invariants import InvariantError
-from megarl.config.mesh import MeshSpec, replicas, share_keys
+from megarl.config.mesh import MeshSpec, replicas, shard_keys
 from megarl.packing import Route, Sample, plan_mini_batches
 from megarl.workers.data import DataRole
-from megarl.workers.data_plane import DataPlane, Layout, Rollouts
 from megarl.workers.exchange import move_rows
+from megarl.workers.store import BatchLayout, RolloutSample, RolloutBlock, SampleStore
 from tests.workers.run_data_plane import WORLD_SIZE
 
 MESH = MeshSpec((0,))
@@ -52,7 +53,7 @@ def test_in_many_more_rounds(tmp_path):
     run_ranks(tmp_path, rounds=1500)
 
 
-def test_roles_with_one_mesh_have_one_share():
+def test_roles_with_one_mesh_have_one_batch_shard():
     wide, block = MeshSpec((0, 1, 2, 3)), MeshSpec((0, 1, 2, 3), tp=2)
     meshes = {
         "actor": block,
@@ -63,7 +64,7 @@ def test_roles_with_one_mesh_have_one_share():
         "reward_model_2": MeshSpec((1, 0, 2, 3)),
         "reward_model_3": MeshSpec((0, 1, 2, 3), cp=2),
     }
-    assert share_keys(meshes) == {
+    assert shard_keys(meshes) == {
         "actor": "actor",
         "reference": "actor",
         "critic": "critic",
@@ -97,80 +98,83 @@ def role(monkeypatch) -> DataRole:
     """Of a single process, in a job of two ranks as far as plans go. A message would be an error."""
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("something was sent"))
     meshes = {"actor": MESH, "critic": MeshSpec((0, 1)), "odd": MeshSpec((1, 0))}
-    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_sizes=dict.fromkeys(meshes, 100))
-    role.plane.rollouts["train"] = Rollouts([], [0, 1], [[5], [6, 7]], [[1, 2], [3]], [[-0.5, -1.0], [-2.0]])
+    role = DataRole(SampleStore(), meshes, shard_keys(meshes), vocab_sizes=dict.fromkeys(meshes, 100))
+    made = [
+        RolloutSample(0, 0, 7, 2, [5], [1, 2], [-0.5, -1.0]),
+        RolloutSample(1, 0, 7, 2, [6, 7], [3], [-2.0]),
+    ]
+    role.store.source("train").add(RolloutBlock(made))
     return role
 
 
-SAMPLES = [Sample(0, 3, 2, (0,)), Sample(1, 3, 1, (0,))]
+SAMPLES = [Sample(0, 3, 2, (0,), group=7, version=2), Sample(1, 3, 1, (0,), group=7, version=2)]
 UNKNOWN = Sample(2, 4, 2, (0,))
 """Rank 0 should have it, and does not."""
 
 
-def plan(samples: list[Sample], dp_size: int = 1, homes: dict[int, int] | None = None):
-    return plan_mini_batches(samples, 8, homes or {}, dp_size, 100, 64, None)
+def plan(samples: list[Sample], dp_size: int = 1, preferred: dict[int, int] | None = None):
+    return plan_mini_batches(samples, 8, preferred or {}, dp_size, 100, 64, None)
 
 
 def test_a_job_of_one_rank_sends_nothing(role):
     role.distribute("actor", SAMPLES, plan(SAMPLES))
-    assert role.plane.shares["actor"].batch.tokens.tolist() == [5, 1, 2, 6, 7, 3]
+    assert role.store.batch("actor").batch.tokens.tolist() == [5, 1, 2, 6, 7, 3]
     assert role.exchange(["values"], "actor", "actor") == {}
 
 
 @pytest.mark.parametrize(
-    "text, share, samples, planned, dp_size",
+    "text, key, samples, planned, dp_size",
     [
         (
-            r"sample 1 is wanted by share 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no "
-            r"rank holds it",
+            r"sample 1 is wanted by batch shard 'actor' \(tp 1, cp 1, dp 1, pp 1 on ranks 0\), but no rank owns it",
             "actor",
-            [SAMPLES[0], Sample(1, 3, 1)],
+            [SAMPLES[0], replace(SAMPLES[1], owners=())],
             SAMPLES,
             1,
         ),
         (
-            r"sample 1 is wanted by share 'actor' .*, but it is not among the samples of the step",
+            r"sample 1 is wanted by batch shard 'actor' .*, but it is not among the samples of the step",
             "actor",
             SAMPLES[:1],
             SAMPLES,
             1,
         ),
         (
-            r"samples for share 'actor' .*: sample 2 is not on this rank, which should have it",
+            r"samples for batch shard 'actor' .*: sample 2 is not among the rollouts 'train' of this rank",
             "actor",
             [*SAMPLES, UNKNOWN],
             [UNKNOWN],
             1,
         ),
         (
-            r"samples for share 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan",
+            r"samples for batch shard 'actor' .*: sample 1 has 3 tokens on this rank, but 4 in the plan",
             "actor",
-            [SAMPLES[0], Sample(1, 4, 1, (0,))],
+            [SAMPLES[0], replace(SAMPLES[1], length=4)],
             SAMPLES,
             1,
         ),
         (
-            r"samples for share 'critic' .*: sample 2 is not on this rank",
+            r"samples for batch shard 'critic' .*: sample 2 is not among the rollouts",
             "critic",
             [*SAMPLES, UNKNOWN],
             [UNKNOWN, SAMPLES[0]],
             2,
         ),
         (
-            r"share 'critic' .*: mini-batches are planned for 1 data-parallel ranks, the mesh has 2",
+            r"batch shard 'critic' .*: mini-batches are planned for 1 data-parallel ranks, the mesh has 2",
             "critic",
             SAMPLES,
             SAMPLES,
             1,
         ),
-        (r"share \('critik'\) must be one of actor, critic, odd", "critik", SAMPLES, SAMPLES, 1),
+        (r"batch shard \('critik'\) must be one of actor, critic, odd", "critik", SAMPLES, SAMPLES, 1),
     ],
 )
 def test_samples_that_cannot_be_moved_are_refused_before_anything_is_sent(
-    role, text, share, samples, planned, dp_size
+    role, text, key, samples, planned, dp_size
 ):
     with pytest.raises(ValueError, match=text):
-        role.distribute(share, samples, plan(planned, dp_size))
+        role.distribute(key, samples, plan(planned, dp_size))
 
 
 def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, monkeypatch):
@@ -180,7 +184,7 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
 
     role.distribute("actor", SAMPLES, plan(SAMPLES))
     refuses(
-        r"share 'odd' \(tp 1, cp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet",
+        r"batch shard 'odd' \(tp 1, cp 1, dp 2, pp 1 on ranks 1 0\) was not distributed yet",
         ["values"],
         "actor",
         "odd",
@@ -191,24 +195,29 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
         role.distribute("odd", SAMPLES, plan(SAMPLES, 2, {0: 0, 1: 1}))
     refuses(r"column \('valeus'\) must be one of .* values", ["valeus"], "actor", "odd")
     refuses(
-        r"values from share 'actor' .* to share 'odd' .*: column values is not there yet",
+        r"values from batch shard 'actor' .* to batch shard 'odd' .*: column values is not there yet",
         ["values"],
         "actor",
         "odd",
     )
-    role.plane.shares["actor"].batch.values = torch.zeros(5)
+    role.store.batch("actor").batch.values = torch.zeros(5)
     refuses(
         r"column values is \[5\] torch.float32, but must be torch.float32 for 6 tokens",
         ["values"],
         "actor",
         "odd",
     )
-    role.plane.shares["actor"].batch.set_column("values", torch.zeros(6))
-    mini_batches = role.plane.layouts["odd"].mini_batches
-    role.plane.layouts["odd"] = Layout(mini_batches, {0: 3, 1: 4})
+    role.store.batch("actor").batch.set_column("values", torch.zeros(6))
+    layout, longer = role.store.layouts["odd"], {0: SAMPLES[0], 1: replace(SAMPLES[1], length=4)}
+    role.store.layouts["odd"] = replace(layout, samples=longer)
     refuses("were distributed for different samples", ["values"], "actor", "odd")
-    role.plane.layouts["odd"] = Layout(plan([*SAMPLES, Sample(4, 2, 1)], 2), {0: 3, 1: 3})
-    refuses(r"sample 4 is wanted by share 'odd' .*, but is not in share 'actor'", ["values"], "actor", "odd")
+    role.store.layouts["odd"] = BatchLayout("train", plan([*SAMPLES, Sample(4, 2, 1)], 2), layout.samples)
+    refuses(
+        r"sample 4 is wanted by batch shard 'odd' .*, but is not in batch shard 'actor'",
+        ["values"],
+        "actor",
+        "odd",
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,29 +236,29 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
 )
 def test_a_column_that_changed_since_it_was_written_makes_no_micro_batch(role, words, change):
     role.distribute("actor", SAMPLES, plan(SAMPLES))
-    share = role.plane.shares["actor"]
+    shard = role.store.batch("actor")
     for name in ("values", "returns"):
-        share.set_column(name, torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, 3.0]))
-    micro = share.micro_batch([1, 0])
+        shard.set_column(name, torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, 3.0]))
+    micro = shard.micro_batch([1, 0])
     assert micro.column("values").tolist() == [3.0, 1.0, 2.0]
-    change(share.batch)
+    change(shard.batch)
     with pytest.raises(InvariantError, match=words):
-        share.micro_batch([1, 0])
+        shard.micro_batch([1, 0])
 
 
 def test_columns_of_other_tokens_are_refused(role):
     role.distribute("actor", SAMPLES, plan(SAMPLES))
-    share = role.plane.shares["actor"]
+    shard = role.store.batch("actor")
     values = torch.arange(6.0)
-    share.set_column("values", values)
-    digests = share.digests_for(["values"])
-    share.take_columns({"values": values}, digests)
+    shard.set_column("values", values)
+    digests = shard.digests_for(["values"])
+    shard.take_columns({"values": values}, digests)
     with pytest.raises(
         InvariantError, match="tokens of sample 0 are not those that the columns were made of"
     ):
-        share.take_columns({"values": values}, digests | {"tokens": {0: 1, 1: digests["tokens"][1]}})
+        shard.take_columns({"values": values}, digests | {"tokens": {0: 1, 1: digests["tokens"][1]}})
 
 
 def test_a_rank_with_nothing_takes_part_without_columns():
-    out = move_rows(None, ["values", "returns"], Route(), [], {}).columns
+    out = move_rows([], ["values", "returns"], Route(), [], {}).columns
     assert {name: column.numel() for name, column in out.items()} == {"values": 0, "returns": 0}

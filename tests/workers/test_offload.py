@@ -1,6 +1,6 @@
 """Offload around the calls of a PPO step with actor, critic and reference on one rank.
 
-Residence is compared with a table written by hand, sizes with the number of parameters. On a CPU no byte
+What is on the device is compared with a table written by hand, sizes with the number of parameters. On a CPU no byte
 moves by itself; here copies between two places of host memory (moved_storages.py) take the place of those to
 a GPU: what leaves is freed, what comes back lies elsewhere, so that whatever is forgotten, or reached by an
 old address, shows in the weights. They must be equal to the bit to those of a run without offload.

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.mesh import MeshSpec
 from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron.offload import ModelMemory
+from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reward_model import RewardModelRole
 from sums.model import EOS_ID
 from tests.rewards import models
@@ -33,7 +34,7 @@ from tests.workers.reward_jobs import (
     SAMPLE_IDS,
     config,
     ids_of_step,
-    plane,
+    store,
     write_rows,
 )
 
@@ -53,7 +54,8 @@ def classifier_role(folder: Path, tp: int = 1) -> RewardModelRole:
         config(folder, "transformers"),
         "reward_model",
         MeshSpec(tuple(range(tp)), tp=tp),
-        plane(folder),
+        store(folder),
+        OffloadManager(),
         "reward_model",
     )
     role.setup()
@@ -80,15 +82,15 @@ def test_a_classifier_is_in_host_memory_while_others_work(folder):
     """With copies between two places of host memory in place of a GPU's (see test_offload.py)."""
     models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
     role = classifier_role(folder)
-    expected, residence = role.score(ROWS), role.plane.residence
+    expected, offload_manager = role.score(ROWS), role.offload_manager
     for weight in role.classifier.model.parameters():
         weight.data = weight.data.clone()  # not the file's pages
     role.memory = ModelMemory(role.classifier, role.name)
     role.memory._copies = MovedStorages()
-    residence.add(role.name, role.memory, ["parameters"])
+    offload_manager.add(role.name, role.memory, ["parameters"])
     num_bytes = sum(weight.nbytes for weight in role.classifier.model.parameters())
     assert role.memory.resident_bytes() == num_bytes
-    residence.enter("actor", ["parameters"])
+    offload_manager.enter("actor", ["parameters"])
     assert role.memory.resident_bytes() == 0 and not any(
         weight.untyped_storage().nbytes() for weight in role.classifier.model.parameters()
     )

@@ -1,4 +1,4 @@
-"""The data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns
+"""Measure the data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns
 between two meshes over gloo.
 
 python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--length 8192] [--repeats 5]
@@ -29,13 +29,13 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from megarl.config.mesh import MeshSpec, replicas, share_keys
-from megarl.packing import Sample, homes_of, plan_mini_batches, plan_route, ranks_of_samples
+from megarl.config.mesh import MeshSpec, replicas, shard_keys
+from megarl.packing import Sample, preferred_ranks, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
-from megarl.workers.data_plane import DataPlane, Rollouts
 from megarl.runtime.mailbox import Mailbox
 from megarl.runtime.messages import Call, decode_arguments, encode_arguments
 from megarl.runtime.process import peak_rss_bytes
+from megarl.workers.store import RolloutSample, RolloutBlock, SampleStore
 
 HIDDEN_SIZE, MAX_TOKENS, GLOBAL_BATCH_SIZE = 4096, 16384, 1024
 WORLD_SIZE = 4
@@ -91,7 +91,7 @@ def make_samples(count: int, length: int, engines: list[tuple[int, ...]]) -> lis
 
 
 def driver_side(arguments: argparse.Namespace) -> dict[str, float]:
-    """11 ranks: actor dp 8 on 0-7, critic dp 3 on 8-10, engines on 0-7."""
+    """Measure the driver for 11 ranks: actor dp 8 on 0-7, critic dp 3 on 8-10, engines on 0-7."""
     meshes = {"actor": MeshSpec(tuple(range(8))), "critic": MeshSpec((8, 9, 10))}
     engines = [(rank,) for rank in range(8)]
     with socket.socket() as free:
@@ -121,20 +121,20 @@ def plan_and_dispatch(
 ) -> dict[str, float]:
     start = time.perf_counter()
     plans = {
-        share: plan_mini_batches(
+        key: plan_mini_batches(
             samples,
             GLOBAL_BATCH_SIZE,
-            homes_of(samples, replicas(mesh)),
+            preferred_ranks(samples, replicas(mesh)),
             mesh.dp,
             MAX_TOKENS,
             HIDDEN_SIZE,
             "0/1",
         )
-        for share, mesh in meshes.items()
+        for key, mesh in meshes.items()
     }
     planned, num_bytes = time.perf_counter(), 0
-    for index, (share, plan) in enumerate(plans.items()):
-        arguments = encode_arguments("data", "distribute", (share, samples, plan), {})
+    for index, (key, plan) in enumerate(plans.items()):
+        arguments = encode_arguments("data", "distribute", (key, samples, plan), {})
         call = Call("data", tuple(range(11)), "distribute", "step 1", arguments)
         keys = mailbox.post(index, call)
         num_bytes += len(arguments)
@@ -142,7 +142,7 @@ def plan_and_dispatch(
             DataRole.distribute.__get__(object()), mailbox.next_command(index).arguments
         )
         mailbox.delete(keys)
-    assert received == ([share, samples, plan], {})
+    assert received == ([key, samples, plan], {})
     end = time.perf_counter()
     return {
         "planning_s": planned - start,
@@ -153,17 +153,19 @@ def plan_and_dispatch(
 
 
 def route_seconds(arguments: argparse.Namespace) -> float:
-    """Engines of 8 ranks to an actor with TP 4, PP 2 on 64 ranks: every sample goes to 8 ranks."""
+    """Return the seconds to plan a rank's messages from engines of 8 ranks to an actor on 64 (TP 4, PP 2).
+
+    Every sample goes to 8 ranks."""
     mesh = MeshSpec(tuple(range(64)), tp=4, pp=2)
     samples = make_samples(
         arguments.samples, arguments.length, [tuple(range(i, i + 8)) for i in range(0, 64, 8)]
     )
     plan = plan_mini_batches(samples, GLOBAL_BATCH_SIZE, {}, mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1")
-    holders = {s.sample_id: s.holders for s in samples}
+    owners = {s.sample_id: s.owners for s in samples}
     seconds = []
     for rank in mesh.ranks[::8]:
         start = time.perf_counter()
-        plan_route(rank, holders, ranks_of_samples(plan, replicas(mesh)))
+        plan_route(rank, owners, ranks_of_samples(plan, replicas(mesh)))
         seconds.append(time.perf_counter() - start)
     return max(seconds)
 
@@ -199,21 +201,33 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
     meshes = {"actor": MeshSpec(everyone, tp=2), "critic": MeshSpec(everyone)}
     samples = make_samples(arguments.exchange_samples, arguments.length, [(r,) for r in everyone])
     plans = {
-        share: plan_mini_batches(
-            samples, len(samples), homes_of(samples, replicas(mesh)), mesh.dp, MAX_TOKENS, HIDDEN_SIZE, "0/1"
+        key: plan_mini_batches(
+            samples,
+            len(samples),
+            preferred_ranks(samples, replicas(mesh)),
+            mesh.dp,
+            MAX_TOKENS,
+            HIDDEN_SIZE,
+            "0/1",
         )
-        for share, mesh in meshes.items()
+        for key, mesh in meshes.items()
     }
     vocab_sizes = dict.fromkeys(meshes, 3)  # prompts of token 1, responses of token 2
-    role = DataRole(DataPlane(), meshes, share_keys(meshes), vocab_sizes)
-    mine = [s for s in samples if rank in s.holders]
-    role.plane.rollouts["train"] = Rollouts(
-        [],
-        [s.sample_id for s in mine],
-        [[1] * (s.length - s.response_length) for s in mine],
-        [[2] * s.response_length for s in mine],
-        [[-1.0] * s.response_length for s in mine],
+    role = DataRole(SampleStore(), meshes, shard_keys(meshes), vocab_sizes)
+    rollouts = RolloutBlock(
+        RolloutSample(
+            s.sample_id,
+            0,
+            s.group,
+            s.version,
+            [1] * (s.length - s.response_length),
+            [2] * s.response_length,
+            [-1.0] * s.response_length,
+        )
+        for s in samples
+        if rank in s.owners
     )
+    role.store.source("train").add(rollouts)
     seconds: dict[str, list[float]] = {}
     num_bytes: dict[str, float] = {}
 
@@ -225,14 +239,14 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         num_bytes[name] = moved
 
-    timed("pack", lambda: float(len(role.plane.pack("train").tokens) * 13))
+    timed("pack", lambda: float(len(rollouts.batch.tokens) * 13))
     for _ in range(arguments.repeats):
-        for share, plan in plans.items():
+        for key, plan in plans.items():
             timed(
-                f"distribute_{share}",
-                lambda share=share, plan=plan: role.distribute(share, samples, plan)["batch/bytes_moved"],
+                f"distribute_{key}",
+                lambda key=key, plan=plan: role.distribute(key, samples, plan)["batch/bytes_moved"],
             )
-        batch = role.plane.shares["critic"].batch
+        batch = role.store.batch("critic").batch
         for column in ("values", "returns"):
             batch.set_column(column, torch.ones(len(batch.tokens)))
         timed(
@@ -246,7 +260,20 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
                     rank, samples, plans, meshes, *pair, 13 if pair[0] is None else 8
                 ),
             )
-    total = torch.tensor([num_bytes[name] for name in num_bytes], dtype=torch.float64)
+    write_result(folder, rank, samples, seconds, num_bytes)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write_result(
+    folder: str,
+    rank: int,
+    samples: list[Sample],
+    seconds: dict[str, list[float]],
+    num_bytes: dict[str, float],
+) -> None:
+    """Add up the bytes of all ranks, and write medians on rank 0. Collective."""
+    total = torch.tensor(list(num_bytes.values()), dtype=torch.float64)
     dist.all_reduce(total)
     if rank == 0:
         result = {"samples": len(samples), "tokens": sum(s.length for s in samples)}
@@ -257,8 +284,6 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
                 f"{name}_gb_per_s": of_all / median(taken) / 1e9,
             }
         (Path(folder) / "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def messages_alone(
@@ -270,16 +295,17 @@ def messages_alone(
     destination: str,
     bytes_per_token: int,
 ) -> float:
-    """Contiguous messages of the sizes that the data plane sends. Returns the bytes that this rank
-    received."""
-    holders = (
-        {s.sample_id: s.holders for s in samples}
+    """Send contiguous messages of the sizes that the data plane sends.
+
+    Returns: the bytes that this rank received."""
+    owners = (
+        {s.sample_id: s.owners for s in samples}
         if source is None
         else ranks_of_samples(plans[source], replicas(meshes[source], True))
     )
     route = plan_route(
         rank,
-        holders,
+        owners,
         ranks_of_samples(plans[destination], replicas(meshes[destination], last_stage=source is not None)),
     )
     operations = []

@@ -92,7 +92,7 @@ def advantages_reversed(module) -> None:
     """After they were computed and compared, the advantages of a rank's samples stand in reversed order."""
 
     def advantages(original, self, *arguments, **keywords):
-        metrics, batch = original(self, *arguments, **keywords), self.share.batch
+        metrics, batch = original(self, *arguments, **keywords), self.shard.batch
         batch.advantages = batch.scatter(batch.advantages[batch.response_mask].flip(0))
         return metrics
 
@@ -182,7 +182,7 @@ def old_log_probs_of_another_sample(module) -> None:
     """After they were compared with the engine's, old log-probs of samples of equal length change places."""
 
     def log_probs(original, self):
-        metrics, batch = original(self), self.share.batch
+        metrics, batch = original(self), self.shard.batch
         batch.old_log_probs = swap_rows(batch.old_log_probs, batch.lengths.tolist())
         return metrics
 
@@ -243,7 +243,7 @@ def a_sample_dropped_from_the_plan(module) -> None:
     wrap(module, "plan_mini_batches", plan_mini_batches)
 
 
-@planted("rank", "megarl.workers.data_plane")
+@planted("rank", "megarl.workers.store")
 def a_sample_dropped_on_a_rank(module) -> None:
     """The forward passes of updates lack the last sample of each micro-batch. As the wrapped method is called
     for each micro-batch of the pass before the updates too, and this fault is of the updates alone, the calls
@@ -255,11 +255,11 @@ def a_sample_dropped_on_a_rank(module) -> None:
     seen = []
 
     def counts(self, sample_ids) -> bool:
-        if self.batch.advantages is not None and not any(self is share for share in seen):
-            seen.append(self)  # a share is of one step
+        if self.batch.advantages is not None and not any(self is shard for shard in seen):
+            seen.append(self)  # a batch shard is of one step
         return self.batch.advantages is not None and len(seen) >= STEP and len(sample_ids) > 1
 
-    wrap(module.Share, "micro_batch", micro_batch, from_call=1, counts=counts)
+    wrap(module.BatchShard, "micro_batch", micro_batch, from_call=1, counts=counts)
 
 
 # The model and the loss.

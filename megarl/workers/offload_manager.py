@@ -1,0 +1,143 @@
+"""The offload manager decides which parts of this rank's models are on its device during which call.
+
+    during a call    the device has the parts that the call needs, and starts to load what the next call needs, as far as
+                     --offload-ahead-bytes allows. All other parts that may be offloaded (--offload) are in host memory
+    between calls    everything stays where it is
+
+A part is offloaded when a call begins that does not need it. Consecutive calls that need the same parts move
+nothing, so each part is copied out and back once per phase of its role. Calls that declare nothing (exchanges,
+rewards, advantages) leave all parts where they are.
+
+The manager expects the call that followed the last two calls, or else the last one, before: every step runs the
+same flow. A wrong guess, as at an evaluation, costs copies only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.config.role_sections import OFFLOAD_PARTS
+from megarl.role_names import kind_and_suffix
+
+if TYPE_CHECKING:
+    from megarl.megatron.offload import ModelMemory
+
+
+_Call = tuple[str | None, frozenset[str]]
+"""The role whose parts a call needs, and the parts."""
+
+
+@dataclass
+class _Model:
+    memory: ModelMemory
+    offloaded_parts: frozenset[str]
+    """The parts that may be offloaded."""
+    least_bytes: int
+
+
+class OffloadManager:
+    """The models of one process, and where their parts are."""
+
+    def __init__(self, ahead_bytes: int = 0) -> None:
+        """Start without models. ahead_bytes: limit of what is loaded before the call that needs it."""
+        self._models: dict[str, _Model] = {}
+        self._ahead_bytes = ahead_bytes
+        self._recent: tuple[_Call, ...] = ()
+        self._followed: dict[tuple[_Call, ...], _Call] = {}
+        self.peak_bytes = 0
+        """The most bytes that the parts of all models had on the device together. Activations and engines are
+        not counted."""
+
+    def add(self, role: str, memory: ModelMemory, offloaded_parts: Collection[str]) -> None:
+        """Manage a model that was just built, with all of its parts on the device."""
+        self._models[role] = _Model(memory, frozenset(offloaded_parts), memory.resident_bytes())
+        self.note_peak()
+
+    def enter(self, role: str | None, parts: Collection[str]) -> None:
+        """Load the parts of a role's model that a call needs, and start to load those of the next call."""
+        call = role, frozenset(parts)
+        self._followed |= {self._recent: call, self._recent[-1:]: call}
+        self._recent = *self._recent[-1:], call
+        next_role, ahead = self._ahead(call)
+        for name, model in self._models.items():
+            needed = (parts if name == role else (), ahead if name == next_role else ())
+            model.memory.offload(model.offloaded_parts.difference(*needed))
+        for name, wanted in ((role, parts), (next_role, ahead)):
+            if name in self._models:
+                self._models[name].memory.load(wanted)
+        for model in self._models.values():
+            model.least_bytes = min(model.least_bytes, model.memory.resident_bytes())
+        self.note_peak()
+
+    def _ahead(self, call: _Call) -> tuple[str | None, list[str]]:
+        """Return the role of the next call and the parts of it to load ahead.
+
+        Gradients are never loaded ahead: they come back as zeros, in no time."""
+        role, parts = self._followed.get(self._recent) or self._followed.get(self._recent[-1:], (None, ()))
+        if role not in self._models:
+            return None, []
+        model, ahead, room = self._models[role], [], self._ahead_bytes
+        for part in OFFLOAD_PARTS:
+            if (
+                part != "gradients"
+                and part in parts
+                and part in model.offloaded_parts
+                and not (role == call[0] and part in call[1])
+            ):
+                room -= model.memory.part_bytes(part)
+                if room < 0:
+                    break
+                ahead.append(part)
+        return role, ahead
+
+    def note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes())
+
+    def resident_bytes(self) -> int:
+        return sum(model.memory.resident_bytes() for model in self._models.values())
+
+    def take_metrics(self, role: str, with_time: bool) -> dict[str, float]:
+        """Return this rank's metrics since the last time they were taken; {} in a job without offload.
+
+        memory/<kind>_resident_bytes is the least of this role that was on the device: what it kept there while
+        other roles worked. time/offload_s, if `with_time`, is of all roles of the rank."""
+        if not any(model.offloaded_parts for model in self._models.values()):
+            return {}
+        model = self._models[role]
+        metrics = {f"memory/{kind_and_suffix(role)[0]}_resident_bytes": float(model.least_bytes)}
+        model.least_bytes = model.memory.resident_bytes()
+        if with_time:
+            metrics["time/offload_s"] = sum(
+                model.memory.take_copy_seconds() for model in self._models.values()
+            )
+        return metrics
+
+
+def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
+    """Declare which parts of its model a role's method needs on the device.
+
+        @needs("parameters")
+        def log_probs(self): ...
+
+    A method that needs nothing but room says `@needs()`. The role has an attribute `offload_manager`, and a name
+    if it has a model.
+
+    Args:
+        of: attribute that holds another role, whose model is meant. The role may be None; then nothing is
+            needed."""
+
+    def declare(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(self, *args: object, **kwargs: object) -> object:
+            role = self if of is None else getattr(self, of)
+            self.offload_manager.enter(role.name if parts and role is not None else None, parts)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.offload_manager.note_peak()
+
+        return call
+
+    return declare

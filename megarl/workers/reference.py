@@ -1,0 +1,47 @@
+"""The reference on one rank: a frozen copy of the policy that training starts from."""
+
+from __future__ import annotations
+
+from megarl.flow.job_roles import Reference
+from megarl.reshard.transfer import save_hf
+from megarl.workers.actor import ActorRole
+from megarl.workers.implements import implements
+from megarl.workers.offload_manager import needs
+from megarl.workers.policy import PolicyRole
+
+
+@implements(Reference)
+class ReferenceRole(PolicyRole):
+    """A policy that keeps the weights that training starts from."""
+
+    @needs("parameters")
+    def log_probs(self) -> dict[str, float]:
+        """Write the column ref_log_probs. Returns metrics of the memory."""
+        self.write_log_probs("ref_log_probs")
+        return self.memory_metrics()
+
+
+@implements(Reference)
+class AdapterlessReferenceRole:
+    """The reference of an actor that trains adapters on the same ranks.
+
+    It is the actor's model with the adapters switched off, and has no weights of its own."""
+
+    def __init__(self, actor: ActorRole) -> None:
+        self.actor, self.offload_manager = actor, actor.offload_manager
+
+    def setup(self) -> None:
+        """Do nothing: the actor has set up the model."""
+
+    @needs("parameters", of="actor")
+    def log_probs(self) -> dict[str, float]:
+        """Write the column ref_log_probs."""
+        with self.actor.model.adapters.off():
+            self.actor.write_log_probs("ref_log_probs")
+        return {}
+
+    @needs("parameters", of="actor")
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        actor = self.actor
+        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)

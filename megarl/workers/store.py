@@ -1,0 +1,309 @@
+"""The sample store of a rank: samples and their columns lie here by id until they are released.
+
+    store.source("train")    rollouts: what the engine of this rank made, with row, group and weight version
+    store.mesh("actor")      batch shards: what a mesh of this rank trains on, with the columns that its roles compute
+
+A rollout source is named by its purpose and the suffix of its role: "train", "eval", "train_2" of rollout_2. A
+mesh is named by its shard key, see `config.mesh.shard_keys`. Sample ids are unique within a source and within a
+mesh. Roles of one process share the store; nothing in it passes through the driver.
+
+Samples that come together stay together: a block is packed once, and whoever reads it by id gets views. The
+memory of a block is free when its last sample is released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import torch
+
+from megarl.batch import Batch, MicroBatch
+from megarl.batch_invariants import Digests, check_digests, digests_of
+from megarl.invariants import InvariantError
+from megarl.packing import MiniBatch, Sample
+
+
+class MissingSampleError(LookupError):
+    """A sample was read that this rank does not hold: it was released, or it was never here."""
+
+
+@dataclass(eq=False, slots=True)
+class RolloutSample:
+    """One sample as the engine made it."""
+
+    sample_id: int
+    row: int
+    """Row of the prompt in the data set."""
+    group: int
+    version: int
+    """Number of the weight sync whose weights sampled it."""
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+    """Log-probs of the response tokens, under the distribution that they were sampled from."""
+    experts: torch.Tensor | None = None
+    """[tokens, layers, topk]: the experts that the engine sent each token to (--moe-routing-replay engine)."""
+    digest: int | None = None
+    """Digest of the tokens, see `megarl.invariants.digest`."""
+    position: int = 0
+    """Place among the samples of the same call on all engines. The first ones are logged with their texts."""
+
+    def record(self, owners: tuple[int, ...], truncated: bool = False) -> Sample:
+        """Return what the driver knows of this sample."""
+        num_response = len(self.response)
+        return Sample(
+            self.sample_id,
+            len(self.prompt) + num_response,
+            num_response,
+            owners,
+            truncated,
+            self.digest,
+            self.group,
+            self.version,
+        )
+
+
+class PackedSamples:
+    """Samples in one packed batch, with a digest of each sample's rows in every column."""
+
+    batch: Batch
+    digests: Digests
+    """Made when a column was written, and compared by whoever reads the column."""
+
+    @property
+    def sample_ids(self) -> list[int]:
+        return self.batch.sample_ids.tolist()
+
+    def digests_for(self, columns: Iterable[str]) -> Digests:
+        """Return the digests of the tokens and of those of these columns that are there."""
+        names = ["tokens", *(name for name in columns if name in self.batch.columns)]
+        self.digests |= digests_of(self.batch, [name for name in names if name not in self.digests])
+        return {name: self.digests[name] for name in names}
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Note that these samples were released."""
+
+
+class RolloutBlock(PackedSamples):
+    """Rollouts that came together. They are packed when the first of them is sent to a mesh."""
+
+    def __init__(self, rollouts: Iterable[RolloutSample]) -> None:
+        self.rollouts = {rollout.sample_id: rollout for rollout in rollouts}
+        self.digests = {}
+
+    @property
+    def sample_ids(self) -> list[int]:
+        return list(self.rollouts)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The rollouts with the column rollout_log_probs, and with routed_experts if the engine reports them."""
+        rollouts = list(self.rollouts.values())
+        batch = Batch.from_samples(
+            [r.sample_id for r in rollouts],
+            [r.prompt for r in rollouts],
+            [r.response for r in rollouts],
+            [r.log_probs for r in rollouts],
+        )
+        if any(r.experts is not None for r in rollouts):
+            batch.routed_experts = torch.cat([r.experts for r in rollouts])
+        return batch
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        for sample in sample_ids:
+            del self.rollouts[sample]
+
+
+@dataclass(eq=False)
+class BatchShard(PackedSamples):
+    """This rank's part of a training batch: the samples of its forward passes in their order, packed once."""
+
+    batch: Batch
+    mini_batches: list[MiniBatch]
+    """The updates of all ranks of the mesh."""
+    digests: Digests = field(default_factory=dict)
+    released: int | None = None
+    """The first sample of the batch that was released. From then on the batch cannot be trained on."""
+
+    def __post_init__(self) -> None:
+        self.digests |= digests_of(self.batch, {"tokens", *self.batch.columns} - self.digests.keys())
+
+    def set_column(self, name: str, column: torch.Tensor) -> None:
+        """Store a token column as `Batch.set_column` does, and bind it to its samples by digests."""
+        self.batch.set_column(name, column)
+        self.digests |= digests_of(self.batch, [name])
+
+    def take_columns(self, columns: Mapping[str, torch.Tensor], digests: Digests) -> None:
+        """Store columns that come from another mesh, with the digests that they had there.
+
+        Raises: InvariantError if the values are not those that were written there, or were computed for other
+            tokens than are here."""
+        check_digests(self.batch, {"tokens": digests["tokens"]}, "that the columns were made of")
+        for name, column in columns.items():
+            self.batch.set_column(name, column)
+        written = {name: digests[name] for name in columns}
+        check_digests(self.batch, written)
+        self.digests |= written
+
+    def micro_batch(self, sample_ids: Sequence[int]) -> MicroBatch:
+        """Return the micro-batch of these samples.
+
+        Raises: InvariantError if a sample no longer has the tokens or values written for it."""
+        batch = self.batch.select_samples(sample_ids)
+        check_digests(batch, self.digests)
+        return MicroBatch.of(batch)
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        if self.released is None:
+            self.released = next(iter(sample_ids), None)
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The plan of a mesh's batch, known to every rank that sends samples or columns to the mesh or gets them."""
+
+    source: str
+    """The rollout source of its samples."""
+    mini_batches: list[MiniBatch]
+    samples: dict[int, Sample]
+    """The driver's records, by sample id."""
+
+    @cached_property
+    def lengths(self) -> dict[int, int]:
+        """Number of tokens of each sample."""
+        return {sample.sample_id: sample.length for sample in self.samples.values()}
+
+
+Block = TypeVar("Block", bound=PackedSamples)
+
+
+class SampleTable(Generic[Block]):
+    """Samples by id, in the blocks that they came in.
+
+    Example:
+        table.add(RolloutBlock(rollouts))     what an engine has made
+        table.blocks([7, 9])                  the blocks with samples 7 and 9, to read or send them
+        table.release([7])                    sample 7 cannot be read any more"""
+
+    def __init__(self, name: str) -> None:
+        """Start empty. name: what errors call the table."""
+        self.name = name
+        self._block_of: dict[int, Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the sample ids, in the order in which they came."""
+        return iter(self._block_of)
+
+    def __contains__(self, sample_id: int) -> bool:
+        return sample_id in self._block_of
+
+    def add(self, block: Block) -> None:
+        """Hold the samples of a block. Raises: InvariantError for a sample that is held already."""
+        ids = block.sample_ids
+        for sample in ids:
+            if sample in self._block_of:
+                raise InvariantError(f"sample {sample} is already among the {self.name} of this rank")
+        self._block_of |= dict.fromkeys(ids, block)
+
+    def block(self, sample_id: int) -> Block:
+        """Return the block with this sample. Raises: MissingSampleError."""
+        if sample_id not in self._block_of:
+            raise MissingSampleError(
+                f"sample {sample_id} is not among the {self.name} of this rank: it was released, or never here"
+            )
+        return self._block_of[sample_id]
+
+    def blocks(self, sample_ids: Iterable[int]) -> list[Block]:
+        """Return the blocks with these samples, each block once.
+
+        Raises: MissingSampleError for a sample that is not held."""
+        return list({id(block): block for block in map(self.block, sample_ids)}.values())
+
+    def release(self, sample_ids: Iterable[int] | None = None) -> None:
+        """Forget these samples, or all of them (None).
+
+        Raises: MissingSampleError for a sample that is not held; then none is forgotten."""
+        ids = list(self if sample_ids is None else sample_ids)
+        ids_of: dict[int, list[int]] = {}
+        blocks = [self.block(sample) for sample in ids]
+        for sample, block in zip(ids, blocks, strict=True):
+            ids_of.setdefault(id(block), []).append(sample)
+            del self._block_of[sample]
+        for block in {id(block): block for block in blocks}.values():
+            block.forget(ids_of[id(block)])
+
+
+class SampleStore:
+    """All samples of one rank: rollouts by source, batch shards by mesh."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, SampleTable[RolloutBlock]] = {}
+        self._meshes: dict[str, SampleTable[BatchShard]] = {}
+        self._batches: dict[str, BatchShard] = {}
+        self.layouts: dict[str, BatchLayout] = {}
+        """The last batch of every mesh that this rank exchanges samples or columns with, by shard key."""
+
+    def source(self, name: str) -> SampleTable[RolloutBlock]:
+        """Return the table of a rollout source; it is empty on a rank without engine."""
+        if name not in self._sources:
+            self._sources[name] = SampleTable(f"rollouts '{name}'")
+        return self._sources[name]
+
+    def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[RolloutSample]:
+        """Return rollouts by id, or all of the source in the order in which they came.
+
+        Raises: MissingSampleError for a sample that is not held."""
+        table = self.source(source)
+        return [table.block(s).rollouts[s] for s in (table if sample_ids is None else sample_ids)]
+
+    def check_records(self, source: str, samples: Iterable[Sample]) -> None:
+        """Check the driver's records of the samples that an engine of this rank made.
+
+        Raises: InvariantError for a sample whose group, version or digest the driver has wrong."""
+        table = self.source(source)
+        for sample in samples:
+            if sample.sample_id not in table:
+                continue
+            made = table.block(sample.sample_id).rollouts[sample.sample_id]
+            for name in ("group", "version", "digest"):
+                if getattr(made, name) != getattr(sample, name):
+                    raise InvariantError(
+                        f"{name} of sample {sample.sample_id} is {getattr(made, name)} where it was sampled, and "
+                        f"{getattr(sample, name)} in the driver"
+                    )
+
+    def mesh(self, key: str) -> SampleTable[BatchShard]:
+        """Return the table of the samples that a mesh works on."""
+        if key not in self._meshes:
+            self._meshes[key] = SampleTable(f"samples of batch shard '{key}'")
+        return self._meshes[key]
+
+    def set_batch(self, key: str, shard: BatchShard) -> None:
+        """Let the roles of a mesh train on this batch shard from here on."""
+        self.mesh(key).add(shard)
+        self._batches[key] = shard
+
+    def release_batch(self, key: str, sample_ids: Iterable[int] | None = None) -> None:
+        """Forget samples of a mesh, or all of them with the batch (None). Raises: MissingSampleError."""
+        table = self.mesh(key)
+        table.release(sample_ids)
+        if not len(table):
+            self._batches.pop(key, None)
+
+    def batch(self, key: str) -> BatchShard:
+        """Return the batch shard that the roles of a mesh train on.
+
+        Raises: MissingSampleError if there is none, or if one of its samples was released."""
+        if key not in self._batches:
+            raise MissingSampleError(
+                f"there is no batch shard '{key}' on this rank: none was distributed, or all of it was released"
+            )
+        shard = self._batches[key]
+        if shard.released is not None:
+            self.mesh(key).block(shard.released)
+        return shard
