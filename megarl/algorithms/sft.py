@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.flow import Flow, symbolic_roles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +22,11 @@ class SFT(Algorithm):
     @property
     def loss_reads(self) -> tuple[str, ...]:
         return ()
+
+    def flow(self, roles: Iterable[str]) -> Flow:
+        """Rows of the data become the samples of the step, and the actor learns from them."""
+        (actor,) = symbolic_roles("actor", present=roles)
+        return actor.receive_rows().update(actor, reads=("tokens", *self.loss_reads))
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean negative log-prob over the response tokens of the whole mini-batch. Metric: policy/loss, the

@@ -65,8 +65,8 @@ class Job:
             for suffix, of_actor in configs_of_actors(config).items()
         }
         self.first = self.learners[""]
-        self.flow = flow_of_actors(config, self.meshes) if config.algorithm.needs_rollout else None
-        """One step, as the algorithms say; None of one that samples nothing."""
+        self.flow = flow_of_actors(config, self.meshes)
+        """One step, as the algorithms say."""
         self.checkpoints = Checkpoints(self)
         self.last_step = 0
         """The last whole one before that of `executor.step`."""

@@ -214,10 +214,11 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
     @method(writes=("tokens", "lengths"), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Make dataset rows the samples of the step.
+        """Make dataset rows the samples of the step: the first node of supervised fine-tuning.
 
         Args:
-            visits: visit, which is the sample id -> dataset row."""
+            visits: visit, which is the sample id -> dataset row.
+            mini_batches: planned by the driver from the lengths that `load_dataset` returned."""
 
 
 class Data(RandomState, kind="data"):

@@ -21,6 +21,7 @@ from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.reshard.transfer import save_hf
+from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor, Reference
 from megarl.workers.data_plane import DataPlane
 from megarl.workers.implements import implements
@@ -348,5 +349,5 @@ class ActorRole(PolicyRole):
         )
 
 
-ADVANTAGE_COLUMNS = ("old_log_probs", "ref_log_probs", "values")
-"""What an algorithm may make advantages of."""
+ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
+"""Token columns that an algorithm may make advantages of."""

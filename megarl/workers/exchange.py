@@ -16,16 +16,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch
+from megarl.batch import Batch, column_dtype
 from megarl.batch_invariants import Digests
+from megarl.flow.columns import SAMPLED_COLUMNS
 from megarl.invariants import InvariantError
 from megarl.packing import Route
 
 _BOUND_BY_TOKENS = ("tokens", "response_mask")  # one digest covers both
-_DTYPES = {
-    "tokens": torch.int64,
-    "response_mask": torch.bool,
-}  # all others that have one number per token are fp32
 
 Formats = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Column -> dtype and shape of a token's row, of columns that have more than one number per token."""
@@ -145,7 +142,7 @@ def _header_bytes(samples: Sequence[int], bound: Sequence[str]) -> int:
 
 
 def _format(name: str, formats: Formats | None) -> tuple[torch.dtype, tuple[int, ...]]:
-    return (formats or {}).get(name, (_DTYPES.get(name, torch.float32), ()))
+    return formats[name] if formats and name in formats else (column_dtype(name), ())
 
 
 def _rows_of(
@@ -165,10 +162,6 @@ def _rows_of(
     return dict(zip(held.sample_ids.tolist(), column.cpu().split(held.lengths.tolist()), strict=True))
 
 
-ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
-"""What a sample has when it comes from the engine."""
-
-
 def collect_samples(
     held: Batch | None,
     route: Route,
@@ -180,7 +173,7 @@ def collect_samples(
     """This rank's `wanted` samples, in that order, as the engines made them, with all columns of `formats`;
     and their digests as the senders had them. Arguments and errors are those of `move_rows`."""
     columns, digests = move_rows(
-        held, (*ROLLOUT_COLUMNS, *(formats or ())), route, wanted, lengths, formats, digests
+        held, (*SAMPLED_COLUMNS, *(formats or ())), route, wanted, lengths, formats, digests
     )
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(
