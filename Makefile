@@ -10,7 +10,7 @@ ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-stress clean
+.PHONY: help quickstart test test-slow test-stress docs clean
 
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
@@ -18,6 +18,7 @@ help:
 	@echo 'make test-slow                          run the long tail: every layout, real size, faults; hours, 20 GB of memory'
 	@echo 'make test-stress [ARGS="tests/driver"]   run what has processes, signals or deadlines 20 times in each of four conditions;'
 	@echo '                                        goes on where it was interrupted (tools/stress_tests.py says how)'
+	@echo 'make docs                               build the documentation into build/docs/; a broken link is an error'
 	@echo 'make clean                              remove the environment and everything that was built; runs/ stays'
 	@echo ''
 	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'
@@ -34,6 +35,10 @@ test-slow: $(ENV)
 
 test-stress: $(ENV)
 	.venv/bin/python tools/stress_tests.py $(ARGS)
+
+docs: $(ENV)
+	.venv/bin/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
+	@echo 'build/docs/index.html'
 
 # The stamp is touched by setup_env.py, and only after everything is in place.
 $(ENV): tools/setup_env.py $(SOURCES)

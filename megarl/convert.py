@@ -340,6 +340,7 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
     import torch.distributed as dist
 
     from megarl.batch import Batch, MicroBatch
+    from megarl.collectives import all_gather_messages
     from megarl.megatron.policy import Policy
     from megarl.megatron.value_model import ValueModel
     from megarl.reshard.transfer import load_hf
@@ -359,11 +360,12 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
         else model.log_probs([MicroBatch.of(batch)], temperature=1.0)
     )
     del model
-    of_ranks: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, None if ours is None else ours[0])
+    of_ranks = all_gather_messages(None if ours is None else ours[0].tolist(), list[float] | None)
     if dist.get_rank() == 0:
         expected = transformers_outputs(folder, shape, tokens)
-        errors = torch.stack([(found - expected).abs() for found in of_ranks if found is not None])
+        errors = torch.stack(
+            [(torch.tensor(found) - expected).abs() for found in of_ranks if found is not None]
+        )
         share, what = (
             float((errors > FORWARD_LIMIT).float().mean()),
             "values" if shape.value_head else "log-probs",

@@ -29,6 +29,7 @@ for name, value in ENVIRONMENT.items():
 # the checkout.
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != CHECKOUT]
+sys.path.append(str(CHECKOUT / "examples"))  # the quickstart's task: `from sums.files import make_sums`
 
 
 def pytest_configure() -> None:

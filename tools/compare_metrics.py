@@ -19,6 +19,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 NOT_COMPARED = ("time", "throughput", "memory")
+MAKE_DATA = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1] + "/examples")
+try:
+    from sums.files import make_sums
+except ModuleNotFoundError:  # a tree from before the quickstart's task moved to examples/
+    from megarl.data.sums_files import make_sums
+make_sums(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+"""
+"""Arguments: the recorded tree, the folder for the data, the seed."""
 LAYOUTS = {"dp2": [], "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"]}
 
 
@@ -59,11 +69,7 @@ def record(folder: Path, python: str, seed: int, layouts: list[str]) -> int:
         [python, "-P", "-c", find_tree], check=True, capture_output=True, text=True
     ).stdout.strip()
     data = folder / "data"
-    make_data = (
-        "from megarl.data.sums_files import make_sums; from pathlib import Path; "
-        f"make_sums(Path({str(data)!r}), {seed})"
-    )
-    subprocess.run([python, "-P", "-c", make_data], check=True)
+    subprocess.run([python, "-P", "-c", MAKE_DATA, tree, str(data), str(seed)], check=True)
     for layout in layouts:
         for job, flags in jobs(folder, data, layout).items():
             command = [python, "-P", "-m", "megarl.cli", "train", f"@{tree}/configs/quickstart_{job}.args"]

@@ -1,4 +1,4 @@
-"""Writes the quickstart's data, tokenizer and initial model: `python tools/make_sums.py --out data/sums
+"""Write the quickstart's data, tokenizer and initial model: `python tools/make_sums.py --out data/sums
 --seed 0`."""
 
 from __future__ import annotations
@@ -6,8 +6,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 
-from megarl.data.sums_files import make_sums
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from sums.files import make_sums
 
 logger = logging.getLogger("make_sums")
 

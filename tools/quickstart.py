@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.data.sums_files import make_sums
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from sums.files import make_sums
 
 STAGES = ("sft", "sft_mixed", "grpo")
 SMALL = {
@@ -24,6 +26,7 @@ SMALL = {
     "grpo": ["--train-iters", "2", "--eval-interval", "1", "--eval-num-prompts", "8"],
 }
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+PLOT = Path(__file__).resolve().parent / "plot_quickstart.py"
 
 
 def main() -> int:
@@ -137,45 +140,9 @@ def report(out: Path, seconds: dict[str, float]) -> None:
     greedy = [a for a in answers if a["name"] == "eval/accuracy_greedy"]
     for when, answer in (("before", greedy[0]), ("after", greedy[-1])):
         print(f"\n{when}: {answer['prompt'][-1]['content']}\n  " + answer["response"].replace("\n", "\n  "))
-    plot(rows, out / "curves.png")
+    plot = [sys.executable, str(PLOT), str(out / "grpo"), str(out / "curves.png")]
+    subprocess.run(plot, check=True)
     print(f"\ncurves: {out / 'curves.png'}   trained model: {out / 'grpo' / 'hf'}")
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    """Reward, held-out accuracy and response length over the GRPO steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    steps = [r for r in rows if "reward/mean" in r]
-    evaluated = [r for r in rows if "eval/accuracy" in r]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    left.plot(
-        [r["step"] for r in steps],
-        [r["reward/mean"] for r in steps],
-        label="reward (training prompts)",
-        color="tab:blue",
-    )
-    left.plot(
-        [r["step"] for r in evaluated],
-        [r["eval/accuracy"] for r in evaluated],
-        "o-",
-        label="held-out accuracy, T=1",
-        color="tab:orange",
-    )
-    left.plot(
-        [r["step"] for r in evaluated],
-        [r["eval/accuracy_greedy"] for r in evaluated],
-        "s--",
-        label="held-out accuracy, greedy",
-        color="tab:green",
-    )
-    left.set(xlabel="GRPO step", ylim=(0, 1.02))
-    left.legend(loc="lower right", fontsize=8)
-    right.plot([r["step"] for r in steps], [r["response/length_mean"] for r in steps], color="tab:purple")
-    right.set(xlabel="GRPO step", ylabel="response length, tokens", ylim=(0, None))
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python3.11 tools/setup_env.py [--device auto|cpu|gpu]
 
 1. PyTorch first, because vLLM and the extension's build look at which PyTorch is there.
-2. megarl, editable, with the extra `cpu` or `gpu`, and `dev`; on a GPU Transformer Engine too, if it
+2. megarl, editable, with the extra `cpu` or `gpu`, `dev` and `docs`; on a GPU Transformer Engine too, if it
    installs.
 3. torchvision, torchaudio and torchcodec leave again if they do not import: vLLM asks for them and megarl
    never uses them, but builds for another PyTorch break `import transformers`.
@@ -150,7 +150,9 @@ def install_torch(project: dict, extra: str) -> None:
 
 def install_megarl(project: dict, extra: str) -> None:
     engine = project["optional-dependencies"][extra][0]
-    require_pip(f"installing {engine}, everything else and megarl itself", "install", "-e", f".[{extra},dev]")
+    require_pip(
+        f"installing {engine}, everything else and megarl itself", "install", "-e", f".[{extra},dev,docs]"
+    )
 
 
 def install_transformer_engine(project: dict) -> None:

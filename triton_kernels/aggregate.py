@@ -1,5 +1,4 @@
-"""How per-token losses become one number: a weight per token, so that the loss of a mini-batch is sum_i
-weights[i] loss[i].
+"""Token weights turn per-token losses into one number: the loss of a mini-batch is sum_i weights[i] loss[i].
 
     token-mean            1 / num_tokens                              every token counts the same (DAPO, arXiv:2503.14476)
     seq-mean-token-mean   1 / (num_sequences response_lengths[i])     every sequence counts the same (GRPO, arXiv:2402.03300)
@@ -44,7 +43,7 @@ def token_weights(
     num_sequences: int,
     max_response_length: int,
 ) -> Tensor:
-    """Weight of each of N response tokens in the loss of the mini-batch.
+    """Return the weight of each of N response tokens in the loss of the mini-batch.
 
     Args:
         response_lengths: [N] int64, for each token the number of response tokens of its sequence.
@@ -83,7 +82,7 @@ def token_weights(
 def total_weight(
     mode: LossAggregation, num_tokens: int, num_sequences: int, max_response_length: int
 ) -> float:
-    """What the weights of all tokens of a mini-batch add up to."""
+    """Return the sum of the weights of all tokens of a mini-batch."""
     return {
         "token-mean": 1.0,
         "seq-mean-token-mean": 1.0,

@@ -1,4 +1,4 @@
-"""What the ahead-of-time check compiles: each `<op>_triton.py` lists its kernels in `AOT_CASES:
+"""Cases that the ahead-of-time check compiles: each `<op>_triton.py` lists its kernels in `AOT_CASES:
 list[AotCase]`."""
 
 from __future__ import annotations

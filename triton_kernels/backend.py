@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: PyTorch or Triton.
+"""Chooses the implementation of an op that runs: PyTorch or Triton.
 
     tensor on CUDA          triton
     tensor elsewhere        torch: PyTorch in chunks of rows, without a compiler
@@ -40,7 +40,7 @@ if _forced() == "interpret":
 
 
 def backend(tensor: Tensor) -> Literal["torch", "triton"]:
-    """What runs an op on `tensor`.
+    """Return the name of the implementation that runs an op on `tensor`.
 
     Raises: ValueError for an unknown MEGARL_KERNELS, or one that this tensor cannot run with; ImportError
     without Triton where it is needed; RuntimeError if Triton was imported to compile and is now asked to

@@ -29,7 +29,7 @@ DPOKind = Literal["sigmoid", "ipo"]
 
 
 class DPOStats(NamedTuple):
-    """Scalars over the pairs, not divided by anything, without gradient. A reward is beta s."""
+    """Sums over the pairs, not divided by anything, without gradient. A reward is beta s."""
 
     num_correct: Tensor
     """Pairs whose chosen sequence has the larger reward."""
@@ -78,7 +78,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: DPOKind = "sigmoid",
 ) -> tuple[Tensor, DPOStats]:
-    """Sum of the weighted losses of P pairs. Differentiable in `log_probs` only.
+    """Return the sum of the weighted losses of P pairs. Differentiable in `log_probs` only.
 
     Args:
         log_probs: [T] fp32, of the policy now, packed.

@@ -37,7 +37,7 @@ def _write_gradient(gradient_ptr, mask_ptr, begin, end, slope, BLOCK: tl.constex
 
 @triton.jit
 def _sigmoids(x):
-    """(log sigmoid(x), sigmoid(x), sigmoid(-x)) of a scalar, without overflow or cancellation."""
+    """Return (log sigmoid(x), sigmoid(x), sigmoid(-x)) of a scalar, without overflow or cancellation."""
     small = tl.exp(-tl.abs(x))
     u = 1.0 + small
     # log(1 + small) to full precision, after W. Kahan: what rounding took from u is made up for by small / (u
@@ -104,7 +104,7 @@ def dpo_loss(
     label_smoothing: float,
     kind: str,
 ) -> tuple[Tensor, ...]:
-    """(loss, gradient [T], the fields of DPOStats), fp32."""
+    """Return (loss, gradient [T], the fields of DPOStats), fp32."""
     columns = [x.contiguous() for x in (log_probs, ref_log_probs, mask, cu_seqlens, weights)]
     gradient = torch.empty_like(columns[0], dtype=torch.float32)
     partials = torch.zeros(4, max(len(weights), 1), dtype=torch.float32, device=log_probs.device)

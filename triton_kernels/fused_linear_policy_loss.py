@@ -48,7 +48,8 @@ class FusedLoss(NamedTuple):
     log_probs: Tensor
     """[N], detached."""
     metrics: list[dict[str, Tensor]]
-    """What loss_fn returned for each chunk, detached: for the caller to combine. One for no rows."""
+    """The metrics that loss_fn returned for each chunk, detached, for the caller to combine. One for no
+    rows."""
 
 
 def fused_linear_policy_loss_ref(
@@ -85,7 +86,8 @@ def fused_linear_policy_loss(
     main_grad: Tensor | None = None,
     loss_scale: float = 1.0,
 ) -> FusedLoss:
-    """Loss of the targets' log-probs, its gradients made on the way. A collective of `group`, forward only.
+    """Return the loss of the targets' log-probs and compute its gradients in the same pass. A collective of
+    `group`, forward only.
 
     Args:
         hidden: [N, H] bf16, fp16, fp32 or fp64, the same on every rank. Its gradient comes back summed over
@@ -155,7 +157,8 @@ def fused_linear_policy_loss(
 def _differentiate(
     loss_fn: TokenLoss, log_probs: Tensor, entropy: Tensor | None, rows: slice
 ) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None] | None]:
-    """(loss, metrics, [dL/dlog_probs, dL/dentropy]), the last None where the loss depends on neither."""
+    """Return (loss, metrics, [dL/dlog_probs, dL/dentropy]), the last None where the loss depends on
+    neither."""
     inputs = [x.detach().requires_grad_() for x in (log_probs, entropy) if x is not None]
     with torch.enable_grad():
         loss, metrics = loss_fn(inputs[0], inputs[1] if entropy is not None else None, rows)
@@ -173,7 +176,7 @@ def _backward(
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
 ) -> None:
-    """The two backward products of a chunk, of those rows only that have a gradient."""
+    """Compute the two backward products of a chunk, only for rows that have a gradient."""
     grad_log_probs, grad_entropy = grads
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(grad_entropy)

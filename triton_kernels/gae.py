@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 
 from megarl.kernels.backend import backend
-
-WHITEN_EPS = 1e-8
+from megarl.kernels.limits import WHITEN_EPS
 
 
 class GAE(NamedTuple):
     advantages: Tensor
     """[T] fp32, not whitened; 0 where masked."""
     returns: Tensor
-    """[T] fp32, what the critic should have said; 0 where masked."""
+    """[T] fp32, the target of the critic; 0 where masked."""
     stats: Tensor
     """[3] fp64: sum, sum of squares and count of the advantages of actions. Add up over data-parallel ranks,
     then `whiten`."""
@@ -86,7 +85,8 @@ def gae(
     gae_lambda: float,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
-    """Advantages and returns of B packed sequences, T tokens in all. Constants: nothing is differentiated.
+    """Return advantages and returns of B packed sequences, T tokens in all. Constants: nothing is
+    differentiated.
 
     Args:
         rewards: [T] fp32, per token, already KL-shaped.
@@ -116,7 +116,8 @@ def gae(
 
 
 def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """(advantages - mean) / sqrt(variance + 1e-8) [T] fp32 where mask, else 0, with the unbiased variance.
+    """Return (advantages - mean) / sqrt(variance + 1e-8), [T] fp32, where mask, else 0, with the unbiased
+    variance.
 
     Args:
         advantages, mask: [T], of `gae`.
@@ -165,8 +166,8 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """ValueError unless cu_seqlens is int [B + 1] and, where looking does not stop a stream, goes up from 0
-    to num_tokens."""
+    """Raise ValueError unless cu_seqlens is int [B + 1] and goes up from 0 to num_tokens. The values are
+    checked only where reading them does not stop a stream."""
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
@@ -181,9 +182,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
 
 
 def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay) -> GAE:
-    """Without the masked tokens the decay is the same at every step, so a scan by doubling needs one
-    multiply-add per step: after the step of s, advantages[t] holds the next 2 s terms of sum_n decay^n
-    delta[t + n]."""
+    """Compute GAE in PyTorch by a scan. Without the masked tokens the decay is the same at every step, so
+    a scan by doubling needs one multiply-add per step: after the step of s, advantages[t] holds the next 2
+    s terms of sum_n decay^n delta[t + n]."""
     actions = mask.nonzero()[:, 0]
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     action_rewards, action_values = rewards[actions].to(dtype), values[actions].to(dtype)

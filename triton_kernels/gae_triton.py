@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.kernels.aot import AotCase
-from megarl.kernels.gae import WHITEN_EPS
+from megarl.kernels.limits import WHITEN_EPS
 
 _WHITEN_EPS = tl.constexpr(WHITEN_EPS)
 _BLOCK = 1024
@@ -16,7 +16,8 @@ _BLOCK = 1024
 
 @triton.jit
 def _then(a1, v1, d1, m1, e1, a2, v2, d2, m2, e2):
-    """The map (A, V) -> (a A + v V + d, m V + e) of the later tokens, then that of the earlier ones."""
+    """Compose two maps (A, V) -> (a A + v V + d, m V + e): that of the later tokens first, then that of
+    the earlier ones."""
     return a2 * a1, a2 * v1 + v2 * m1, a2 * d1 + v2 * e1 + d2, m2 * m1, m2 * e1 + e2
 
 
@@ -99,7 +100,7 @@ def gae(
     gamma: float,
     decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantages [T] fp32, returns [T] fp32, statistics [3] fp64)."""
+    """Return (advantages [T] fp32, returns [T] fp32, statistics [3] fp64)."""
     columns = [x.contiguous() for x in (rewards, values, mask, cu_seqlens, bootstrap_values)]
     advantages, returns = (
         torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2)

@@ -36,8 +36,8 @@ def group_advantages_ref(
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
-    """Advantage of each sample within its group. The caller holds whole groups: nothing is reduced over
-    ranks.
+    """Return the advantage of each sample within its group. The caller holds complete groups: nothing is
+    reduced over ranks.
 
     Args:
         rewards: [B] of any float dtype, one per sample, taken as fp32; NaN where the reward failed.

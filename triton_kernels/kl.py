@@ -32,12 +32,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
+from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
-
-MAX_K3 = 10.0
-# exp(-d) must not overflow; a d this far from 0 is beyond MAX_K3 on both sides.
-MAX_EXPONENT = 20.0
 
 
 def kl_estimate_ref(
@@ -58,8 +55,8 @@ def at_least_fp32(x: Tensor | None) -> Tensor | None:
 
 
 def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[Tensor, Tensor]:
-    """Estimate and derivative for differences d [N], by hand: autograd's derivative of exp(-d) + d loses all
-    digits where d is small, on every early step."""
+    """Return estimate and derivative for differences d [N]. The derivative is written by hand, because
+    autograd's derivative of exp(-d) + d loses all digits where d is small, as on every early step."""
     match kind:
         case "k1":
             value, slope = d, torch.ones_like(d)
@@ -79,8 +76,8 @@ def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False
 ) -> Tensor:
-    """KL estimate per token [N] from log_probs [N] and ref_log_probs [N], fp32. Differentiable in `log_probs`
-    only.
+    """Return the KL estimate per token [N] from log_probs [N] and ref_log_probs [N], fp32. Differentiable in
+    `log_probs` only.
 
     Raises: ValueError for an unknown kind, different shapes, or a ref_log_probs that requires a gradient.
     """

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.kernels.aot import AotCase
-from megarl.kernels.kl import MAX_EXPONENT, MAX_K3
+from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
 
 _MAX_K3, _MAX_EXPONENT = tl.constexpr(MAX_K3), tl.constexpr(MAX_EXPONENT)
 _BLOCK = 1024
@@ -16,9 +16,9 @@ _BLOCK = 1024
 
 @triton.jit
 def exp_minus_1_minus_x(x):
-    """(exp(x) - 1 - x, exp(x) - 1) to a few units in the last place: exp loses all digits where x is small,
-    and there is no expm1. For |x| < 1/2 the first is x^2 times the sum of x^n / (n + 2)!, of which 8 terms
-    leave 2e-9 of it."""
+    """Return (exp(x) - 1 - x, exp(x) - 1) to a few units in the last place: exp loses all digits where x
+    is small, and there is no expm1. For |x| < 1/2 the first is x^2 times the sum of x^n / (n + 2)!, of
+    which 8 terms leave 2e-9 of it."""
     near = tl.abs(x) < 0.5
     y = tl.where(near, x, 0.0)
     series = y * 2.7557319223985893e-06 + 2.48015873015873e-05
@@ -81,7 +81,7 @@ def _kl_kernel(
 def kl_and_slope(
     log_probs: Tensor, ref_log_probs: Tensor, kind: str, straight_through: bool
 ) -> tuple[Tensor, Tensor]:
-    """Estimate and derivative, fp32."""
+    """Return estimate and derivative, fp32."""
     log_probs, ref_log_probs = log_probs.contiguous(), ref_log_probs.contiguous()
     value, slope = (torch.empty_like(log_probs, dtype=torch.float32) for _ in range(2))
     num_tokens = log_probs.numel()

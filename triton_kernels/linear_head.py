@@ -1,5 +1,5 @@
-"""The output layer and its softmax, a chunk of rows at a time: what `linear_log_probs` and
-`fused_linear_policy_loss` share.
+"""The output layer and its softmax, a chunk of rows at a time. `linear_log_probs` and
+`fused_linear_policy_loss` both use it.
 
     logits = hidden weight^T      [C, V_tp] fp32: one buffer that every chunk of C rows overwrites
     dhidden = dlogits weight,     dweight += dlogits^T hidden
@@ -39,7 +39,7 @@ def check_head(
     group: dist.ProcessGroup | None,
     temperature: float,
 ) -> None:
-    """Raises: ValueError, see the doors."""
+    """Check the arguments of an op with an output layer. Raises: ValueError, see the ops."""
     if hidden.ndim != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} "
@@ -81,7 +81,7 @@ def check_head(
 
 
 def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
-    """Raises: ValueError unless `main_grad` can take the gradient of `weight`."""
+    """Raise ValueError unless `main_grad` can take the gradient of `weight`."""
     if main_grad is None:
         return
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -117,8 +117,8 @@ class LinearHead:
 
     @property
     def rows_per_chunk(self) -> int:
-        """Depends on nothing but V_tp and the device: equal rows make equal chunks, and equal bits, in every
-        function."""
+        """Number of rows of a chunk. It depends on nothing but V_tp and the device: equal rows make equal
+        chunks, and equal bits, in every function."""
         num_columns = len(self.weight)
         if self.hidden.device.type == "cpu":
             return max(_CHUNK_ELEMENTS_CPU // num_columns, _MIN_ROWS_CPU)
@@ -126,12 +126,12 @@ class LinearHead:
         return min(max(rows, _MIN_ROWS_CUDA), _MAX_ROWS_CUDA)
 
     def chunks(self) -> Iterator[slice]:
-        """Of the N rows, in order; none without rows."""
+        """Yield the chunks of the N rows, in order; none without rows."""
         for first in range(0, len(self.hidden), self.rows_per_chunk):
             yield slice(first, min(first + self.rows_per_chunk, len(self.hidden)))
 
     def logits(self, rows: slice) -> Tensor:
-        """[C, V_tp] in `dtype`, overwritten by the next chunk."""
+        """Return the logits of a chunk, [C, V_tp] in `dtype`, overwritten by the next chunk."""
         if self._logits is None:
             num_rows = min(self.rows_per_chunk, len(self.hidden))
             self._logits = torch.empty(
@@ -145,7 +145,7 @@ class LinearHead:
         return out.copy_(hidden @ weight)
 
     def softmax(self, rows: slice, with_entropy: bool) -> tuple[Tensor, Tensor | None, Softmax]:
-        """(log_probs, entropy or None, for `backward`) of a chunk. A collective of the group."""
+        """Return (log_probs, entropy or None, state for `backward`) of a chunk. A collective of the group."""
         logits = self.logits(rows)
         log_probs, entropy, softmax = softmax_rows(
             logits,
@@ -159,8 +159,8 @@ class LinearHead:
         return self.nan_outside(log_probs, rows), entropy, softmax
 
     def nan_outside(self, log_probs: Tensor, rows: slice) -> Tensor:
-        """NaN for targets that are no token of the vocabulary. On a CPU there are none: `check_head` has
-        looked."""
+        """Return NaN for targets that are no token of the vocabulary. On a CPU there are none, because
+        `check_head` refuses them."""
         targets = self._targets[rows]
         return (
             log_probs
@@ -192,8 +192,7 @@ class LinearHead:
         return dlogits.to(hidden.dtype) @ self.weight if with_hidden else None
 
     def _gradient_buffer(self, kept: Tensor) -> Tensor:
-        """What dlogits are written to: the logits, or, for the bf16 matrix products of CUDA, a bf16
-        buffer."""
+        """Return the buffer for dlogits: the logits, or a bf16 buffer for CUDA's bf16 matrix products."""
         if self.hidden.dtype == self.dtype or not self.hidden.is_cuda:
             return kept
         if self._low_precision is None:

@@ -66,7 +66,7 @@ def linear_log_probs(
     main_grad: Tensor | None = None,
     method: Method = "fastest",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets`, and entropies, with gradients to `hidden` and `weight`. A collective of
+    """Return log-probs of `targets`, and entropies, with gradients to `hidden` and `weight`. A collective of
     `group`, in backward too.
 
     Args:
@@ -106,7 +106,7 @@ def linear_log_probs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Keeps its inputs and, per row, up to three numbers."""
+    """Autograd function that keeps its inputs and, per row, up to three numbers."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad):
@@ -160,7 +160,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(log_probs [N], entropy [N] or None, `Softmax.shift` of all rows)."""
+    """Compute in chunks. Returns (log_probs [N], entropy [N] or None, `Softmax.shift` of all rows)."""
     parts = [(*head.softmax(rows, with_entropy),) for rows in head.chunks()]
     nothing = torch.empty(0, dtype=head.dtype, device=head.hidden.device)
     log_probs, entropy, softmaxes = (
@@ -171,7 +171,7 @@ def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None
 
 
 def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """(log_probs [N], entropy [N] or None)."""
+    """Compute by the Triton kernel. Returns (log_probs [N], entropy [N] or None)."""
     from megarl.kernels import linear_log_probs_triton
 
     local = head.local_targets
@@ -187,8 +187,8 @@ def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]
 
 
 def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
-    """Measured the first time a shape comes by, on its own inputs. Ranks of a group agree, or their
-    collectives would not match."""
+    """Whether the Triton kernel is faster, measured the first time a shape occurs, on its own inputs.
+    Ranks of a group agree, or their collectives would not match."""
     if not runs_triton(head.hidden):
         return False
     from megarl.kernels import linear_log_probs_triton

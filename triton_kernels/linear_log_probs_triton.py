@@ -1,5 +1,5 @@
-"""Triton kernel of linear_log_probs.py: hidden weight^T in tiles that stay in registers; each leaves (m, s,
-u) per row behind.
+"""Triton kernel of linear_log_probs.py: hidden weight^T in tiles that stay in registers; each tile writes (m,
+s, u) per row.
 
     m = max y,   s = sum exp(y - m),   u = sum exp(y - m) (y - m)    over the tile's columns, y = logits / temperature
 
@@ -19,7 +19,7 @@ from megarl.kernels.aot import AotCase
 _TILES = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 8}
 _SMALL_TILES = {"BM": 32, "BN": 128, "BK": 32, "GROUP_M": 8}
 _ROWS_PER_LAUNCH = 8192
-"""Bounds what the tiles leave behind: 12 bytes per row and 256 columns, 58 MB for 152k columns."""
+"""Bounds what the tiles write: 12 bytes per row and 256 columns, 58 MB for 152k columns."""
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def _target_logits_kernel(
 
 
 def can_run(hidden: Tensor, weight: Tensor) -> bool:
-    """What tensor descriptors (TMA) ask for: contiguous columns, rows and starts at multiples of 16 bytes.
-    fp32 would be TF32 on CUDA; in the interpreter, which multiplies the raw bits of bf16, it is fp32 that
-    runs."""
+    """Whether tensor descriptors (TMA) can read the inputs. They need contiguous columns, rows and starts
+    at multiples of 16 bytes. fp32 would be TF32 on CUDA; in the interpreter, which multiplies the raw bits
+    of bf16, it is fp32 that runs."""
     aligned = all(
         x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
         for x in (hidden, weight)
@@ -107,8 +107,8 @@ def can_run(hidden: Tensor, weight: Tensor) -> bool:
 def linear_stats(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, ...]:
-    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over the rows of
-    `weight`, each [N] fp32; of inputs that `can_run`, N and V > 0."""
+    """Return (log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over
+    the rows of `weight`, each [N] fp32; of inputs that `can_run`, N and V > 0."""
     parts = [
         _stats_of_rows(
             hidden[first : first + _ROWS_PER_LAUNCH],

@@ -74,7 +74,7 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets`, and entropies, with gradients to `logits`. A collective of `group`.
+    """Return log-probs of `targets`, and entropies, with gradients to `logits`. A collective of `group`.
 
     Args:
         logits: [N, V_tp] any float dtype; this rank's columns [rank * V_tp, (rank + 1) * V_tp) of the padded
@@ -139,8 +139,8 @@ def _check(logits: Tensor, targets: Tensor, vocab_size: int, num_ranks: int, tem
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """Keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16, Triton) the logits, to make it
-    again."""
+    """Autograd function that keeps log_q, the log-softmax of this rank's columns, or (bf16, fp16, Triton)
+    the logits, to recompute it."""
 
     @staticmethod
     def forward(ctx, logits, local_targets, num_real, group, temperature, with_entropy, inplace, keep):
@@ -183,7 +183,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 class Softmax(NamedTuple):
-    """What the gradient of some rows needs. Beside `kept` nothing is larger than one number per row."""
+    """State that the gradient of some rows needs. Beside `kept` nothing is larger than one number per row."""
 
     kept: Tensor
     """[N, V_tp]: log_q in the dtype of the results, or the logits."""
@@ -202,7 +202,8 @@ class Softmax(NamedTuple):
 
 
 def runs_triton(logits: Tensor) -> bool:
-    """Triton kernels compute in fp32; float64, which is for checks, is PyTorch's everywhere."""
+    """Whether Triton computes this. Its kernels compute in fp32; float64, which is for checks, runs in
+    PyTorch everywhere."""
     return logits.dtype != torch.float64 and backend(logits) == "triton"
 
 
@@ -216,8 +217,8 @@ def softmax_rows(
     with_entropy: bool,
     log_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Softmax]:
-    """(log_probs, entropy or None, for the gradient) of checked arguments. A collective of `group`. Records
-    no gradient.
+    """Return (log_probs, entropy or None, state for the gradient) of checked arguments. A collective of
+    `group`. Records no gradient.
 
     Args:
         local_targets: [N] int64 token ids less this rank's first column: negative or beyond its columns for
@@ -259,8 +260,8 @@ def softmax_rows(
 def _stats(
     logits, targets, num_real, temperature, with_entropy, log_q_out, with_log_z, dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's columns: log_q at the targets [N], entropy [N] (0 unless wanted), log-sum-exp [N] (0
-    unless wanted)."""
+    """Return statistics of this rank's columns: log_q at the targets [N], entropy [N] (0 unless wanted),
+    log-sum-exp [N] (0 unless wanted)."""
     log_probs, entropy, log_z = (
         torch.zeros(len(logits), dtype=dtype, device=logits.device) for _ in range(3)
     )
@@ -279,8 +280,8 @@ def _stats(
 
 
 def _log_softmax(scaled: Tensor, is_shard: bool, out: Tensor | None = None) -> Tensor:
-    """Of each row. A row of -inf alone is NaN, unless it is a shard: then its probabilities are 0, and those
-    of other ranks may not be."""
+    """Return the log-softmax of each row. A row of -inf alone is NaN, unless it is a shard: then its
+    probabilities are 0, and those of other ranks may not be."""
     log_q = torch.log_softmax(scaled, dim=-1, out=out)
     if is_shard and bool((undefined := log_q[:, 0].isnan()).any()):
         log_q[undefined & (scaled.amax(-1) == -math.inf)] = -math.inf
@@ -323,7 +324,8 @@ def softmax_gradient(
 
 
 def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all ranks' columns: log-probs [N], entropy [N], and [N] what turns this rank's log_q into log p."""
+    """Merge the statistics of all ranks' columns into log-probs [N], entropy [N], and the difference [N]
+    between log p and this rank's log_q."""
     largest = log_z.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     offset = log_z - largest
@@ -342,9 +344,9 @@ def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tup
 def _scaled_chunks(
     logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a time;
-    none without a column. Each is overwritten by the next, or, where nothing has to change and `alias` allows
-    it, is the logits themselves."""
+    """Yield (rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at
+    a time; none without a column. Each is overwritten by the next, or, where nothing has to change and
+    `alias` allows it, is the logits themselves."""
     elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
     num_rows = min(max(1, elements // logits.shape[1]), len(logits))
     unchanged = logits.dtype == dtype and temperature == 1 and num_real == logits.shape[1]
@@ -365,8 +367,8 @@ def _scaled_chunks(
 def _log_q_chunks(
     kept: Tensor, num_real: int, temperature: float, is_log_q: bool, dtype: torch.dtype, is_shard: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or made again from kept
-    logits."""
+    """Yield (rows, log_q[rows]) that the caller may overwrite: the kept memory itself, or recomputed from
+    kept logits."""
     if is_log_q:
         yield from _scaled_chunks(kept, kept.shape[1] if num_real else 0, 1.0, dtype, alias=True)
     else:

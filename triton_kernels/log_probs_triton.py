@@ -103,8 +103,8 @@ def _block(num_columns: int) -> int:
 def logits_stats(
     logits: Tensor, targets: Tensor, num_real: int, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) of the first
-    `num_real` > 0 columns, each [N] fp32."""
+    """Return (log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) of the
+    first `num_real` > 0 columns, each [N] fp32."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     log_q, entropy, m, log_s = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)

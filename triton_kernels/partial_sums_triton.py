@@ -1,4 +1,4 @@
-"""Second launch of a kernel that leaves one number per block and statistic: their totals, in a fixed order,
+"""Adds up the partial sums of a kernel that writes one number per block and statistic, in a fixed order and
 without atomics.
 
     totals[r] = sum_b partials[r, b]        of row max_row: max(0, max_b partials[r, b])
@@ -31,7 +31,7 @@ def _reduce_kernel(partials_ptr, totals_ptr, num_blocks, MAX_ROW: tl.constexpr, 
 
 
 def reduce_partials(partials: Tensor, max_row: int = -1) -> tuple[Tensor, ...]:
-    """Totals of partials [R, blocks] fp32: R scalars."""
+    """Return the totals of partials [R, blocks] fp32: R scalars."""
     if partials.shape[1] == 1:
         return partials[:, 0].unbind()
     totals = torch.empty(partials.shape[0], dtype=torch.float32, device=partials.device)

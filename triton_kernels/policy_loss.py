@@ -34,17 +34,16 @@ from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
 from megarl.kernels.kl import KLEstimator, at_least_fp32, kl_and_slope, kl_estimate_ref
+from megarl.kernels.limits import MAX_LOG_RATIO
 
 PolicyLossKind = Literal["ppo", "cispo"]
 
-MAX_LOG_RATIO = 20.0
-
 
 class PolicyLossStats(NamedTuple):
-    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient."""
+    """Sums over the tokens whose weight is not 0, not divided by anything, without gradient."""
 
     num_clipped: Tensor
-    """ppo: tokens whose loss is the clipped one: the clip took their gradient away. cispo: tokens whose ratio
+    """ppo: tokens whose loss is the clipped one, so that they have no gradient. cispo: tokens whose ratio
     the clip changed."""
     num_dual_clipped: Tensor
     """Tokens with a negative advantage whose loss is the dual clip's bound."""
@@ -137,7 +136,7 @@ def policy_loss(
     ref_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, PolicyLossStats]:
-    """Sum of the weighted losses of N tokens. Differentiable in `log_probs` and `entropy` only.
+    """Return the sum of the weighted losses of N tokens. Differentiable in `log_probs` and `entropy` only.
 
     Args:
         log_probs: [N] fp32, of the policy now.
@@ -227,7 +226,7 @@ def _compute(
     entropy: Tensor | None,
     options: PolicyLossOptions,
 ) -> tuple[Tensor, Tensor, PolicyLossStats]:
-    """(loss, gradient [N], statistics) by the tensors' backend."""
+    """Compute (loss, gradient [N], statistics) with the tensors' backend."""
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     if backend(log_probs) == "torch":
         return _compute_torch(*columns, options)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.kernels.aot import AotCase
 from megarl.kernels.kl_triton import exp_minus_1_minus_x, kl_and_slope_tile, limit
+from megarl.kernels.limits import MAX_LOG_RATIO
 from megarl.kernels.partial_sums_triton import reduce_partials
-from megarl.kernels.policy_loss import MAX_LOG_RATIO
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 # A block of 1024 spills on sm_90.
@@ -137,7 +137,7 @@ def policy_loss(
     kl_coef: float,
     entropy_coef: float,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """(loss, gradient [N], the fields of PolicyLossStats), fp32."""
+    """Return (loss, gradient [N], the fields of PolicyLossStats), fp32."""
     given = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     columns = [None if x is None else x.contiguous() for x in given]
     gradient = torch.empty_like(columns[0], dtype=torch.float32)

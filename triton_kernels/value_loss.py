@@ -1,5 +1,5 @@
-"""PPO's clipped value loss (of the code of arXiv:1707.06347; arXiv:2005.12729, section 3), its gradient and
-what a critic is judged by.
+"""PPO's clipped value loss (of the code of arXiv:1707.06347; arXiv:2005.12729, section 3), its gradient, and
+the sums for the explained variance.
 
     clipped = old_values + clip(values - old_values, -clip_eps, clip_eps)
     loss    = max((values - returns)^2, (clipped - returns)^2) / 2
@@ -23,12 +23,12 @@ from megarl.kernels.kl import at_least_fp32
 
 
 class ValueLossStats(NamedTuple):
-    """Scalars over the tokens of a weight other than 0, not divided by anything, without gradient. With n
-    tokens, the explained variance is 1 - (error_squares - error_sum^2 / n) / (return_squares - return_sum^2 /
-    n)."""
+    """Sums over the tokens whose weight is not 0, not divided by anything, without gradient. With n
+    tokens, the explained variance is 1 - (error_squares - error_sum^2 / n) / (return_squares -
+    return_sum^2 / n)."""
 
     num_clipped: Tensor
-    """Tokens whose loss is the clipped one: the clip took their gradient away."""
+    """Tokens whose loss is the clipped one, so that they have no gradient."""
     error_sum: Tensor
     """Sum of values - returns."""
     error_squares: Tensor
@@ -53,7 +53,7 @@ def value_loss_ref(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_eps: float | None
 ) -> tuple[Tensor, ValueLossStats]:
-    """Sum of the weighted value losses of N tokens. Differentiable in `values` only.
+    """Return the sum of the weighted value losses of N tokens. Differentiable in `values` only.
 
     Args:
         values: [N] fp32, of the critic now.

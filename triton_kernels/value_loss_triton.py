@@ -59,7 +59,7 @@ def _value_loss_kernel(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None
 ) -> tuple[Tensor, ...]:
-    """(loss, gradient [N], the fields of ValueLossStats), fp32."""
+    """Return (loss, gradient [N], the fields of ValueLossStats), fp32."""
     columns = [x.contiguous() for x in (values, old_values, returns, weights)]
     gradient = torch.empty_like(columns[0], dtype=torch.float32)
     num_blocks = max(triton.cdiv(len(values), _BLOCK), 1)

@@ -1,4 +1,5 @@
-"""What an algorithm is: a frozen dataclass whose fields are its flags, and pure functions of tensors.
+"""The base class of algorithms: a frozen dataclass whose fields are its flags, with pure functions of
+tensors.
 
 An algorithm sees the response tokens of one micro-batch of one rank, flat, N of them, and knows nothing of
 meshes, engines or micro-batches. What it returns is already divided by counts of the whole mini-batch, so
@@ -38,7 +39,8 @@ class AdvantageInputs:
     """
 
     rewards: Tensor
-    """[S] fp32, of all samples of the step, the same on every rank; NaN where the reward failed."""
+    """[S] fp32, the rewards of all samples of the step, the same on every rank; NaN where the reward
+    failed."""
     group_ids: Tensor
     """[S] int64, equal for the samples of one prompt: its visit. Visits are counted over the run, so they may
     be large."""
@@ -53,19 +55,19 @@ class AdvantageInputs:
     """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every
     rank, also where B is 0. May overwrite its argument."""
     old_log_probs: Tensor | None = None
-    """[N] fp32; these three if `advantage_reads` names them."""
+    """[N] fp32. This and the next two are there if `advantage_reads` names them."""
     ref_log_probs: Tensor | None = None
     """[N] fp32, of the reference policy."""
     values: Tensor | None = None
     """[N] fp32, the critic's V of the state in which the token was chosen."""
 
     def spread(self, per_sample: Tensor) -> Tensor:
-        """[S] -> [N]: on each token of this rank the number of its sample."""
+        """Spread [S] numbers to [N] tokens: each token of this rank gets the number of its sample."""
         return per_sample[self.rows].repeat_interleave(self.response_lengths)
 
     def sum_per_sample(self, per_token: Tensor) -> Tensor:
-        """[N] -> [S] fp64: over each sample's tokens, wherever they are. Collective over the data-parallel
-        ranks."""
+        """Sum [N] token values to [S] fp64, over each sample's tokens on all ranks. Collective over the
+        data-parallel ranks."""
         rows = self.rows.repeat_interleave(self.response_lengths)
         return self.sum_over_ranks(
             per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double())
@@ -86,9 +88,9 @@ class ReferenceInputs:
     """Sample id -> reward, of all samples of the step in the same order on every rank; NaN where the reward
     failed."""
     positions: Mapping[int, int]
-    """Sample id -> which of `rewards` is its."""
+    """Sample id -> its position in `rewards`."""
     groups: Mapping[int, Sequence[int]]
-    """Sample id -> the samples of its group, itself among them."""
+    """Sample id -> the samples of its group, including itself."""
     samples: Sequence[int]
     """Samples on this rank."""
     columns: Callable[[int, str], Tensor]
@@ -174,7 +176,7 @@ class Algorithm:
     needs_critic: ClassVar[bool] = False
     """A critic gives `values` and learns from `value_loss`."""
     critic_warmup_iters: ClassVar[int] = 0
-    """So many first steps update the critic alone."""
+    """Number of first steps that update the critic alone."""
     token_level: ClassVar[bool] = True
     """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a
     micro-batch's tokens, and saves a quarter of the output layer's work. False: it sees whole sequences, all
@@ -187,27 +189,27 @@ class Algorithm:
 
     @property
     def needs_entropy(self) -> bool:
-        """The loss wants each token's entropy."""
+        """Whether the loss needs each token's entropy."""
         return False
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
-        """Columns that `compute_advantages` wants."""
+        """Columns that `compute_advantages` reads."""
         return ("rewards",)
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
-        """Columns that `loss` wants."""
+        """Columns that `loss` reads."""
         return ("old_log_probs", "advantages", *(("ref_log_probs",) if self.needs_reference else ()))
 
     @property
     def advantage_writes(self) -> tuple[str, ...]:
-        """Columns that it gives."""
+        """Columns that `compute_advantages` returns."""
         return ("advantages", "returns") if self.needs_critic else ("advantages",)
 
     def flow(self, roles: Iterable[str]) -> Flow:
-        """What depends on what in one step. `roles`: names of those that the job has; what others would do is
-        left out."""
+        """Return the graph of one step: which call depends on which. `roles`: names of those that the job
+        has; what others would do is left out."""
         actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
         return (
@@ -225,16 +227,16 @@ class Algorithm:
         )
 
     def step_findings(self, num_samples: int) -> Iterable[str]:
-        """What does not go with a step of so many samples, a line each."""
+        """Return one line per flag that does not fit a step of this many samples."""
         return ()
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
-        """A new run's. Whoever owns it passes its `coef` on as `kl_coef`, and updates it with the metric
-        MEASURED_KL after each step."""
+        """Build the KL controller of a new run. Its owner passes `coef` on as `kl_coef`, and updates the
+        controller with the metric MEASURED_KL after each step."""
         return FixedKLController(0.0)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The columns of `advantage_writes`, [N] fp32 each, and this rank's share of the metrics (see
+        """Return the columns of `advantage_writes`, [N] fp32 each, and this rank's part of the metrics (see
         `loss`).
 
         A sample whose reward failed has advantage 0 and returns NaN. Collective over the data-parallel ranks.
@@ -244,22 +246,23 @@ class Algorithm:
         )
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """What `reference_advantages` needs to know of samples on other ranks, as numbers to add up over the
-        ranks. None: nothing.
+        """Return what `reference_advantages` needs to know of samples on other ranks, as numbers to add up
+        over the ranks. None: nothing.
 
         The same number of numbers, or None, on every rank."""
         return None
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn] | None:
-        """The columns of `advantage_writes` of one sample on this rank, recomputed in plain Python and apart
-        from `compute_advantages`.
+        """Recompute the columns of `advantage_writes` for one sample on this rank, in plain Python and
+        independently of `compute_advantages`.
 
         At every step each rank compares some of its samples with it, and the run ends if they differ by more
         than rounding. None: this algorithm has no reference, and nothing compares."""
         return None
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss, a scalar with gradient, and of the metrics, scalars without.
+        """Return this micro-batch's part of the loss, a scalar with gradient, and of the metrics, scalars
+        without gradient.
 
         Shares are summed over micro-batches and data-parallel ranks, but for metrics ending in `_max`: of
         those the maximum counts.
@@ -267,11 +270,12 @@ class Algorithm:
         raise NotImplementedError
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `loss`, of the critic."""
+        """Return this micro-batch's part of the critic's loss and of its metrics, as `loss` does."""
         raise NotImplementedError(f"{type(self).__name__} has no critic")
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
-        """What the weights of all tokens of a mini-batch add up to in `loss`. None: nobody says.
+        """Return the sum of the weights of all tokens of a mini-batch in `loss`. None: unknown, and not
+        checked.
 
         In each step's first update the weights are measured: the slope of the loss where all log-probs are
         equal, all advantages -1 and the KL's factor 0. The run ends if they do not add up to this over all
@@ -280,13 +284,14 @@ class Algorithm:
         return None
 
     def value_weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
-        """The same of `value_loss`, whose slope is measured where all values are as before and 1 above their
-        returns."""
+        """Return the sum of the token weights in `value_loss`, whose slope is measured where all values
+        are as before and 1 above their returns."""
         return None
 
 
 def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *counts: int) -> float | None:
-    """The weight sum of one of the algorithm's losses, unless a subclass has replaced the loss alone."""
+    """Return the weight sum of one of the algorithm's losses, or None if a subclass has replaced the loss
+    alone."""
     sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]
     classes = type(algorithm).__mro__
     of_loss, of_sum = (next(cls for cls in classes if name in vars(cls)) for name in (loss, sum_name))
@@ -294,7 +299,7 @@ def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *
 
 
 def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, float]:
-    """This rank's share of advantage/max_abs and reward/failed."""
+    """Return this rank's part of advantage/max_abs and reward/failed."""
     return {
         "advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
         "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum()),
@@ -302,7 +307,8 @@ def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, 
 
 
 def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
-    """One step of all actors of a job, each as its algorithm says; `roles`: names of all that the job has."""
+    """Return the graph of one step of all actors of a job, each by its own algorithm. `roles`: names of
+    all roles of the job."""
     roles, flows = list(roles), []
     for suffix, of_actor in configs_of_actors(config).items():
         mine = [role for role in roles if actor_suffix(role, roles) == suffix]

@@ -1,5 +1,5 @@
-"""The factor of the KL to the reference, from step to step: fixed, or steered to a target (Ziegler et al.,
-arXiv:1909.08593, section 2.2).
+"""Controllers of the KL coefficient, which is fixed or follows a target KL (Ziegler et al., arXiv:1909.08593,
+section 2.2).
 
     error = clip(measured_kl / target - 1, -0.2, 0.2)        coef *= 1 + error * num_samples / horizon
 
@@ -22,17 +22,17 @@ MAX_ERROR = 0.2
 class FixedKLController:
     def __init__(self, coef: float) -> None:
         self.coef = coef
-        """Factor of the KL at the next step."""
+        """KL coefficient of the next step."""
 
     def update(self, measured_kl: float, num_samples: int) -> None:
-        """Take note of a step of `num_samples` responses with a mean KL of `measured_kl` nats each."""
+        """Record a step of `num_samples` responses with a mean KL of `measured_kl` nats each."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint holds."""
+        """Return the state that a checkpoint holds."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing: a new --kl-coef counts."""
+        """Ignore the stored state: a new --kl-coef counts."""
 
 
 class AdaptiveKLController(FixedKLController):

@@ -67,7 +67,7 @@ class PPO(ClippedPolicy):
         return (*super(PPO, self).advantage_reads, "values")
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Advantages and returns by the formulas above; one sum over ranks.
+        """Return advantages and returns by the formulas above, with one sum over ranks.
 
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef, and of the
         tokens of samples with a reward critic/value_mean, critic/return_mean and critic/explained_variance: 1
@@ -115,7 +115,8 @@ class PPO(ClippedPolicy):
         }, metrics
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Sum, sum of squares and count of the advantages before whitening, which are returns - values."""
+        """Return sum, sum of squares and count of the advantages before whitening, which are returns -
+        values."""
         if not self.whiten_advantages:
             return None
         import torch
@@ -129,7 +130,7 @@ class PPO(ClippedPolicy):
         return [float(advantages.sum()), float(advantages.square().sum()), float(len(advantages))]
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
-        """GAE of one sample, a token at a time from its end, by the formulas above."""
+        """Compute GAE of one sample, a token at a time from its end, by the formulas above."""
         values, reward = inputs.columns(sample, "values").tolist(), inputs.rewards[sample]
         n = len(values)
         if math.isnan(reward):
@@ -195,7 +196,7 @@ class PPO(ClippedPolicy):
 
 
 def _sums(column: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and sum of squares, fp64."""
+    """Return sum and sum of squares, fp64."""
     exact = column.double()
     return exact.sum(), exact.square().sum()
 
@@ -210,8 +211,8 @@ def _critic_metrics(
     value_sum: float,
     value_squares: float,
 ) -> dict[str, float]:
-    """This rank's share, by its tokens, of metrics that are functions of sums over all ranks. returns -
-    values are the advantages."""
+    """Return this rank's part, by its tokens, of metrics that are functions of sums over all ranks.
+    returns - values are the advantages."""
     if count == 0:
         return dict.fromkeys(("critic/value_mean", "critic/return_mean", "critic/explained_variance"), 0.0)
     unexplained, variance = (

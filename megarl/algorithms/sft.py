@@ -29,8 +29,8 @@ class SFT(Algorithm):
         return actor.receive_rows().update(actor, reads=("tokens", *self.loss_reads))
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean negative log-prob over the response tokens of the whole mini-batch. Metric: policy/loss, the
-        same number."""
+        """Return the mean negative log-prob over the response tokens of the whole mini-batch. Metric:
+        policy/loss, the same number."""
         loss = -inputs.log_probs.sum() / inputs.num_tokens
         return loss, {"policy/loss": loss.detach()}
 

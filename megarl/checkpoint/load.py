@@ -1,4 +1,4 @@
-"""Reading a checkpoint, by all ranks of a mesh or by one process."""
+"""Reads a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, check_tensors
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Box, Rectangle, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
 from megarl.config.model_function import differences
@@ -32,17 +32,17 @@ class Checkpoint:
         return self.manifest.state
 
     def tensors(self, kind: str) -> dict[str, StoredTensor]:
-        """Canonical name -> what is stored; empty if there is nothing of this kind."""
+        """Return what is stored of a kind, by canonical name; empty if there is nothing."""
         return self.manifest.tensors.get(kind, {})
 
     def files(self, kinds: Collection[str]) -> list[str]:
-        """Names of the files that hold something of these kinds."""
+        """Return the names of the files that hold something of these kinds."""
         return sorted(
             {part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts}
         )
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
-        """[rows, cols] of the box, in the dtype that was written."""
+        """Return the values of a box, [rows, cols], in the dtype that was written."""
         stored = self.tensors(kind)[name]
         out = torch.empty(box.row_end - box.row_start, box.col_end - box.col_start, dtype=stored.dtype)
         self._fill(kind, name, box, out)
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, rectangles: Iterable[Rectangle]) -> None:
-        """Write what is stored into the values."""
+        """Copy what is stored into the given values."""
         for r in rectangles:
             self._fill(r.kind, r.name, r.box, r.values)
 
@@ -81,7 +81,7 @@ class Checkpoint:
             )
 
     def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
-        """Raises: CheckpointError if the tensors of this kind are not these."""
+        """Compare the stored tensors of a kind with these. Raises: CheckpointError if they differ."""
         check_tensors(
             f"{kind} in {self.folder}",
             {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()},
@@ -89,8 +89,8 @@ class Checkpoint:
         )
 
     def check_model(self, model: Mapping[str, object]) -> None:
-        """Raises: CheckpointError if the tensors were saved for a model that computes something else, by its
-        `function_fields`."""
+        """Compare the model with the stored one. Raises: CheckpointError if the tensors were saved for a
+        model that computes something else, by its `function_fields`."""
         saved = self.state.get("model")
         if model and isinstance(saved, dict) and (different := differences(saved, model)):
             raise CheckpointError(f"{self.folder} is of another model: it has {', '.join(different)}.")
@@ -108,7 +108,7 @@ def load(
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
     checkpoint = verify(folder, rectangles, group, digests, model)
-    Crew(group).all(lambda: checkpoint.fill(rectangles))
+    RankGroup(group).all(lambda: checkpoint.fill(rectangles), None)
     return checkpoint.state
 
 
@@ -119,17 +119,19 @@ def verify(
     digests: bool = True,
     model: Mapping[str, object] | None = None,
 ) -> Checkpoint:
-    """Check that the rectangles of every rank of a group can be filled: all files and their digests, of which
-    each rank reads its share. Collective. Of each kind that the ranks ask for, the checkpoint must have the
-    tensors that they ask for and no others.
+    """Check that the rectangles of every rank of a group can be filled. Collective.
+
+    Every file is there and has its digest; each rank reads its share of the files. Of each kind that the
+    ranks ask for, the checkpoint must have the tensors that they ask for and no others.
 
     Args:
         digests: False: they have just been checked.
         model: `function_fields` of the model that the tensors are for, which must be those that were saved.
     Raises: CheckpointError, on every rank."""
-    crew = Crew(group)
+    ranks = RankGroup(group)
+    own = {(r.kind, r.name, tuple(r.shape)) for r in rectangles}
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
-    for of_rank in crew.all(lambda: {(r.kind, r.name, r.shape) for r in rectangles}):
+    for of_rank in ranks.all(lambda: own, set[tuple[str, str, tuple[int, ...]]]):
         for kind, name, shape in of_rank:
             sizes.setdefault(kind, {})[name] = matrix_size(shape)
 
@@ -140,10 +142,10 @@ def verify(
         checkpoint.check_model(model or {})
         if digests:
             checkpoint.manifest.check_digests(
-                checkpoint.folder, checkpoint.files(sizes.keys())[crew.rank :: crew.size]
+                checkpoint.folder, checkpoint.files(sizes.keys())[ranks.rank :: ranks.size]
             )
         return checkpoint
 
     checked: list[Checkpoint] = []
-    crew.all(lambda: checked.append(check()))
+    ranks.all(lambda: checked.append(check()), None)
     return checked[0]

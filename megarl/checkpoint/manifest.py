@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint holds, and where."""
+"""Reads and writes checkpoint.json, which says what a checkpoint holds, and where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.config.checkpoint_json import file_digest, read_json, write_json
 
 VERSION, _FORM = 1, "megarl checkpoint"
 WEIGHTS = "weights"
-"""The kind that every checkpoint has. Others: the optimizer's."""
+"""The kind of tensors that every checkpoint has. Other kinds are the optimizer's."""
 
 
 class CheckpointError(ValueError):
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Its parts cover it, each element once."""
+    """A tensor as it is stored. Its parts cover it, each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 def part_key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """What a rectangle is called in its file."""
+    """Return the name of a rectangle in its file."""
     return (
         name
         if box == whole(shape)
@@ -61,7 +61,7 @@ class Manifest:
     state: dict[str, object] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """And wait until it is on the disk."""
+        """Write the manifest and wait until it is on the disk."""
         names = list(self.files)
         number = {name: i for i, name in enumerate(names)}
         tensors = {
@@ -84,8 +84,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises: CheckpointError if the folder holds no checkpoint, or a damaged one; a file of the wrong
-        size is damage."""
+        """Read the manifest of a folder. Raises: CheckpointError if the folder holds no checkpoint, or a
+        damaged one; a file of the wrong size is damage."""
         path = folder / MANIFEST
         try:
             body = read_json(path, _FORM, VERSION, CheckpointError)
@@ -113,7 +113,8 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raises: CheckpointError naming a file that is missing or cut short."""
+        """Compare the sizes of all files. Raises: CheckpointError naming a file that is missing or cut
+        short."""
         for name, (size, _) in self.files.items():
             path = folder / name
             found = path.stat().st_size if path.exists() else None
@@ -124,7 +125,7 @@ class Manifest:
                 )
 
     def check_digests(self, folder: Path, names: Collection[str]) -> None:
-        """Raises: CheckpointError naming a file whose content has changed."""
+        """Compare the digests of files. Raises: CheckpointError naming a file whose content has changed."""
         for name in names:
             if file_digest(folder / name) != self.files[name][1]:
                 raise CheckpointError(
@@ -133,7 +134,8 @@ class Manifest:
 
 
 def _stored_tensor(item: dict[str, object], files: Sequence[str]) -> StoredTensor:
-    """Raises: KeyError, TypeError, IndexError or ValueError if it does not say where all of a tensor is."""
+    """Parse the entry of a tensor. Raises: KeyError, TypeError, IndexError or ValueError if it does not
+    say where all of the tensor is."""
     dtype, shape = getattr(torch, item["dtype"], None), tuple(item["shape"])
     parts = tuple(Part(files[number], Box(*box)) for number, *box in item["parts"])
     if (
@@ -161,7 +163,7 @@ def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str,
 
 
 def raise_problems(what: str, problems: Sequence[str]) -> None:
-    """Raises: CheckpointError if there are any."""
+    """Raise CheckpointError if there are any problems."""
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{what} do not fit the model: {'; '.join(problems[:5])}{more}.")

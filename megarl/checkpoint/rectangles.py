@@ -1,4 +1,4 @@
-"""Rectangles of canonical matrices, and which ones a stretch of a local parameter's memory is made of.
+"""Rectangles of canonical matrices, and the rectangles that a range of a local parameter's memory holds.
 
 The canonical matrices are the atlas' (`megarl/reshard/atlas.py`): the tensors of the Hugging Face folder,
 [rows, cols], a vector [n, 1]."""
@@ -15,7 +15,7 @@ from megarl.reshard.atlas import LocalParam
 
 
 class Box(NamedTuple):
-    """[row_start:row_end, col_start:col_end] of a matrix."""
+    """The box [row_start:row_end, col_start:col_end] of a matrix."""
 
     row_start: int
     row_end: int
@@ -38,7 +38,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A part of a canonical tensor, in memory.
+    """A rectangle of a canonical tensor, with its values in memory.
 
     Args:
         kind: what of the tensor: weights, exp_avg, ...
@@ -53,7 +53,7 @@ class Rectangle:
 
 
 def matrix_size(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, cols) of a tensor of this shape."""
+    """Return (rows, cols) of a tensor of this shape."""
     rows, cols = shape[0], 1
     for size in shape[1:]:
         cols *= size
@@ -68,8 +68,8 @@ def whole(shape: Sequence[int]) -> Box:
 def rectangles_of(
     kind: str, param: LocalParam, sizes: dict[str, tuple[int, int]], flat: Tensor, start: int = 0
 ) -> Iterator[Rectangle]:
-    """What the elements [start, start + len(flat)) of a local parameter hold, at most three rectangles of
-    each piece: the end of a row, whole rows, the start of a row. Padding is left out.
+    """Yield the rectangles that the elements [start, start + len(flat)) of a local parameter hold, at most
+    three of each piece: the end of a row, complete rows, the start of a row. Padding is left out.
 
     Args:
         sizes: of the canonical tensors.
@@ -99,7 +99,7 @@ def rectangles_of(
 
 
 def tiling_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Why the boxes do not cover a tensor of this shape, each element once; None if they do."""
+    """Return why the boxes do not cover a tensor of this shape, each element once; None if they do."""
     boxes, full = sorted(boxes), whole(shape)
     reach: list[Box] = []
     for box in boxes:

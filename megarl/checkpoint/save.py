@@ -1,4 +1,4 @@
-"""Writing a checkpoint, by all ranks of a mesh or by one process."""
+"""Writes a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.manifest import CheckpointError, Manifest, Part, StoredTensor, part_key
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Box, Rectangle, tiling_problem
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.checkpoint_json import sync_folder
 
-Offer = tuple[str, str, Box, tuple[int, ...], torch.dtype]
-"""What a rank could write: (kind, name, box, shape, dtype)."""
+
+class Offer(NamedTuple):
+    """A rectangle that a rank could write."""
+
+    kind: str
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """As in torch.<dtype>."""
 
 
 @torch.no_grad()
@@ -28,8 +38,9 @@ def save(
     state: dict[str, object],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write what the ranks of a group hold together. Collective; `folder` is there and complete when it
-    returns, or not there.
+    """Write what the ranks of a group hold together. When this returns, `folder` is complete or not there.
+
+    Collective.
 
     To go on training meanwhile: give it copies of the values, in a thread, with a group that nothing else
     uses.
@@ -40,27 +51,28 @@ def save(
         state: what else to remember, for JSON; the first rank's counts.
     Raises: CheckpointError, on every rank, if the folder exists, a file cannot be written or an element is
         missing."""
-    crew, folder = Crew(group), Path(folder)
+    ranks, folder = RankGroup(group), Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     plan = SavePlan.of(rectangles, group)
-    crew.first(lambda: start_folder(partial, folder))
+    ranks.first(lambda: start_folder(partial, folder), None)
     try:
         manifest = plan.write(partial, plan.chosen(rectangles), state, group)
-        crew.first(lambda: publish(partial, folder, manifest))
+        ranks.first(lambda: publish(partial, folder, manifest), None)
     except CheckpointError:
-        if crew.rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 Writers = dict[tuple[str, str, Box], int]
-"""(kind, name, box) -> rank."""
+"""(kind, name, box) of a rectangle -> the rank that writes it."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which rank of a group writes what, as long as its ranks hold the same rectangles. The same on every
-    rank, but for `rank`."""
+    """The plan of which rank of a group writes what, valid as long as its ranks hold the same rectangles.
+
+    It is the same on every rank, but for `rank`."""
 
     rank: int
     offers: list[list[Offer]]
@@ -68,13 +80,19 @@ class SavePlan:
 
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
-        """Collective. Raises: CheckpointError, on every rank, if they do not cover every tensor."""
-        crew = Crew(group)
-        offers = crew.all(lambda: [(r.kind, r.name, r.box, r.shape, r.values.dtype) for r in rectangles])
-        return cls(crew.rank, offers, _choose_writers(offers))
+        """Make the plan. Collective.
+
+        Raises: CheckpointError, on every rank, if the rectangles do not cover every tensor."""
+        ranks = RankGroup(group)
+        own = [
+            Offer(r.kind, r.name, r.box, tuple(r.shape), str(r.values.dtype).removeprefix("torch."))
+            for r in rectangles
+        ]
+        offers = ranks.all(lambda: own, list[Offer])
+        return cls(ranks.rank, offers, _choose_writers(offers))
 
     def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Those that this rank writes."""
+        """Return the rectangles that this rank writes."""
         return [r for r in rectangles if self.writer_of[r.kind, r.name, r.box] == self.rank]
 
     def write(
@@ -84,9 +102,12 @@ class SavePlan:
         state: dict[str, object],
         group: dist.ProcessGroup | None = None,
     ) -> Manifest:
-        """Write all files but the manifest, which every rank returns. Collective. Raises: CheckpointError, on
-        every rank."""
-        written = Crew(group).all(lambda: _write_files(folder, self.rank, chosen))
+        """Write all files but the manifest, and return the manifest on every rank. Collective.
+
+        Raises: CheckpointError, on every rank."""
+        written = RankGroup(group).all(
+            lambda: _write_files(folder, self.rank, chosen), dict[str, tuple[int, str]]
+        )
         return self._manifest({name: of for files in written for name, of in files.items()}, state)
 
     def _manifest(self, files: Mapping[str, tuple[int, str]], state: dict[str, object]) -> Manifest:
@@ -95,7 +116,7 @@ class SavePlan:
         for rank, of_rank in enumerate(self.offers):
             for kind, name, box, shape, dtype in of_rank:
                 if self.writer_of[kind, name, box] == rank:
-                    tensors.setdefault(kind, {})[name] = StoredTensor(dtype, shape, ())
+                    tensors.setdefault(kind, {})[name] = StoredTensor(getattr(torch, dtype), shape, ())
                     parts.setdefault((kind, name), {})[box] = Part(file_name(kind, rank), box)
         for kind, of_kind in tensors.items():
             for name, tensor in of_kind.items():
@@ -106,8 +127,8 @@ class SavePlan:
 
 
 def _choose_writers(offers: list[list[Offer]]) -> Writers:
-    """For every rectangle the rank with the least to write so far. Raises: CheckpointError if they do not
-    cover each tensor once."""
+    """Choose for every rectangle the rank with the least to write so far. Raises: CheckpointError if they
+    do not cover each tensor once."""
     holders: dict[tuple[str, str, Box], list[int]] = {}
     boxes: dict[tuple[str, str], set[Box]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -116,7 +137,7 @@ def _choose_writers(offers: list[list[Offer]]) -> Writers:
         for kind, name, box, shape, dtype in of_rank:
             holders.setdefault((kind, name, box), []).append(rank)
             boxes.setdefault((kind, name), set()).add(box)
-            size_of[kind, name, box] = box.area * dtype.itemsize
+            size_of[kind, name, box] = box.area * getattr(torch, dtype).itemsize
             if shapes.setdefault((kind, name), shape) != shape:
                 raise CheckpointError(
                     f"{kind} of {name}: ranks disagree about its shape, {shapes[kind, name]} and {shape}"
@@ -138,7 +159,8 @@ def file_name(kind: str, number: int) -> str:
 
 
 def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[str, tuple[int, str]]:
-    """One file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the file."""
+    """Write one file of each kind. Returns: name -> (bytes, SHA-256). Raises: CheckpointError naming the
+    file."""
     mine: dict[str, dict[str, Entry]] = {}
     for r in chosen:
         key = part_key(r.name, r.shape, r.box)
@@ -157,7 +179,7 @@ def _write_files(folder: Path, rank: int, chosen: Sequence[Rectangle]) -> dict[s
 
 
 def start_folder(partial: Path, folder: Path) -> None:
-    """An empty folder to write into. Raises: CheckpointError if the one that it will become exists."""
+    """Create an empty folder to write into. Raises: CheckpointError if the final folder exists."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists; a checkpoint never replaces one.")
     shutil.rmtree(partial, ignore_errors=True)  # of a job that ended while it wrote
@@ -165,7 +187,7 @@ def start_folder(partial: Path, folder: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename."""
+    """Write the manifest and rename the folder to its final name."""
     manifest.check_sizes(partial)  # all files of all machines
     manifest.write(partial)
     sync_folder(partial)

@@ -1,4 +1,4 @@
-"""Weights on disk under their canonical names, whatever they are stored in: read a few rows at a time,
+"""Reads weights on disk under their canonical names, in any of the formats, a few rows at a time and
 without ranks."""
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class WeightSource(Protocol):
     dtype: torch.dtype | None
 
     def read(self, name: str, row_start: int, row_end: int) -> Tensor:
-        """[row_end - row_start, cols] of a tensor, a vector being [n, 1]."""
+        """Return rows of a tensor, [row_end - row_start, cols]; a vector is [n, 1]."""
 
     def check(self) -> None:
-        """Raises: CheckpointError naming a file that is damaged, as far as the format can tell."""
+        """Check the files. Raises: CheckpointError naming a file that is damaged, as far as the format can
+        tell."""
 
 
 class HFWeights:
-    """The *.safetensors of a Hugging Face folder. Buffers that old ones carry, and the output layer of a tied
-    one, are left out."""
+    """The *.safetensors of a Hugging Face folder. Buffers that old folders carry, and the output layer of
+    a tied model, are left out."""
 
     dtype = None
 
@@ -80,7 +81,8 @@ class CheckpointWeights:
 
 
 def open_weights(folder: Path, shape: ModelShape) -> WeightSource:
-    """Of a megarl checkpoint, a sharded checkpoint of Megatron, or a Hugging Face folder of this model.
+    """Open the weights of a megarl checkpoint, a sharded checkpoint of Megatron, or a Hugging Face folder of
+    this model.
 
     Raises: CheckpointError if the folder is none of these, or its tensors are not the model's."""
     if (folder / MANIFEST).exists():

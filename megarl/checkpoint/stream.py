@@ -1,4 +1,4 @@
-"""Writing weights that come a few rows at a time, without ranks: into a Hugging Face folder or a megarl
+"""Writes weights that come a few rows at a time, without ranks, into a Hugging Face folder or a megarl
 checkpoint.
 
 The memory needed is that of the rows that are just moving, and what the source keeps: of a Megatron
@@ -66,8 +66,8 @@ def write_hf(
 def write_checkpoint(
     folder: Path, source: WeightSource, shape: ModelShape, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> None:
-    """Write a checkpoint that has weights only, every tensor whole in one file. Arguments and errors as of
-    `write_hf`."""
+    """Write a checkpoint that has weights only, every tensor complete in one file. Arguments and errors
+    are those of `write_hf`."""
     entries = _entries(source, shape, dtype)
     _check_room(folder, entries)
     shards = _shards(entries, WEIGHTS, max_shard_bytes)
@@ -97,7 +97,7 @@ def write_checkpoint(
 
 
 def row_blocks(source: WeightSource, name: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of the rows of a tensor that are moved together, from the first to the last."""
+    """Yield (start, end) of the rows of a tensor that are moved together, from the first to the last."""
     dtype, shape = source.tensors[name]
     rows, cols = matrix_size(shape)
     step = max(1, BLOCK_BYTES // (cols * dtype.itemsize))
@@ -105,7 +105,7 @@ def row_blocks(source: WeightSource, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None) -> dict[str, Entry]:
-    """By canonical name, in the order of Hugging Face's checkpoints."""
+    """Return the tensors to write by canonical name, in the order of Hugging Face's checkpoints."""
 
     def entry(name: str) -> Entry:
         stored, size = source.tensors[name]
@@ -118,7 +118,7 @@ def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None)
 
 
 def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> StateDictSplit:
-    """Which tensor is in which file."""
+    """Decide which tensor goes into which file."""
     return split_state_dict_into_shards_factory(
         entries,
         get_storage_size=lambda entry: entry.num_bytes,
@@ -128,7 +128,7 @@ def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> State
 
 
 def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
-    """What most bytes are of."""
+    """Return the dtype that most bytes have."""
     share: dict[torch.dtype, int] = {}
     for entry in entries.values():
         share[entry.dtype] = share.get(entry.dtype, 0) + entry.num_bytes
@@ -136,7 +136,7 @@ def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
 
 
 def _check_room(folder: Path, entries: dict[str, Entry]) -> None:
-    """Raises: CheckpointError; a disk that is full half an hour later would be worse."""
+    """Check that the disk has room, before the first byte. Raises: CheckpointError."""
     parent = next(path for path in folder.absolute().parents if path.exists())
     needed, free = sum(entry.num_bytes for entry in entries.values()), shutil.disk_usage(parent).free
     if needed > free:

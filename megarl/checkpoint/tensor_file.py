@@ -1,4 +1,5 @@
-"""Safetensors files, written and read in pieces: nobody holds more than the rows that are just moving.
+"""Writes and reads safetensors files in pieces, so that no process holds more than the rows that are being
+moved.
 
 The library `safetensors` writes only what is in memory as a whole, and reads through a memory map. Headers
 are read by megarl/config/tensor_header.py, which describes the format."""
@@ -87,7 +88,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> tuple[int, str]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
@@ -120,7 +121,7 @@ class TensorFile:
         return self._entries[key][1]
 
     def read(self, key: str, row_start: int = 0, row_end: int | None = None) -> Tensor:
-        """[row_end - row_start, cols], a copy."""
+        """Return a copy of rows of a tensor, [row_end - row_start, cols]."""
         if key not in self._entries:
             raise TensorFileError(f"{self.path} has no {key}")
         dtype, shape, start = self._entries[key]

@@ -1,4 +1,4 @@
-"""Reading the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
+"""Reads the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
 megatron.core.dist_checkpointing 0.16.1 writes it.
 
     iter_0000100/
@@ -38,7 +38,7 @@ from megarl.reshard.megatron_atlas import TRANSFORMER_ENGINE_NAMES, MegatronPlac
 
 LATEST = "latest_checkpointed_iteration.txt"
 OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.")
-"""How the names of its tensors begin; others are the optimizer's or the job's."""
+"""Prefixes of the names of the model's tensors; others are the optimizer's or the job's."""
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -94,7 +94,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(owner: object, name: str) -> enum.Enum:
-    """What Python up to 3.11.4 writes for a member of an enum is getattr(its class, its name)."""
+    """Return a member of an enum, which Python up to 3.11.4 pickles as getattr(its class, its name)."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
         raise CheckpointError(
             f"its .metadata wants attribute {name} of {owner!r}, which no checkpoint's metadata needs"
@@ -103,8 +103,8 @@ def _enum_member(owner: object, name: str) -> enum.Enum:
 
 
 def megatron_folder(folder: Path) -> Path | None:
-    """The folder with .metadata: this one, or that of the last iteration in it. None if it is none of
-    Megatron's.
+    """Return the folder with .metadata: this one, or that of the last iteration in it. None if the folder is
+    not one of Megatron's.
 
     Raises: CheckpointError for one of Megatron's other formats."""
     if (folder / LATEST).exists():
@@ -140,7 +140,7 @@ def _sharded_backend(path: Path) -> object:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Raises: CheckpointError if it is damaged, or would run something."""
+    """Read .metadata. Raises: CheckpointError if it is damaged, or would run something."""
     try:
         with open(folder / ".metadata", "rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -212,7 +212,7 @@ class MegatronWeights:
         pass  # nothing in the format tells
 
     def _find(self, shape: ModelShape) -> dict[str, list[_Held]]:
-        """Where each canonical tensor is."""
+        """Find where each canonical tensor is."""
         held: dict[str, list[_Held]] = {}
         used, problems = set(), []
         for local, param in place_atlas(shape, MegatronPlace()).items():
@@ -253,7 +253,7 @@ class MegatronWeights:
         return held
 
     def _parts(self, held: _Held, row_start: int, row_end: int) -> Iterator[tuple[int, int, Tensor]]:
-        """(row, column, values) of the chunks' shares of these rows of a matrix."""
+        """Yield (row, column, values) of the chunks' parts of these rows of a matrix."""
         axes = len(held.index)
         if (
             self._chunks_of != held[:2]
@@ -294,8 +294,8 @@ class MegatronWeights:
 
 
 def _global_names(local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What Megatron may call a parameter of a one-rank model (of its local layer spec), and where in the
-    tensor of that name it then is."""
+    """Yield the names that Megatron may give a parameter of a one-rank model (of its local layer spec),
+    and where in the tensor of that name it then is."""
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local)
     if layer is None:
         yield local, ()

@@ -17,7 +17,8 @@ from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
 from megarl.data.readers import UnreadableFile, read_rows
-from megarl.data.tokenizer import Tokenizer, check_vocabulary
+from megarl.data.tokenizer import check_vocabulary
+from megarl.data.tokenizer_base import Tokenizer
 from megarl.rewards.routing import ROUTES, route
 
 NUM_ROWS = 64

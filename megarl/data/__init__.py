@@ -1,1 +1,1 @@
-"""Prompts, tokenizers and the quickstart's task. Imports neither torch nor an engine: the driver loads it."""
+"""Prompts and tokenizers. The driver imports this package, so neither torch nor an engine is imported here."""

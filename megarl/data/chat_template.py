@@ -1,5 +1,5 @@
-"""Chat templates rendered without transformers, by its rules, so that the same template gives the same
-text."""
+"""Renders chat templates without transformers, by the rules of transformers, so that the same template
+gives the same text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def compile_template(source: str, where: str) -> Any:
-    """A jinja2.Template in a sandbox, with what transformers 5.19 offers a template.
+    """Return a jinja2.Template in a sandbox, with the functions that transformers 5.19 offers a template.
 
     Args:
         where: for errors, e.g. the file.
@@ -19,7 +19,7 @@ def compile_template(source: str, where: str) -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what the assistant said; here it changes nothing."""
+        """The tag {% generation %}, which marks the assistant's text and changes nothing here."""
 
         tags = frozenset({"generation"})
 

@@ -1,4 +1,4 @@
-"""One row in verl's columns -> its prompt, ground truth and response, or the list of what is wrong with it.
+"""Parses one row in verl's columns into prompt, ground truth and response, or into a list of its problems.
 
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
@@ -25,7 +25,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(slots=True)
 class ParsedRow:
-    """What a row holds, as far as it holds it."""
+    """The fields that a row has."""
 
     data_source: str = ""
     messages: tuple[dict[str, Any], ...] | str = ()
@@ -35,7 +35,8 @@ class ParsedRow:
 
 
 def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[ParsedRow, list[str]]:
-    """Returns the row's content and its problems, each naming the column, what is there and what is wanted.
+    """Return the row's content and its problems. Each problem names the column, what is there and what is
+    wanted.
 
     Args:
         needs: "ground_truth", "response" or None: the part that must be there besides the prompt. The other
@@ -70,7 +71,7 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
 
 
 class _Problems:
-    """What is wrong with one row; remembers the columns so that nothing is reported twice."""
+    """Collects the problems of one row, each column once."""
 
     def __init__(self, row: dict[str, Any]):
         self.row = row
@@ -81,7 +82,8 @@ class _Problems:
         return not self._columns.isdisjoint(columns)
 
     def check(self, column: str, value: Any, kind: type, wanted: str) -> Any:
-        """The value if it is None or a `kind` (a wanted text: not empty); otherwise None, and a problem."""
+        """Return the value if it is None or a `kind` (a wanted text: not empty); otherwise None, and
+        record a problem."""
         if value is None or isinstance(value, kind) and (value or wanted != _WANTED_TEXT):
             return value
         self.wrong(column, value, wanted)
@@ -166,8 +168,8 @@ def _shown(text: str, most: int) -> str:
 
 
 def _unfit(value: object, is_recorded: bool, depth: int = 0) -> str | None:
-    """Why a value cannot be tokenized, sent to other processes and, if it is recorded, written as JSON; None
-    if it can."""
+    """Return why a value cannot be tokenized, sent to other processes or, if it is recorded, written as
+    JSON; None if it can."""
     if depth > _MAX_DEPTH:
         return f"is nested deeper than {_MAX_DEPTH} levels"
     if isinstance(value, str):

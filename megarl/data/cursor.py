@@ -1,4 +1,4 @@
-"""Which rows come next: an endless, resumable walk over a dataset.
+"""Decides which rows come next: an endless, resumable walk over a dataset.
 
 cursor = DataCursor(num_rows=3, shuffle=False)
 cursor.next_visits(4)        {0: 0, 1: 1, 2: 2, 3: 0}      visit -> row; row 0 is visited twice
@@ -13,8 +13,8 @@ from typing import Any
 
 
 class DataCursor:
-    """Pass after pass over `num_rows` rows; no row is skipped or repeated within a pass, and none dropped at
-    its end.
+    """Walks over `num_rows` rows, pass after pass. No row is skipped or repeated within a pass, and none
+    dropped at its end.
 
     Every pass has its own order, drawn from (seed, pass) alone, so a state of six numbers restores the walk.
 
@@ -30,7 +30,7 @@ class DataCursor:
         self._order = self._order_of_pass()
 
     def next_rows(self, n: int) -> list[int]:
-        """The next `n` row indices. They may span passes, so `n` may exceed `num_rows`."""
+        """Return the next `n` row indices. They may span passes, so `n` may exceed `num_rows`."""
         if n < 0:
             raise ValueError(f"n ({n}) must not be negative.")
         rows: list[int] = []
@@ -54,7 +54,7 @@ class DataCursor:
         return dict(enumerate(rows, first))
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; see `restore`."""
+        """Return the position as values that JSON can hold, for `restore`."""
         return {
             "num_rows": self.num_rows,
             "seed": self.seed,
@@ -66,7 +66,7 @@ class DataCursor:
 
     @classmethod
     def restore(cls, state: dict[str, Any], num_rows: int | None = None) -> DataCursor:
-        """A cursor that goes on where `state()` was taken.
+        """Return a cursor that continues where `state()` was taken.
 
         Args:
             num_rows: size of the dataset as it is now.

@@ -12,7 +12,7 @@ _NUM_LONG_ROWS_SHOWN = 5
 
 
 class PromptEncoder:
-    """A dataset seen through a tokenizer: row indices (a cursor's) in, token ids out."""
+    """Encodes a dataset: it takes row indices from a cursor and returns token ids."""
 
     def __init__(self, tokenizer: Tokenizer, dataset: PromptDataset):
         self._tokenizer, self._dataset = tokenizer, dataset
@@ -21,7 +21,7 @@ class PromptEncoder:
         self._responses: dict[int, array[int]] = {}
 
     def prompts(self, rows: Sequence[int]) -> list[list[int]]:
-        """The prompts' ids, up to and including the assistant's header."""
+        """Return the prompts' token ids, up to and including the assistant's header."""
         new = [row for row in dict.fromkeys(rows) if row not in self._prompts]
         for row, ids in zip(
             new, self._tokenizer.encode_prompts([self._dataset[row].messages for row in new]), strict=True
@@ -30,7 +30,7 @@ class PromptEncoder:
         return [self._prompts[row].tolist() for row in rows]
 
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
-        """The responses' ids, without end-of-sequence. The dataset must have been loaded with
+        """Return the responses' token ids, without end-of-sequence. The dataset must have been loaded with
         needs="response"."""
         new = [row for row in dict.fromkeys(rows) if row not in self._responses]
         for row, ids in zip(
@@ -40,7 +40,7 @@ class PromptEncoder:
         return [self._responses[row].tolist() for row in rows]
 
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
-        """Encodes every row, so that a prompt that is too long is found before training starts and not in the
+        """Encode every row, so that a prompt that is too long is found before training starts and not in the
         middle of it.
 
         Raises: ValueError with the number of long prompts, the first few rows, and the length that would take

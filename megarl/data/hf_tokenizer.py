@@ -1,15 +1,14 @@
-"""A Hugging Face tokenizer folder behind our interface (megarl/data/tokenizer.py)."""
+"""Put a Hugging Face tokenizer folder behind the interface of tokenizer_base.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.data.tokenizer import Messages
+from megarl.data.tokenizer_base import Messages
 
 
 class HFTokenizer:
-    """Chat templates are rendered and ids made by transformers itself, so that they are the ones the model
-    knows.
+    """A tokenizer of transformers, which renders chat templates and makes ids as the model knows them.
 
     Special tokens written out in a text ("<|im_end|>") become those tokens, as everywhere in transformers.
     """

@@ -1,4 +1,5 @@
-"""Training and evaluation data: files in verl's GSM8K columns -> a checked, in-memory list of prompts."""
+"""Reads training and evaluation data: files in verl's GSM8K columns become a checked, in-memory list of
+prompts."""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ class Prompt:
     index: int
     """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
     data_source: str
-    """Selects the reward under --reward auto; "" if the row does not say."""
+    """Selects the reward under --reward auto; "" if the row has none."""
     messages: tuple[dict[str, Any], ...] | str
     """The conversation so far, for the chat template; a string is encoded without one."""
     ground_truth: str | None = None
     response: str | None = None
-    """What supervised fine-tuning learns to answer; without end-of-sequence."""
+    """The answer that supervised fine-tuning learns, without end-of-sequence."""
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 class PromptDataset(Sequence[Prompt]):
-    """Rows in file order. Shuffling is the cursor's job (megarl/data/cursor.py), token ids the encoder's."""
+    """The rows of all files, in file order. The cursor (megarl/data/cursor.py) shuffles them, and the
+    encoder makes token ids."""
 
     def __init__(self, prompts: Sequence[Prompt]):
         self._prompts = list(prompts)
@@ -48,7 +50,7 @@ class PromptDataset(Sequence[Prompt]):
         flag: str = "--train-data",
         first: int | None = None,
     ) -> PromptDataset:
-        """Reads *.jsonl and *.parquet files, one after another.
+        """Read *.jsonl and *.parquet files, one after another.
 
         Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`,
         `extra_info`, and for fine-tuning `response`, or `messages` whose last turn is the assistant's. GSM8K
@@ -98,7 +100,7 @@ class PromptDataset(Sequence[Prompt]):
 
 
 class _Errors:
-    """Everything wrong with a set of files, told at once."""
+    """Collects all errors of a set of files, to report them at once."""
 
     def __init__(self, flag: str):
         self.flag = flag

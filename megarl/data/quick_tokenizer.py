@@ -1,5 +1,5 @@
-"""A Hugging Face tokenizer folder read without transformers, whose import takes longer than all of `megarl
-check` may.
+"""Read a Hugging Face tokenizer folder without transformers, whose import takes longer than `megarl check`
+may take.
 
 For looks at a few rows before a job starts. Training reads the folder with transformers itself
 (hf_tokenizer.py)."""
@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.chat_template import compile_template
-from megarl.data.tokenizer import Messages, Tokenizer, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer_base import Messages, Tokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") -> Tokenizer | None:
-    """As `load_tokenizer`; None for a folder that only transformers can read, which has no tokenizer.json.
+    """Load a tokenizer as `load_tokenizer` does; None for a folder without tokenizer.json, which only
+    transformers can read.
 
     Raises: ValueError as `load_tokenizer`, or for a tokenizer.json that is none."""
     path = os.fspath(path)
@@ -33,8 +35,8 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
 
 
 class QuickTokenizer:
-    """tokenizer.json in the library that made it, special tokens and chat template as transformers finds
-    them."""
+    """A tokenizer.json in the library that made it, with the special tokens and the chat template that
+    transformers would find."""
 
     def __init__(self, path: str, flag: str):
         import tokenizers
@@ -124,7 +126,7 @@ class QuickTokenizer:
 
 
 def _read_object(path: str, flag: str) -> dict[str, Any]:
-    """{} if there is no such file."""
+    """Read a JSON object from a file. Returns {} if there is no such file."""
     if not os.path.isfile(path):
         return {}
     try:
@@ -142,7 +144,7 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """Of a special token, which is written as a string or an object."""
+    """Return the text of a special token, which is written as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

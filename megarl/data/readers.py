@@ -1,4 +1,4 @@
-"""Rows of *.jsonl and *.parquet files as dictionaries, each with the words that say where it stands."""
+"""Reads rows of *.jsonl and *.parquet files as dictionaries, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class UnreadableFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRow:
-    """Stands in the place of a row that could not be parsed."""
+    """Takes the place of a row that could not be parsed."""
 
     reason: str
 
 
 def read_rows(path: str) -> Iterator[tuple[str, object]]:
-    """Yields (where, row): where is "file:line" or "file row n"; row is what was parsed, or an
+    """Yield (where, row): where is "file:line" or "file row n"; row is what was parsed, or an
     `UnreadableRow`.
 
     Raises: UnreadableFile if there is no such file, its ending is unknown, it is no parquet file, or it has
@@ -79,8 +79,8 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> list[object]:
-    """One by one where there is a value that Python cannot hold: a text that is not UTF-8, a day after the
-    year 9999."""
+    """Yield the rows of a batch, one by one where there is a value that Python cannot hold: a text that is
+    not UTF-8, a day after the year 9999."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError) as error:

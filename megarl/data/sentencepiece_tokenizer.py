@@ -1,4 +1,4 @@
-"""A SentencePiece *.model file behind our interface (megarl/data/tokenizer.py).
+"""Put a SentencePiece *.model file behind the interface of tokenizer_base.py.
 
 Such a file has no chat template. `chat_template.jinja` in the same folder is taken if it is there (Hugging
 Face's conventions: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`).
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.chat_template import compile_template
-from megarl.data.tokenizer import Messages
+from megarl.data.tokenizer_base import Messages
 
 DEFAULT_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% "
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class SentencePieceTokenizer:
-    """SentencePiece's own ids, unchanged."""
+    """A tokenizer with SentencePiece's own ids, unchanged."""
 
     def __init__(self, path: str, flag: str = "--tokenizer-model"):
         import sentencepiece
@@ -106,7 +106,7 @@ class SentencePieceTokenizer:
 
 
 def _load_template(path: str) -> Any:
-    """The jinja2.Template of the file, or the default one."""
+    """Return the jinja2.Template of the file, or the default one."""
     source = DEFAULT_CHAT_TEMPLATE
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:

@@ -1,55 +1,14 @@
-"""Text <-> token ids: one small interface over Hugging Face folders and SentencePiece files."""
+"""Load a tokenizer, from a Hugging Face folder or a SentencePiece file, behind one interface."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
 
-Messages = Sequence[dict[str, Any]] | str
-
-
-class Tokenizer(Protocol):
-    """What training needs of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS
-    rule below."""
-
-    name: str
-    """The path it was loaded from."""
-    vocab_size: int
-    """Largest id + 1, added tokens included."""
-    eos_token_id: int
-    pad_token_id: int
-    """The end-of-sequence id if the tokenizer has no padding token."""
-
-    def encode_prompt(self, prompt: Messages) -> list[int]:
-        """Messages go through the chat template, up to and including the assistant's header. A string is
-        encoded as it is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
-        ...
-
-    def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        """The same for many at once, faster."""
-        ...
-
-    def encode_response(self, text: str) -> list[int]:
-        """Nothing is added; the caller appends `eos_token_id`."""
-        ...
-
-    def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many at once, faster."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out, and ids >= vocab_size, which a model with a padded vocabulary can
-        sample."""
-        ...
-
-    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """The same for many at once, faster."""
-        ...
+from megarl.data.tokenizer_base import Tokenizer
 
 
 def load_tokenizer(path: str | os.PathLike[str], flag: str = "--tokenizer-model") -> Tokenizer:
-    """Loads a folder with a Hugging Face tokenizer, or a SentencePiece *.model file (also alone in a folder).
+    """Load a folder with a Hugging Face tokenizer, or a SentencePiece *.model file (also alone in a folder).
 
     Raises: ValueError if there is no tokenizer at `path`, or it has no end-of-sequence token.
     """
@@ -84,8 +43,9 @@ def _load_sentencepiece(path: str, flag: str) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) -> None:
-    """Every id of the tokenizer needs a row in the model's embedding. More rows than ids are normal
-    (padding).
+    """Check that every id of the tokenizer has a row in the model's embedding.
+
+    More rows than ids are normal (padding).
 
     Args:
         model: the model's folder, for the error.

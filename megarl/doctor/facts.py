@@ -1,5 +1,5 @@
-"""What is installed and on this machine. Reading versions imports none of the packages; devices and features
-need torch."""
+"""Facts about the installation and this machine. Reading versions imports none of the packages; devices
+and features need torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FEW_FILES = 4096  # sockets and files of a job with many ranks; most systems' h
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, "" where it is not installed."""
+    """Return package -> version, "" where it is not installed."""
     found = {"python": platform.python_version()} | {name: _version(name) for name in ("megarl", *PACKAGES)}
     return {name: version for name, version in found.items() if version or name in _NEEDED}
 
 
 def version_findings(found: Mapping[str, str]) -> list[str]:
-    """What is not as megarl pins it, each with the command that makes it so."""
+    """Return one line per package whose version is not the pinned one, with the command that installs it."""
     pinned = pins()
     wrong = [
         f"{name} ({version or 'not installed'}): megarl was written for {pinned[name]}. Run pip "
@@ -61,7 +61,7 @@ def _version(package: str) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Cores, memory, what processes may use."""
+    """Return the machine's cores and memory, and what processes may use of them."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -88,7 +88,7 @@ def gib(num_bytes: int) -> str:
 
 
 def devices() -> list[str]:
-    """The GPUs; none: the job runs on the CPU."""
+    """Return the GPUs. If there are none, jobs run on the CPU."""
     import torch
 
     return [
@@ -100,7 +100,7 @@ def devices() -> list[str]:
 
 
 def features() -> dict[str, tuple[bool, str]]:
-    """Name -> whether a job on this machine uses it, and why or how."""
+    """Return feature name -> whether a job on this machine uses it, and why or how."""
     import torch
 
     from megarl.megatron.libraries import fuses_gradient_accumulation, libraries

@@ -80,7 +80,7 @@ def tell(**facts: object) -> None:
 
 
 def attempt(name: str, work: Callable[[], str]) -> None:
-    """`work` says what it saw, or raises."""
+    """Run one test. `work` returns what it saw, or raises."""
     tell(begins=name)
     start = time.perf_counter()
     try:
@@ -121,7 +121,7 @@ def copy() -> str:
 
 
 def kernel() -> str:
-    """The Triton kernel, on a CPU in Triton's interpreter, against fp64."""
+    """Compare a Triton kernel, on a CPU in Triton's interpreter, with fp64."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -143,7 +143,7 @@ def kernel() -> str:
 
 
 def update() -> str:
-    """In a world of this rank alone."""
+    """Update a small Megatron model in a world of this rank alone."""
     import torch
     import torch.distributed as dist
 

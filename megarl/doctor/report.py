@@ -1,4 +1,4 @@
-"""The command: runs the probes beside each other, gathers what they say, prints it."""
+"""The command `megarl doctor`: runs the probes at the same time, collects their results, and prints them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0; 1 if a test failed or a version is not the one that megarl needs."""
+    """Run the command. Returns the exit code: 0; 1 if a test failed or a version is not the one that
+    megarl needs."""
     parser = argparse.ArgumentParser(
         "megarl doctor",
         description="Show what this installation and machine have, and try the parts.",
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _probes() -> Iterator[Iterator[dict]]:
-    """Two processes, and what they say as it comes. Both are gone afterwards."""
+    """Run two probe processes and yield their results as they come. Both have ended afterwards."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {
         "PYTHONSAFEPATH": "1"
     }

@@ -25,7 +25,8 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
 
 def main(argv: list[str]) -> int:
     """Exit code of the driver: 0, 2 for a job that cannot start as it is, 1 for one that failed."""
-    from megarl.runtime.torchrun import run_driver, world_size_from_env
+    from megarl.runtime.process import world_size_from_env
+    from megarl.runtime.torchrun import run_driver
 
     config = load_config(argv, REGISTRY)
     if attempt_under_torchrun():

@@ -53,7 +53,8 @@ def evaluate_job(
 
 
 def main(argv: list[str]) -> int:
-    from megarl.runtime.torchrun import run_driver, world_size_from_env
+    from megarl.runtime.process import world_size_from_env
+    from megarl.runtime.torchrun import run_driver
 
     config = load_config(argv, REGISTRY, "megarl eval")
     world_size = world_size_from_env()

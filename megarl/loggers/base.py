@@ -1,4 +1,4 @@
-"""The interface of loggers, and what each is given when it starts."""
+"""The interface of loggers, and the context that each gets when it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Samples = Sequence[Mapping[str, object]]
-"""Rows of rollouts/*.jsonl: prompt, response, reward, ... of a sample each."""
+"""Rows of rollouts/*.jsonl, one per sample: prompt, response, reward, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,12 +18,12 @@ class LoggerContext:
     folder: Path
     """The run folder."""
     project: str
-    """--log-project: what trackers put several runs under."""
+    """--log-project: the name under which trackers group several runs."""
     name: str
-    """--log-name: how trackers call the run."""
+    """--log-name: the name of the run in trackers."""
     first_step: int | None = None
-    """The first step that a resumed run records. None: a new run. What was logged of it and of later steps is
-    void."""
+    """The first step that a resumed run records. None: a new run. Earlier records of this step and of
+    later ones are void."""
 
 
 class Logger(Protocol):

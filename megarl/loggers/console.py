@@ -38,7 +38,7 @@ class Progress:
         self._live = _LiveDisplay(num_steps, self._stream) if is_terminal else None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` is done."""
+        """Show the metrics of a finished step."""
         self._step = step
         self._ends.append(time.perf_counter())
         self._latest |= _columns(metrics)
@@ -62,15 +62,15 @@ class Progress:
             )
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         if self._live is not None:
             self._live.note(text)
         else:
             self._line(text)
 
     def time_left(self) -> str:
-        """h:mm:ss from the mean of the recent steps, all that lies between them (evaluation, export)
-        included; "?" before there are two."""
+        """Return the remaining time as h:mm:ss, from the mean of the recent steps including what lies
+        between them (evaluation, export); "?" before there are two."""
         if len(self._ends) < 2:
             return "?"
         per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -87,14 +87,14 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:34, 1:02:03."""
+    """Format seconds as 0:07, 12:34 or 1:02:03."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Of the second actor reward_2 and so on, beside the first's."""
+    """Return the columns to show: reward_2 and so on for the second actor, beside the first one's."""
     shown = {}
     for name, (key, form) in COLUMNS.items():
         group = key.split("/")[0]

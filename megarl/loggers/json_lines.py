@@ -19,7 +19,7 @@ _ROLLOUTS = re.compile(r"step_(\d+)\.jsonl")
 
 
 class JsonLines:
-    """Writes the files of one run folder. Every call leaves whole lines on the disk.
+    """Writes the files of one run folder. Every call leaves complete lines on the disk.
 
     Args:
         mode: of metrics.jsonl; "x" for a new run, "a" for one that is resumed."""
@@ -30,7 +30,7 @@ class JsonLines:
             self._file = open(self._metrics, mode, buffering=1, encoding="utf-8")
 
     def log_config(self, arguments: str) -> None:
-        """Do nothing: resolved.args is what makes a folder a run's, and is written before."""
+        """Do nothing: resolved.args, which marks a folder as a run's, is already written."""
 
     def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
         with writing(self._metrics):
@@ -70,8 +70,8 @@ def to_json_line(metrics: Mapping[str, float | int]) -> str:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Remove what a run folder has of steps after `step`: rows, held-out answers and samples; 0 removes
-    everything."""
+    """Remove the records of steps after `step` from a run folder: rows, held-out answers and samples; 0
+    removes everything."""
     for path in (folder / METRICS, folder / "rollouts" / "eval.jsonl"):
         if path.exists():
             _keep_rows(path, step)

@@ -9,12 +9,12 @@ from typing import Literal
 from megarl.loggers.base import LoggerContext, Samples, flags_of
 
 RUN_ID = "mlflow_run_id"
-"""File in the run folder with the id of the run, by which a resumed job goes on with it."""
+"""File in the run folder with the id of the run, with which a resumed job continues that run."""
 _MAX_PARAMETERS, _MAX_METRICS = 100, 1000  # of one request, by MLflow's REST API
 
 
 class MLflow:
-    """Metrics by step, flags as parameters, samples as artifacts.
+    """Logs metrics by step, flags as parameters, and samples as artifacts.
 
     MLflow keeps every value: the steps that a resumed run makes again have two, and its pages show the
     last."""

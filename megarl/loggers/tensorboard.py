@@ -10,7 +10,7 @@ from megarl.loggers.base import LoggerContext, Samples, flags_of
 
 
 class TensorBoard:
-    """Scalars by metric name, samples as texts, flags as hyper-parameters.
+    """Logs scalars by metric name, samples as texts, and flags as hyper-parameters.
 
     Every call is flushed, so that TensorBoard follows the run. In a resumed run TensorBoard hides what
     earlier files hold of the steps that are made again (`purge_step`)."""

@@ -9,11 +9,11 @@ from typing import Literal
 from megarl.loggers.base import LoggerContext, Samples, flags_of
 
 RUN_ID = "wandb_run_id"
-"""File in the run folder with the id of the run, by which a resumed job goes on with it."""
+"""File in the run folder with the id of the run, with which a resumed job continues that run."""
 
 
 class WeightsAndBiases:
-    """Metrics over the axis `step`, samples as tables, flags as the configuration.
+    """Logs metrics over the axis `step`, samples as tables, and flags as the configuration.
 
     Weights & Biases cannot remove what a run has logged: the steps that a resumed run makes again appear
     twice."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
+from megarl.collectives import all_gather_messages
 from megarl.invariants import InvariantError
 
 _WEIGHT_TOLERANCE = 1e-5
@@ -150,8 +151,7 @@ class LossCheck:
                     mine.append(
                         (float(gaps[at]), self._told(micro, int(rows[at]), float(now[at]), float(before[at])))
                     )
-        ranks: list = [None] * group.size()
-        dist.all_gather_object(ranks, mine, group=group)
+        ranks = all_gather_messages(mine, list[tuple[float, str]], group)
         worst = sorted((token for rank in ranks for token in rank), reverse=True)[:_NAMED]
         name, value = ("mean", mean) if self.limit.of_mean else ("largest", worst[0][0])
         return "\n".join(

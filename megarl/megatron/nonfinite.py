@@ -1,34 +1,51 @@
-"""What is wrong with an update that is not finite, said by all ranks of the mesh in the same words."""
+"""Explain an update that is not finite, in the same words on all ranks of the mesh."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
-
-if TYPE_CHECKING:
-    from megarl.megatron.trained_model import TrainedModel
+from megarl.collectives import all_gather_messages
 
 _NAMED = 3  # samples and weights in a message, at most
 
 
 class NonFiniteStep(FloatingPointError):
-    """A gradient or loss is not finite on some rank. `grad_norm`: on this rank, which may be finite."""
+    """A gradient or loss is not finite on some rank.
+
+    `grad_norm`: the norm on this rank, which may be finite."""
 
     def __init__(self, grad_norm: float) -> None:
         super().__init__(f"the gradient norm is {grad_norm}")
         self.grad_norm = grad_norm
 
 
+class ExplainedModel(Protocol):
+    """What `explain` reads of a trained model; `TrainedModel` has it all."""
+
+    groups: object
+    """The process groups of the mesh; `intra_dist_opt` is all of its ranks."""
+    token_values: tuple[str, str]
+    """What a loss is of, for people, and the batch's column of the same before the step."""
+
+    @property
+    def reports(self) -> bool: ...
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+
+    def gradients(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+
 @dataclass(frozen=True)
 class _Findings:
-    """Of one rank of the world.
+    """What one rank of the mesh found that is not finite.
 
     Args:
         weights, gradients: names of those that are not finite.
@@ -45,13 +62,15 @@ class _Findings:
 
 
 def explain(
-    model: TrainedModel,
+    model: ExplainedModel,
     grad_norm: float,
     micro_batches: list[MicroBatch],
     losses: list[torch.Tensor],
     values: list[torch.Tensor] | None,
 ) -> str:
-    """Collective over the mesh.
+    """Return a message that says which weights, gradients, losses and samples are not finite.
+
+    Collective over the mesh.
 
     Args:
         losses: of each micro-batch, on the last stage.
@@ -70,9 +89,7 @@ def explain(
         if values is not None and model.reports
         else [],
     )
-    group = model.groups.intra_dist_opt
-    ranks: list[_Findings] = [None] * group.size()
-    dist.all_gather_object(ranks, mine, group=group)
+    ranks = all_gather_messages(mine, _Findings, model.groups.intra_dist_opt)
     return _message(model.token_values[0], ranks)
 
 
@@ -87,7 +104,7 @@ def _samples(
     losses: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> list[tuple[bool, float, int, str]]:
-    """Of this rank, as in `_Findings`."""
+    """Return the samples of this rank, as in `_Findings`."""
     found = []
     for micro, loss, of_micro in zip(
         micro_batches, losses, values
@@ -124,7 +141,7 @@ def _message(kind: str, ranks: Sequence[_Findings]) -> str:
 
 
 def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
-    """ "a (rank 0, 1), b (rank 1) and 4 more"."""
+    """Return names with their ranks, e.g. "a (rank 0, 1), b (rank 1) and 4 more"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, of_rank in names:
         for name in of_rank:
@@ -134,6 +151,6 @@ def _of_ranks(names: Iterable[tuple[int, list[str]]]) -> str:
 
 
 def _listed(what: str, numbers: Sequence[int]) -> str:
-    """ "sample 4", "samples 4, 7, 9 and 3 more"."""
+    """Return numbers in words, e.g. "sample 4" or "samples 4, 7, 9 and 3 more"."""
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_NAMED]))}{more}"

@@ -1,4 +1,4 @@
-"""Where a model's memory is: on the device, or in pinned host memory while other roles work.
+"""Move a model's memory between the device and pinned host memory while other roles work.
 
     parameters   copied out and back. Every tensor stays the same object with the same views, but at another address
     gradients    freed, and back as zeros: every update starts from zeros
@@ -17,34 +17,43 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megarl.config.schema import OFFLOAD_PARTS
 
-if TYPE_CHECKING:
-    from megarl.megatron.trained_model import TrainedModel
-
 PIECE_BYTES = 256 << 20
-"""Of pinned memory. PyTorch rounds an allocation up to a power of two, which in one piece could double it."""
+"""Size of one allocation of pinned memory. PyTorch rounds an allocation up to a power of two, which in one
+piece could double it."""
 
 
 class Frozen(Protocol):
-    """A model that is not trained."""
+    """A model that is not trained, as ModelMemory sees it."""
 
     chunks: list[torch.nn.Module]
     device: torch.device
+
+
+class Trained(Frozen, Protocol):
+    """A model that has gradients and an optimizer too."""
+
+    optimizer: Any
+    """Megatron's optimizer; None if the model is frozen after all."""
+    ddp: list[Any]
+    """Megatron's data-parallel wrappers of the chunks."""
+    sharded: list[Any]
+    """The same wrappers if Megatron-FSDP shards the parameters, else empty."""
 
 
 class ModelMemory:
     """The memory of one model on this rank.
 
     Args:
-        model: a Megatron model, or a frozen one of another library; it has `chunks`, modules, and `device`.
+        model: a Megatron model, or a frozen one of another library.
         owner: the role, for errors."""
 
-    def __init__(self, model: TrainedModel | Frozen, owner: str) -> None:
+    def __init__(self, model: Trained | Frozen, owner: str) -> None:
         self.owner, self._model = owner, model
         self._parts = OFFLOAD_PARTS if getattr(model, "optimizer", None) is not None else ("parameters",)
         self._lasting = {part: self._find(part) for part in self._parts if part != "optimizer"}
@@ -54,12 +63,11 @@ class ModelMemory:
         ] = {}  # part -> its storages and their sizes in bytes
 
     def add(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """To a part that is on the device: tensors that were made later."""
+        """Add tensors that were made later to a part that is on the device."""
         self._lasting[part] += [tensor.untyped_storage() for tensor in tensors]
 
     def offload(self, parts: Collection[str]) -> None:
-        """Free the device of these parts. Those that are away, or that a frozen model has not, are left
-        out."""
+        """Free the device of these parts. Parts that are away, or that a frozen model lacks, are skipped."""
         for part in self._parts:
             if part in parts and part not in self._away:
                 self._away[part] = storages = [
@@ -69,8 +77,8 @@ class ModelMemory:
                     self._copies.take(part, storages, keep=part != "gradients")
 
     def load(self, parts: Collection[str]) -> None:
-        """Start to bring these parts back, in the order in which an update uses them. Those that are here are
-        left out."""
+        """Start to bring these parts back, in the order in which an update uses them. Parts that are here are
+        skipped."""
         for part in self._parts:
             if part in parts and part in self._away:
                 storages = self._away.pop(part)
@@ -78,7 +86,9 @@ class ModelMemory:
                     self._copies.give(part, storages, keep=part != "gradients")
 
     def use(self, *parts: str) -> None:
-        """Before work on these parts is queued on the current stream. Raises: RuntimeError if one is away."""
+        """Wait for these parts before work on them is queued on the current stream.
+
+        Raises: RuntimeError if a part is away."""
         for part in parts:
             if part in self._away:
                 raise RuntimeError(
@@ -90,18 +100,18 @@ class ModelMemory:
                 self._copies.await_arrival(part)
 
     def part_bytes(self, part: str) -> int:
-        """Of one part, here or away; 0 of one that the model has not."""
+        """Return the size of one part, here or away; 0 if the model has no such part."""
         if part in self._away:
             return sum(size for _, size in self._away[part])
         return self.resident_bytes(part)
 
     def resident_bytes(self, part: str | None = None) -> int:
-        """On the device, of one part or of all."""
+        """Return the bytes on the device of one part, or of all."""
         parts = self._parts if part is None else {part} & {*self._parts}
         return sum(storage.nbytes() for p in parts if p not in self._away for storage in self._storages(p))
 
     def take_copy_seconds(self) -> float:
-        """How long the copies took that have ended since this was asked last. On a CPU 0."""
+        """Return how long the copies took that have ended since the last call. On a CPU 0."""
         return self._copies.take_seconds() if self._copies is not None else 0.0
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
@@ -110,8 +120,9 @@ class ModelMemory:
         )  # the moments exist from the first step on
 
     def _find(self, part: str) -> list[torch.UntypedStorage]:
-        """Each once. The optimizer's are those that are not the parameters' own, as its shards of fp32
-        parameters are."""
+        """Return the storages of a part, each once.
+
+        The optimizer's are those that are not the parameters' own, as its shards of fp32 parameters are."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         for storage in self._lasting["parameters"] if part == "optimizer" else ():
             found.pop(storage._cdata, None)
@@ -151,19 +162,20 @@ class ModelMemory:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; other tensors as they are."""
+    """Return this rank's part of a DTensor, and other tensors as they are."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Out and in, of all models of the process: what one model frees another gets, as the allocator keeps
-    free memory by stream."""
+    """Return the streams for copies out and in, which all models of the process share.
+
+    What one model frees another gets, as the allocator keeps free memory by stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class _Copies:
-    """Between one model's storages on a GPU and pinned host memory."""
+    """Copies between one model's storages on a GPU and pinned host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._out, self._in = _streams(device)
@@ -173,7 +185,7 @@ class _Copies:
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def take(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
-        """Copy to the host (keep) and free, after all that is queued on the current stream."""
+        """Copy a part to the host (keep) and free it, after all that is queued on the current stream."""
         here = torch.cuda.current_stream()
         self._out.wait_stream(here)
         if part in self._arrived:  # it may have been used by nobody
@@ -194,7 +206,7 @@ class _Copies:
         self._timed.append((start, self._left[part]))
 
     def give(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
-        """Allocate and fill: from the host (keep), or with zeros."""
+        """Allocate a part again and fill it from the host (keep) or with zeros."""
         self._in.wait_event(self._left[part])
         with torch.cuda.stream(self._in):
             start, at = self._record(), 0
@@ -234,8 +246,9 @@ class _Copies:
     def _pieces(
         self, part: str, tensor: torch.Tensor, at: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(host, device) slices of equal length that together are `tensor`, which begins at byte `at` of the
-        part."""
+        """Yield (host, device) slices of equal length that together are `tensor`.
+
+        The tensor begins at byte `at` of the part."""
         done = 0
         while done < len(tensor):
             number, start = divmod(at + done, PIECE_BYTES)
@@ -245,5 +258,5 @@ class _Copies:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[num_bytes] uint8, the storage itself."""
+    """Return the storage itself as a uint8 tensor [num_bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoint.crew import Crew
 from megarl.checkpoint.load import load, verify
 from megarl.checkpoint.manifest import WEIGHTS
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.config.model_function import function_fields
@@ -102,8 +102,8 @@ def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, obje
         "model": _function_of(model),
     }
     if model.optimizer is not None:
-        steps = max(Crew(group).all(lambda: _optimizer_steps(model)))  # a rank may have nothing to update
-        state |= {"optimizer_steps": steps, "schedule_steps": model.scheduler.num_steps}
+        steps = RankGroup(group).all(lambda: _optimizer_steps(model), int)  # 0 on a rank that updates nothing
+        state |= {"optimizer_steps": max(steps), "schedule_steps": model.scheduler.num_steps}
     return state
 
 

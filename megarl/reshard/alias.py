@@ -1,5 +1,5 @@
-"""Which parameters of an engine can be the trainer's own memory: what both hold in the same shape and order
-needs no copy."""
+"""Finds the parameters of an engine that can be the trainer's own memory: what both hold in the same shape
+and order needs no copy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megarl.reshard.atlas import Atlas, LocalParam
 
 
 def find_aliases(source: Atlas, destination: Atlas) -> dict[str, str]:
-    """Destination parameter -> the source parameter of the same rank that holds the same numbers at the same
-    places.
+    """Return destination parameter -> the source parameter of the same rank that holds the same numbers at
+    the same places.
 
     Their dtypes are the caller's to compare. Where several source parameters do (a tied output layer), the
     first is taken."""
@@ -21,7 +21,7 @@ def find_aliases(source: Atlas, destination: Atlas) -> dict[str, str]:
 
 
 def without(destination: Atlas, aliases: dict[str, str]) -> Atlas:
-    """What is left to be copied."""
+    """Return the plan without the aliased parameters: what is left to be copied."""
     return {name: param for name, param in destination.items() if name not in aliases}
 
 

@@ -1,4 +1,5 @@
-"""An atlas says which rectangles of which canonical matrices a rank holds, and where in its own parameters.
+"""An atlas, the sharding spec of one side, says which rectangles of which canonical matrices a rank holds,
+and where in its parameters.
 
 The canonical matrices are the tensors of the Hugging Face checkpoint. Every matrix is [rows, cols]; a vector
 of n elements is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to the
@@ -118,15 +119,15 @@ EXPERT_TENSORS = (
         "block_sparse_moe.experts.{expert}.w2.weight", "hidden", "expert_ffn", needs="names_blocks_sparse"
     ),
 )
-"""Of each expert of a mixture; w1 is the gate, w3 up and w2 down."""
+"""Tensors of each expert of a mixture; w1 is the gate, w3 up and w2 down."""
 
 KEPT_IN_FP32 = ("e_score_correction_bias",)
 """Endings of the names of tensors that are fp32 on every side, in a bf16 model and in its files too."""
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
-"""In place of the output layer in critics and reward models: transformers' ...ForSequenceClassification with
-one label."""
+"""The value head, which replaces the output layer in critics and reward models: transformers'
+...ForSequenceClassification with one label."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -134,7 +135,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
-    """Sizes by the names that the tables use."""
+    """Return sizes by the names that the tables use."""
     heads, value_dim = shape.num_attention_heads, shape.v_head_dim if shape.is_mla else shape.head_dim
     return {
         "one": 1,
@@ -160,8 +161,8 @@ def has(shape: ModelShape, needs: str | None) -> bool:
 
 
 def hf_sizes(shape: ModelShape) -> Sizes:
-    """Every tensor of the checkpoint -> (rows, cols), in checkpoint order. With tied embeddings there is no
-    lm_head.weight, with a value head score.weight instead."""
+    """Return (rows, cols) of every tensor of the checkpoint, in checkpoint order. With tied embeddings
+    there is no lm_head.weight, with a value head score.weight instead."""
     size = dimensions(shape)
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
     for layer in range(shape.num_layers):
@@ -183,7 +184,7 @@ def hf_sizes(shape: ModelShape) -> Sizes:
 
 
 def hf_atlas(shape: ModelShape) -> Atlas:
-    """The canonical tensors themselves, whole: what a Hugging Face folder holds."""
+    """Return the atlas of the complete canonical tensors, as a Hugging Face folder holds them."""
     return {
         name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
         for name, (rows, cols) in hf_sizes(shape).items()
@@ -200,15 +201,15 @@ Sizes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a layout needs to know: the model and this rank's place in its tensor-parallel group (for experts:
-    their own)."""
+    """The inputs of a layout: the model and this rank's place in its tensor-parallel group (for experts:
+    the experts' own group)."""
 
     shape: ModelShape
     tp_size: int
     tp_rank: int
 
     def share(self, length: int) -> tuple[int, int]:
-        """[start, end) of this rank's equal share."""
+        """Return [start, end) of this rank's equal part."""
         each = length // self.tp_size
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
@@ -233,14 +234,14 @@ class Row:
 
 
 def replicated(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """The whole tensor on every rank."""
+    """Layout with the complete tensor on every rank."""
     (name,) = hf_names
     rows, cols = sizes[name]
     return LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
 
 
 def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """An equal share of the columns (row-parallel layers: o_proj, down_proj)."""
+    """Layout with an equal part of the columns on each rank (row-parallel layers: o_proj, down_proj)."""
     (name,) = hf_names
     rows, cols = sizes[name]
     start, end = cut.share(cols)
@@ -248,7 +249,7 @@ def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalPara
 
 
 def stacked_row_shards(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """An equal share of the rows of each tensor, one below the other (gate above up)."""
+    """Layout with an equal part of the rows of each tensor, one below the other (gate above up)."""
     pieces: list[Piece] = []
     at = 0
     for name in hf_names:
@@ -277,8 +278,8 @@ def every_expert(layout: Layout) -> Layout:
 
 
 def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """An equal share of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that shards of
-    both sides coincide."""
+    """Layout with an equal part of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that
+    shards of both sides coincide."""
     (name,) = hf_names
     vocab, hidden = sizes[name]
     start, end = cut.share(cut.shape.padded_vocab_size())
@@ -290,8 +291,8 @@ def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam
 def layer_params(
     rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int
 ) -> Iterator[tuple[str, LocalParam]]:
-    """(name within the layer, parameter) of every row that this layer has, cut out of canonical layer
-    `layer`."""
+    """Yield (name within the layer, parameter) of every row that this layer has, cut out of canonical
+    layer `layer`."""
     kind = cut.shape.of_layer(layer)
     for row in rows:
         if has(kind, row.needs):
@@ -299,7 +300,7 @@ def layer_params(
 
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
-    """Raises: ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot
+    """Raise ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot
     divide, and sizes that can."""
     ffn = {"ffn_hidden_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}
     if shape.is_moe and shape.moe_shared_expert_intermediate_size:
@@ -326,7 +327,7 @@ def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: in
 
 
 def check_divides(flag: str, size: int, name: str, quantity: int) -> None:
-    """Raises: ValueError, naming sizes that work, if `size` does not divide `quantity`."""
+    """Raise ValueError, naming sizes that work, if `size` does not divide `quantity`."""
     if size < 1 or quantity % size:
         works = [str(n) for n in range(1, quantity + 1) if quantity % n == 0]
         raise ValueError(

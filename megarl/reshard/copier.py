@@ -1,4 +1,4 @@
-"""Many strided copies as one: the executor of a reshard plan.
+"""Runs many strided copies as one: the executor of a reshard plan.
 
 A pair (dst, src) of tensor views is one rectangle. Rectangles are checked once, handed to megarl._C as
 addresses, and copied by every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32, bf16 and
@@ -89,7 +89,8 @@ def copy_rects(dst: Sequence[View], src: Sequence[Tensor], num_threads: int = 1)
 
 
 def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
-    """One (src, dst, rows, cols, src_ld, dst_ld, mode) per pair: addresses in bytes, the rest in elements."""
+    """Return one (src, dst, rows, cols, src_ld, dst_ld, mode) per pair: addresses in bytes, the rest in
+    elements."""
     if len(dst) != len(src):
         raise ValueError(f"dst ({len(dst)} views) and src ({len(src)} views) must pair up.")
     rects = []
@@ -115,7 +116,8 @@ def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
 
 
 def two_dimensions(view: View, where: str) -> tuple[int, int]:
-    """(rows, cols); a vector is one row. Raises: ValueError, starting with `where`, for other shapes."""
+    """Return (rows, cols); a vector is one row. Raises: ValueError, starting with `where`, for other
+    shapes."""
     if view.dim() not in (1, 2):
         raise ValueError(
             f"{where}: a view must have 1 or 2 dimensions, not shape {list(view.shape)}. Try view.flatten(1)."
@@ -124,8 +126,8 @@ def two_dimensions(view: View, where: str) -> tuple[int, int]:
 
 
 def leading_dimension(view: View, where: str) -> int:
-    """Elements from one row to the next; the stride of a dimension of size 1 means nothing. Raises:
-    ValueError, as above."""
+    """Return the number of elements from one row to the next; the stride of a dimension of size 1 means
+    nothing. Raises: ValueError, as above."""
     if isinstance(view, PackedView):
         return view.matrix_cols
     cols = view.shape[-1]
@@ -146,8 +148,8 @@ def leading_dimension(view: View, where: str) -> int:
 
 
 def conversion(src: torch.dtype, dst: torch.dtype, where: str) -> int:
-    """The extension's name of what happens to an element. Raises: ValueError, starting with `where`, if it
-    has none."""
+    """Return the extension's name for the conversion of an element. Raises: ValueError, starting with
+    `where`, if it has none."""
     if src == dst and src.itemsize in COPY_SIZES:
         return src.itemsize
     if src in FLOATS and dst in FLOATS:
@@ -176,7 +178,7 @@ def _copy_with_pytorch(dst: list[View], src: list[Tensor]) -> None:
 
 @functools.cache
 def extension_for(device_type: str) -> ModuleType | None:
-    """megarl._C if it can copy there. Cached, so that a missing one is reported once."""
+    """Return megarl._C if it can copy there. Cached, so that a missing one is reported once."""
     try:
         from megarl import _C
     except ImportError as error:

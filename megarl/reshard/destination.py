@@ -1,4 +1,5 @@
-"""One destination: its tensors, the copies that fill them, and the proof that they arrived."""
+"""One destination of a weight sync: its tensors, the copies that fill them, and the proof that the values
+arrived."""
 
 from __future__ import annotations
 
@@ -16,22 +17,21 @@ from megarl.reshard.transports.exported import Exported
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one source says to one destination when a version of its weights is complete."""
+    """The message of one source to one destination when a version of its weights is complete."""
 
     version: int
     digests: list[int]
-    """Sampled, one per RectCopy of the pair, of what the destination must then hold."""
+    """Sampled digests of what the destination must then hold, one per RectCopy of the pair."""
     full: list[int] | None = None
-    """The same over all values, with --check-weight-sync."""
+    """With --check-weight-sync: digests over all values."""
     exported: Exported | None = None
-    """Where the weights lie, if the destination pulls them and they are not where they were."""
+    """Where the weights lie, if the destination pulls them and they have moved."""
     problem: str | None = None
-    """Why there are none; the rest is then empty."""
+    """Why there are no digests; the other fields are then empty."""
 
 
 class Destination:
-    """Pulls from the sources that lie in memory that this process can read, and judges what came from all of
-    them.
+    """Pulls from sources whose memory this process can read, and checks what came from all sources.
 
     Args:
         rank: that this destination has in the plan.
@@ -52,25 +52,26 @@ class Destination:
         self.bytes: int = sum(
             view.numel() * view.element_size() for views in self._views.values() for view in views
         )
-        """Bytes that one version writes here, by whatever way."""
+        """Bytes that one version writes here, by any transport."""
 
     def pull_from(
         self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None
     ) -> None:
-        """Where the source's weights are from now on. `copies`: if they are arranged otherwise than in the
-        source's atlas."""
+        """Record where the source's weights are from now on. `copies`: if they are arranged otherwise than
+        in the source's atlas."""
         pairs = zip(copies or self._copies[source], self._views[source], strict=True)
         self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
         self._plan = None
 
     def pull(self) -> None:
-        """Copy everything that is pulled. The interpreter is free meanwhile."""
+        """Copy everything that is pulled, with the interpreter lock released."""
         if self._plan is None:
             self._plan = plan_copies([pair for pairs in self._pulled.values() for pair in pairs])
         self._plan.run()
 
     def difference(self, arrivals: dict[int, Arrival]) -> str | None:
-        """What did not arrive as it was sent: the first tensor whose digest differs. None: all is well."""
+        """Return what did not arrive as it was sent: the first tensor whose digest differs. None:
+        everything arrived."""
         for source, arrival in sorted(arrivals.items()):
             compared = [("sampled", arrival.digests, self._digests[source].sampled(arrival.version))]
             if arrival.full is not None:

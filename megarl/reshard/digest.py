@@ -27,7 +27,7 @@ _PIECE_WORDS = 1 << 20  # without the extension: 8 MB of words at a time
 
 
 class Digest:
-    """Digests of the same views again and again.
+    """Computes digests of the same views repeatedly.
 
     Args:
         views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the
@@ -72,19 +72,19 @@ class Digest:
         self._extension = extension_for(self._device.type)
 
     def sampled(self, version: int) -> list[int]:
-        """Digests of 16 words of 8 bytes per view (all, if it has no more), one drawn by `version` from each
-        16th of the view.
+        """Return digests of 16 words of 8 bytes per view (all, if it has no more), one drawn by `version`
+        from each 16th of the view.
 
         It finds every wrong stretch of an eighth of a view or more, and a smaller share f with probability 1
         - (1 - f)^16. Digests of different versions differ, so an old one is never taken for a new one."""
         return self._compute(_mix(version & _MASK), sampled=True)
 
     def full(self) -> list[int]:
-        """Digests of all values, at the speed of memory."""
+        """Return digests of all values, at the speed of memory."""
         return self._compute(0, sampled=False)
 
     def _describe(self, index: int) -> tuple[int, ...]:
-        """The extension's row: address, rows, cols, ld, mode."""
+        """Return the extension's row for a view: address, rows, cols, ld, mode."""
         view, where = self._views[index], f"view {index}"
         mode = conversion(view.dtype, self._dtypes[index], where) + PACKED * isinstance(view, PackedView)
         return (view.data_ptr(), *two_dimensions(view, where), leading_dimension(view, where), mode)
@@ -108,7 +108,7 @@ class Digest:
         return digests.view(torch.uint64).tolist()
 
     def _sum_on_gpu(self, seed: int, sampled: bool) -> Tensor:
-        """Sums over the words of each view, int64 [N] on the CPU. Waits for the current stream."""
+        """Return sums over the words of each view, int64 [N] on the CPU. Waits for the current stream."""
         sizes = torch.tensor([dtype.itemsize for dtype in self._dtypes])
         words = self._table[:, 1] * ((self._table[:, 2] * sizes + 7) // 8)
         tiles = (words + _TILE_WORDS - 1) // _TILE_WORDS
@@ -156,7 +156,7 @@ def _digest(view: View, dtype: torch.dtype, seed: int, sampled: bool) -> int:
 
 
 def _sampled_words(num_words: int, seed: int) -> Tensor:
-    """One word of each of SAMPLES stretches that cover all."""
+    """Choose one word of each of SAMPLES ranges that cover the view."""
     words = []
     for sample in range(SAMPLES):
         first, last = num_words * sample // SAMPLES, num_words * (sample + 1) // SAMPLES
@@ -165,8 +165,8 @@ def _sampled_words(num_words: int, seed: int) -> Tensor:
 
 
 def _read_words(view: View, dtype: torch.dtype, row: Tensor, col: Tensor) -> Tensor:
-    """int64 [n]: the elements of each row from `col` on that fill 8 bytes, in the destination's dtype; zeros
-    past the row's end."""
+    """Return int64 [n]: the elements of each row from `col` on that fill 8 bytes, in the destination's
+    dtype; zeros past the row's end."""
     matrix = view.read() if isinstance(view, PackedView) else view.detach().view(two_dimensions(view, "view"))
     cols = col[:, None] + torch.arange(8 // dtype.itemsize, device=col.device)
     elements = matrix[row[:, None], cols.clamp(max=matrix.shape[1] - 1)].to(dtype)
@@ -179,7 +179,7 @@ def _terms(words: Tensor, indices: Tensor, seed: int) -> Tensor:
 
 
 def _mix(x: int) -> int:
-    """The finalizer of SplitMix64."""
+    """Mix bits with the finalizer of SplitMix64."""
     x &= _MASK
     x = (x ^ (x >> 30)) * _MULTIPLIERS[0] & _MASK
     x = (x ^ (x >> 27)) * _MULTIPLIERS[1] & _MASK

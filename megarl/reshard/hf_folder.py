@@ -1,5 +1,5 @@
-"""Which tensors a Hugging Face folder holds, and whether they are those of its config.json. Reads headers and
-the index only; torch-free.
+"""Finds which tensors a Hugging Face folder holds, and whether they are those of its config.json. Reads
+headers and the index only; torch-free.
 
 `megarl check`, the loader of training and `megarl convert` all judge a folder by these functions."""
 
@@ -31,13 +31,13 @@ class StoredTensor:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """(rows, cols); a vector of n is (n, 1). A tensor of more dimensions has its own shape."""
+        """Return (rows, cols); a vector of n is (n, 1). A tensor of more dimensions has its own shape."""
         return self.entry.shape if len(self.entry.shape) >= 2 else (*self.entry.shape, 1)
 
 
 def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Tensor name -> where it is, from the headers of all files that the index names, or of all *.safetensors
-    if there is no index.
+    """Return tensor name -> where it is, from the headers of all files that the index names, or of all
+    *.safetensors if there is no index.
 
     Raises: TensorFileError naming every file that is missing or damaged; FileNotFoundError without
     weights."""
@@ -73,8 +73,8 @@ def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
 def tensor_problems(
     folder: str | os.PathLike, stored: Mapping[str, StoredTensor], shape: ModelShape
 ) -> list[str]:
-    """One line per tensor that is missing, unknown, or of another size or kind of number than the folder's
-    config.json says.
+    """Return one line per tensor that is missing, unknown, or of another size or kind of number than the
+    folder's config.json says.
 
     `shape` may have a value head that the folder of a causal language model lacks: that head then starts at
     zero."""
@@ -110,8 +110,8 @@ def tensor_problems(
 
 
 def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str | None:
-    """Why the weights of a folder cannot be loaded; None if they can. Without a shape only files and index
-    are looked at."""
+    """Return why the weights of a folder cannot be loaded; None if they can. Without a shape only files
+    and index are checked."""
     try:
         stored = read_folder(folder)
     except (TensorFileError, FileNotFoundError) as error:
@@ -120,13 +120,13 @@ def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str |
 
 
 def misfit(folder: str | os.PathLike, problems: list[str]) -> str | None:
-    """The sentence for `tensor_problems`; None if there are none."""
+    """Return the sentence for `tensor_problems`; None if there are none."""
     return f"the weights in {folder} do not fit its config.json: {_some(problems)}." if problems else None
 
 
 def names_left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Names that a folder may have beside those of the model: old buffers, a tied embedding's copy, layers
-    that predict further tokens."""
+    """Return names that a folder may have in addition to the model's: old buffers, a tied embedding's
+    copy, layers that predict further tokens."""
     further = prediction_layers(shape)
     return {
         name
@@ -136,7 +136,7 @@ def names_left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 
 
 def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
-    """Prefixes of the layers after the last one, which predict further tokens."""
+    """Return the prefixes of the layers after the last one, which predict further tokens."""
     return tuple(
         layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers)
     )
@@ -150,8 +150,8 @@ def is_sequence_classifier(folder: str | os.PathLike) -> bool:
 
 
 def _read_index(folder: Path) -> dict[str, Path] | None:
-    """Tensor name -> file, as the index says; None if there is no index. Raises: TensorFileError for one that
-    cannot be used."""
+    """Return tensor name -> file, as the index says; None if there is no index. Raises: TensorFileError
+    for one that cannot be used."""
     path = folder / INDEX
     if not path.exists():
         return None

@@ -1,5 +1,5 @@
-"""Which rectangles of the canonical adapters a rank holds: rows of an atlas, made from those of the matrices
-that they adapt.
+"""Says which rectangles of the canonical adapters a rank holds, as rows of an atlas (its sharding spec), made
+from the rows of the adapted matrices.
 
 The canonical tensors of adapter rank r, for a layer whose matrix is made of the canonical matrices X [rows,
 cols] of one parent:
@@ -22,7 +22,8 @@ from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 
 
 def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
-    """What a rank with this atlas holds, when the layers that --lora-target-modules names have adapters."""
+    """Return what a rank with this atlas holds when the layers that --lora-target-modules names have
+    adapters."""
     rank, adapters = lora.lora_rank, {}
     for name, target, param in _adapted(atlas, lora.lora_target_modules):
         columns = {
@@ -45,7 +46,7 @@ def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
 
 
 def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
-    """Every canonical tensor of the model's adapters -> (rows, cols)."""
+    """Return (rows, cols) of every canonical tensor of the model's adapters."""
     found: Sizes = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         found |= {_down(hf_name, target): (lora.lora_rank, cols), _up(hf_name): (rows, lora.lora_rank)}
@@ -53,7 +54,7 @@ def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
 
 
 def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
-    """The tensors of a PEFT adapter by their names there, whole."""
+    """Return the atlas of the complete tensors of a PEFT adapter, by PEFT's names."""
     atlas: Atlas = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         module = hf_name.removesuffix(".weight")
@@ -65,7 +66,8 @@ def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
 
 
 def _canonical(shape: ModelShape, lora: LoRAConfig) -> Iterator[tuple[str, str, int, int]]:
-    """(canonical matrix that is adapted, last part of the name of the layer that holds it, rows, cols)."""
+    """Return (canonical matrix that is adapted, last part of the name of the layer that holds it, rows,
+    cols)."""
     sizes = hf_sizes(shape)
     for _, target, param in _adapted(place_atlas(shape, MegatronPlace()), lora.lora_target_modules):
         for hf_name in sorted({piece.hf_name for piece in param.pieces}):
@@ -73,7 +75,8 @@ def _canonical(shape: ModelShape, lora: LoRAConfig) -> Iterator[tuple[str, str, 
 
 
 def _adapted(atlas: Atlas, targets: Sequence[str]) -> Iterator[tuple[str, str, LocalParam]]:
-    """(layer, its name's last part, its matrix) of every layer that has an adapter; experts have none."""
+    """Yield (layer, its name's last part, its matrix) of every layer that has an adapter; experts have
+    none."""
     for name, param in atlas.items():
         layer, _, kind = name.rpartition(".")
         target = layer.rpartition(".")[2]

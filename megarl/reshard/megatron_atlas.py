@@ -1,5 +1,5 @@
-"""What a rank of a Megatron-Core 0.16 GPTModel holds, by tensor, pipeline, virtual-pipeline, expert and
-expert-tensor parallelism.
+"""The atlas (sharding spec) of a rank of a Megatron-Core 0.16 GPTModel, by tensor, pipeline,
+virtual-pipeline, expert and expert-tensor parallelism.
 
 `linear_qkv` is the delicate one: the full matrix has, for each of the G query groups, the group's query
 heads, then its key head, then its value head; rank r of t holds rows [r*S/t, (r+1)*S/t) of it, S = (H + 2G) *
@@ -38,8 +38,8 @@ from megarl.reshard.vllm_atlas import fused_qkv
 
 
 def grouped_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """This rank's rows of the matrix [query heads of group 0; key 0; value 0; query heads of group 1;
-    ...]."""
+    """Layout with this rank's rows of the matrix [query heads of group 0; key 0; value 0; query heads of
+    group 1; ...]."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     query_rows, cols = sizes[query][0] // groups, sizes[query][1]
@@ -170,7 +170,8 @@ LAYER = (
         needs="gates_shared_expert",
     ),
 )
-"""Of any layer. Latents of attention are whole on every rank, what expands them is split by heads."""
+"""Parameters of any layer. Latents of attention are complete on every rank; the matrices that expand them
+are split by heads."""
 
 STACKED_QKV_LAYER = tuple(
     replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER
@@ -192,8 +193,8 @@ EXPERT = (
     ),
     Row("linear_fc2.weight", column_shard, (_MIXTRAL + "w2.weight",), needs="names_blocks_sparse"),
 )
-"""Of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in the
-checkpoint."""
+"""Parameters of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in
+the checkpoint."""
 
 FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
 LAST_STAGE = (
@@ -218,8 +219,8 @@ def _transformer_engine_name(kind: ModelShape, name: str) -> str:
 
 
 def _expert_name(name: str, expert: int, te_spec: bool) -> str:
-    """Megatron's sequential experts are modules of their own; Transformer Engine's grouped ones number their
-    weights."""
+    """Return the name of an expert's parameter. Megatron's sequential experts are modules of their own;
+    Transformer Engine's grouped ones number their weights."""
     return f"mlp.experts.{name}{expert}" if te_spec else f"mlp.experts.local_experts.{expert}.{name}"
 
 
@@ -250,7 +251,7 @@ class MegatronPlace:
 
     @property
     def expert_tp(self) -> tuple[int, int]:
-        """(size, rank) of the group that splits an expert."""
+        """Return (size, rank) of the group that splits an expert."""
         return (self.tp_size, self.tp_rank) if self.etp_size is None else (self.etp_size, self.etp_rank or 0)
 
 
@@ -263,15 +264,15 @@ def megatron_atlas(
     te_spec: bool = False,
     qkv_layout: str = "grouped",
 ) -> Atlas:
-    """`place_atlas` of a rank that knows tensor and pipeline parallelism only."""
+    """Return the atlas of one rank with tensor and pipeline parallelism only."""
     return place_atlas(shape, MegatronPlace(tp_size, tp_rank, pp_size, pp_rank), te_spec, qkv_layout)
 
 
 def place_atlas(
     shape: ModelShape, place: MegatronPlace, te_spec: bool = False, qkv_layout: str = "grouped"
 ) -> Atlas:
-    """The atlas of one rank. Layer indices in the names are local to the model chunk; the split over stages
-    is uniform.
+    """Return the atlas of one rank. Layer indices in the names are local to the model chunk; the split over
+    stages is uniform.
 
     With a virtual pipeline, chunk c of stage p holds the layers from (c * pp_size + p) * L / (pp_size *
     vpp_size) on, and the names of its parameters begin with `chunks.<c>.`.
@@ -320,8 +321,8 @@ def place_atlas(
 def _layer(
     rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool
 ) -> Iterator[tuple[str, LocalParam]]:
-    """(name within the layer, parameter) of canonical layer `layer`, whose parameters outside of experts are
-    `rows`."""
+    """Yield (name within the layer, parameter) of canonical layer `layer`, whose parameters outside of
+    experts are `rows`."""
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
         yield (_transformer_engine_name(kind, name) if te_spec else name), param
@@ -336,7 +337,7 @@ def _layer(
 
 
 def check_place(shape: ModelShape, place: MegatronPlace) -> None:
-    """Raises: ValueError naming a flag whose size does not divide the model, and sizes that do."""
+    """Raise ValueError naming a flag whose size does not divide the model, and sizes that do."""
     qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
     check_tensor_parallel(shape, place.tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
     check_divides("--pipeline-model-parallel-size", place.pp_size, "num_layers", shape.num_layers)
@@ -357,7 +358,8 @@ def check_place(shape: ModelShape, place: MegatronPlace) -> None:
 def megatron_atlases(
     shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped"
 ) -> dict[int, Atlas]:
-    """Atlas of every rank of a mesh. Ranks that hold the same share one."""
+    """Return the atlas of every rank of a mesh. Ranks that hold the same rectangles have one atlas in
+    common."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     built = {
         place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())

@@ -16,8 +16,8 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class PackedView:
-    """Rows [row, row + rows) and columns [col, col + cols) of a packed matrix. Has what the copier and the
-    digest ask of a tensor.
+    """Rows [row, row + rows) and columns [col, col + cols) of a packed matrix. It has the methods of a tensor
+    that the copier and the digest use.
 
     Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or the rectangle
     leaves it."""
@@ -86,16 +86,17 @@ class PackedView:
         return self.storage.element_size()
 
     def data_ptr(self) -> int:
-        """Address of element (row, col). The matrix is aligned, so it also tells row % 16."""
+        """Return the address of element (row, col). The matrix is aligned, so the address also gives row %
+        16."""
         offset = ((self.row // BLOCK) * self.matrix_cols + self.col) * BLOCK + self.row % BLOCK
         return self.storage.data_ptr() + offset * self.element_size()
 
     def read(self) -> Tensor:
-        """A copy of the values, [rows, cols]."""
+        """Return a copy of the values, [rows, cols]."""
         return self._blocks()[self._index()]
 
     def write(self, values: Tensor) -> None:
-        """Stores values [rows, cols], converted to the matrix's dtype."""
+        """Store values [rows, cols], converted to the matrix's dtype."""
         self._blocks()[self._index()] = values.to(self.dtype)
 
     def _blocks(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapters as a folder that PEFT, and vLLM with it, loads: adapter_config.json and
+"""Writes adapters as a folder that PEFT, and vLLM with it, loads: adapter_config.json and
 adapter_model.safetensors."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def save_peft(
 
 
 def _config(base_model: str, shape: ModelShape, wanted: Atlas, lora: LoRAConfig) -> dict[str, object]:
-    """What PEFT's LoraConfig needs; it has defaults for the rest."""
+    """Return what PEFT's LoraConfig needs; it has defaults for the rest."""
     modules = {name.split(".")[-3] for name in wanted if name.endswith(".lora_A.weight")}
     return {
         "peft_type": "LORA",

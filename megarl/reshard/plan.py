@@ -1,4 +1,5 @@
-"""Which rectangle of which rank's parameter goes where: the intersection of two sets of atlases.
+"""Plans which rectangle of which rank's parameter goes where: the intersection of two sets of atlases
+(sharding specs).
 
 The plan is computed once and is proven when it is made: every element that a destination holds is written
 exactly once, by exactly one source, and every element that no source writes is declared padding. Pure
@@ -19,7 +20,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RectCopy:
-    """dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows, src_col:src_col+cols]."""
+    """One copy: dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows,
+    src_col:src_col+cols]."""
 
     src_name: str
     src_row: int
@@ -37,21 +39,22 @@ class RectCopy:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """`copies[source rank, destination rank]`, in the order in which both ends pack and unpack them."""
+    """The copies of a weight sync: `copies[source rank, destination rank]`, in the order in which both
+    ends pack and unpack them."""
 
     copies: dict[tuple[int, int], tuple[RectCopy, ...]]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank that sends or receives."""
+        """Return every rank that sends or receives."""
         return tuple(sorted({rank for pair in self.copies for rank in pair}))
 
     def copies_to(self, rank: int) -> dict[int, tuple[RectCopy, ...]]:
-        """Source rank -> what it fills of destination `rank`."""
+        """Return source rank -> the copies that fill destination `rank`."""
         return {src: copies for (src, dst), copies in self.copies.items() if dst == rank}
 
     def num_bytes(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """(source rank, destination rank) -> bytes written, for elements of `itemsize` bytes."""
+        """Return (source rank, destination rank) -> bytes written, for elements of `itemsize` bytes."""
         return {
             pair: itemsize * sum(copy.num_elements for copy in copies) for pair, copies in self.copies.items()
         }
@@ -89,14 +92,14 @@ def make_plan(
 
 @dataclass
 class _Senders:
-    """Who sends what several ranks hold."""
+    """Chooses the sender of what several ranks hold."""
 
     ranks_per_node: int | None
     sent: Counter[int] = field(default_factory=Counter)
-    """Rank -> elements that it sends to others so far."""
+    """Rank -> number of elements that it sends to others so far."""
 
     def preference(self, source: int, destination: int) -> tuple[bool, bool, int]:
-        """Smaller is better."""
+        """Return the sort key of a sender; smaller is better."""
         per_node = self.ranks_per_node
         elsewhere = per_node is not None and source // per_node != destination // per_node
         return source != destination, elsewhere, self.sent[source]
@@ -120,8 +123,8 @@ def _replicas(sources: dict[int, Atlas]) -> _Replicas:
 def _fill(
     rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]], senders: _Senders
 ) -> Iterable[tuple[int, RectCopy]]:
-    """(source rank, copy) of each part of one destination piece. What is written leaves `missing`, so nothing
-    is written twice."""
+    """Yield (source rank, copy) of each part of one destination piece. Written parts are removed from
+    `missing`, so nothing is written twice."""
     missing = [_canonical(piece)]
     holders = [
         (min(held, key=lambda h: senders.preference(h[0], rank)), rect)
@@ -158,8 +161,8 @@ def _fill(
 
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
-    """Within each local parameter: pieces inside the bounds, not overlapping, and covering all but the
-    padding rows."""
+    """Check each local parameter: its pieces must be inside the bounds, must not overlap, and must cover
+    all but the padding rows."""
     checked: set[int] = set()  # ranks that hold the same may share their atlas
     for rank, atlas in atlases.items():
         if id(atlas) not in checked:
@@ -217,13 +220,14 @@ def _overlap(a: Rect, b: Rect) -> Rect | None:
 
 
 def _remainder(hole: Rect, filled: Rect) -> list[Rect]:
-    """What of `hole` is still empty."""
+    """Return the parts of `hole` that are still empty."""
     part = _overlap(filled, hole)
     return _difference(hole, part) if part else [hole]
 
 
 def _difference(whole: Rect, part: Rect) -> list[Rect]:
-    """`whole` without `part`, which lies inside it, as up to four rectangles: above, below, left, right."""
+    """Return `whole` without `part`, which lies inside it, as up to four rectangles: above, below, left,
+    right."""
     r0, r1, c0, c1 = whole
     a, b, e, f = part
     parts = [(r0, a, c0, c1), (b, r1, c0, c1), (a, b, c0, e), (a, b, f, c1)]

@@ -89,7 +89,7 @@ def report(
     qkv_layout: str,
     options: argparse.Namespace,
 ) -> str:
-    """The text that the command prints."""
+    """Return the text that the command prints."""
     start = time.perf_counter()
     sources, destinations = (
         megatron_atlases(shape, train, qkv_layout=qkv_layout),
@@ -123,7 +123,7 @@ def report(
 def _aliased_bytes(
     plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas], itemsize: int
 ) -> Counter[int]:
-    """Rank -> bytes of parameters that need no copy."""
+    """Return rank -> bytes of parameters that need no copy."""
     aliases = {
         rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()
     }
@@ -151,7 +151,8 @@ def _padding(destinations: dict[int, Atlas]) -> int:
 def _by_kind(
     plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Counter[int], options: argparse.Namespace
 ) -> list[str]:
-    """Per kind of copy: how much, and the time of the slowest rank; then the time of a sync."""
+    """Return lines with the bytes of each kind of copy and the time of the slowest rank; then the time of
+    a sync."""
     bandwidth = dict(
         zip(KINDS, (options.local_bandwidth, options.link_bandwidth, options.network_bandwidth), strict=True)
     )
@@ -184,7 +185,7 @@ def _by_kind(
 
 
 def _pairs(moved: dict[tuple[int, int], int]) -> list[str]:
-    """Bytes from rank to rank."""
+    """Return lines with the bytes from rank to rank."""
     lines = [f"  {src:4d} -> {dst:4d}  {_gb(size)}" for (src, dst), size in list(moved.items())[:_MOST_PAIRS]]
     left = len(moved) - len(lines)
     return ["from -> to", *lines, *([f"  ... and {left} pairs more"] if left else [])]

@@ -1,5 +1,4 @@
-"""A weight sync: one version of the weights travels from every source to every destination, all of it or
-nothing.
+"""Sync weights: one version travels from every source to every destination, all of it or nothing.
 
     source        exports its weights (once), then per version: "complete", and digests of what each destination must hold
     destination   waits for its sources, copies, compares digests
@@ -14,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from torch import Tensor
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ReshardConfig
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.board import Board, Late
 from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
+from megarl.reshard.key_value_store import KeyValueStore, Late
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 from megarl.reshard.transfer import Transfer, src_view
 from megarl.reshard.transports.choose import Place, choose, place_here, ranks_per_node
@@ -32,12 +32,13 @@ from megarl.reshard.transports.exported import Exported, export, open_exported
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 PULLED = ("shared-memory", "cuda-ipc")
 _GRACE_S = 3.0  # whoever noticed first must be heard before others give up waiting for the verdict
 
 
 class SyncError(RuntimeError):
-    """A version did not arrive; says which rank and which tensor, or what else was wrong."""
+    """A version did not arrive. The message says which rank and which tensor, or what else was wrong."""
 
 
 class Receiver(Protocol):
@@ -62,21 +63,35 @@ class Receiver(Protocol):
         moved; `messages` receives what travels as messages, if the engine is in this process."""
 
     def verify(self, timeout_s: float) -> str | None:
-        """Wait for the copies, compare the digests. What is wrong, or None."""
+        """Wait for the copies and compare the digests. Returns what is wrong, or None."""
 
     def commit(self, version: int) -> None: ...
 
     def give_up(self) -> None: ...
 
 
-Pull = tuple[Exported | dict[str, Tensor], tuple[RectCopy, ...] | None]
-"""Where a source's weights are: exported, or tensors of this process; and their arrangement, if it is not
-that of the plan."""
+ExportedPull = tuple[Exported, tuple[RectCopy, ...] | None]
+"""Where a source's exported weights are, and their arrangement, if it is not that of the plan."""
+Pull = ExportedPull | tuple[dict[str, Tensor], None]
+"""An ExportedPull, or tensors of this process."""
+
+
+@dataclass(frozen=True)
+class Participant:
+    """What a rank publishes once, when its WeightSync is made."""
+
+    place: Place
+    engine_place: Place | None
+    """Of the engine that it speaks for, if any."""
+    dtypes: dict[int, dict[str, str]]
+    """Destination rank of that engine -> name of a weight -> torch.<dtype>. Sources digest what their weights
+    become there."""
 
 
 class WeightSync:
-    """This rank's part. Every rank that holds a source or speaks for a destination has one, made from the
-    same plan.
+    """One rank's part in the weight syncs of a plan.
+
+    Every rank that holds a source or speaks for a destination has one, made from the same plan.
 
     Args:
         plan: from `make_plan`; its destinations are rollout ranks.
@@ -112,7 +127,7 @@ class WeightSync:
         )
         self.options = options
         self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
-        self._board = Board(f"{generation}{actor}", alone=len(self.participants) == 1)
+        self._store = KeyValueStore(f"{generation}{actor}", alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
         self._receives = {
             (src, dst): copies
@@ -122,17 +137,16 @@ class WeightSync:
         self._place = place_here(rank, next(iter(sources.values())).device.type if sources else "cpu")
         self._round, self._deadline, self._problem = 0, 0.0, None
         self._transports: dict[tuple[int, int], str] | None = None
-        self._board.write(f"place/{rank}", (self._place, self._engine_place(), self._dtypes()))
+        self._store.write(f"place/{rank}", Participant(self._place, self._engine_place(), self._dtypes()))
 
     # ------------------------------------------------------------------ once
 
     def _engine_place(self) -> Place | None:
         return self._receiver and place_here(self.rank, self._receiver.device, self._receiver.process)
 
-    def _dtypes(self) -> dict[int, dict[str, torch.dtype]]:
-        """Of this rank's destinations: sources digest what their weights become there."""
+    def _dtypes(self) -> dict[int, dict[str, str]]:
         return {
-            dst: {name: tensor.dtype for name, tensor in of_dst.items()}
+            dst: {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in of_dst.items()}
             for dst, of_dst in (self._receiver.tensors if self._receiver else {}).items()
         }
 
@@ -151,13 +165,14 @@ class WeightSync:
         ) is not None:  # or those who found a way would wait for those who did not
             raise SyncError(verdict)
         self._transports = transports
-        self._dtypes_of = {dst: places[self._speakers[dst]][2][dst] for dst in self._sends}
+        self._dtypes_of = {dst: places[self._speakers[dst]].dtypes[dst] for dst in self._sends}
         self._exported, self._addresses, self._told, self._new_pulls, self._messages = None, [], {}, {}, None
         self._find_sources()  # moves CPU storages, so before any other address is taken
         self._messages = self._plan_messages()
 
     def _find_sources(self) -> None:
-        """Once, and again after the weights have moved (an offload): export them, look at the new ones."""
+        """Export the weights and build their digests, once and again after the weights have moved (an
+        offload)."""
         if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
             return
         if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
@@ -166,7 +181,7 @@ class WeightSync:
         self._digests = {
             dst: Digest(
                 [src_view(copy, self._sources) for copy in copies],
-                [self._dtypes_of[dst][copy.dst_name] for copy in copies],
+                [getattr(torch, self._dtypes_of[dst][copy.dst_name]) for copy in copies],
                 torch.get_num_threads(),
             )
             for dst, copies in self._sends.items()
@@ -177,19 +192,19 @@ class WeightSync:
         if self._messages is not None:
             self._messages.follow()
 
-    def _read_places(self) -> dict[int, tuple[Place, Place | None, dict[int, dict[str, torch.dtype]]]]:
-        """Peer -> what it wrote when it was made."""
+    def _read_places(self) -> dict[int, Participant]:
+        """Return what this rank's peers, and itself, published when they were made."""
         peers = (
             {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
         )
-        return {peer: self._read(f"place/{peer}", peer, "connect") for peer in sorted(peers)}
+        return {peer: self._read(f"place/{peer}", Participant, peer, "connect") for peer in sorted(peers)}
 
-    def _choose(self, places: dict[int, tuple[Place, Place | None, object]]) -> dict[tuple[int, int], str]:
-        """(source, destination) -> transport, of the pairs of this rank; says so once."""
+    def _choose(self, places: dict[int, Participant]) -> dict[tuple[int, int], str]:
+        """Choose the transport of each (source, destination) pair of this rank, and log it once."""
         transports, pairs_by = {}, {}
         for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
             transport, why = choose(
-                places[src][0], places[self._speakers[dst]][1], self.options.reshard_transport
+                places[src].place, places[self._speakers[dst]].engine_place, self.options.reshard_transport
             )
             transports[src, dst] = transport
             pairs_by.setdefault((transport, why), []).append(f"{src}->{dst}")
@@ -198,8 +213,10 @@ class WeightSync:
         return transports
 
     def _plan_messages(self) -> Transfer | None:
-        """What this rank sends and receives as messages. An engine in another process cannot be written to by
-        torch.distributed: what is for it is received beside it, exported, and pulled."""
+        """Plan what this rank sends and receives as messages over torch.distributed.
+
+        An engine in another process cannot receive them. What is for it is received beside it, exported, and
+        pulled."""
         pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
         if not pairs:
             return None
@@ -250,8 +267,9 @@ class WeightSync:
             self._problem = _told(self.rank, version, error)
 
     def finish(self) -> None:
-        """Wait until every destination has the version, and commit it. Raises: SyncError, the same on all
-        ranks, if one has not."""
+        """Wait until every destination has the version, and commit it.
+
+        Raises: SyncError, the same on all ranks, if a destination has not got it."""
         problem = self._problem
         if problem is None and self._receiver is not None:
             try:
@@ -259,7 +277,7 @@ class WeightSync:
             except Exception as error:  # as in begin
                 problem = _told(self.rank, self._version, error)
         verdict = self._vote(problem)
-        self._board.turn_page()
+        self._store.end_sync()
         if verdict is not None:
             if self._receiver is not None:
                 self._receiver.give_up()
@@ -268,7 +286,7 @@ class WeightSync:
             self._receiver.commit(self._version)
 
     def _announce(self, version: int) -> None:
-        """To each destination of this rank."""
+        """Tell each destination of this rank that the version is complete."""
         if self._place.device == "cuda":
             torch.cuda.synchronize()  # the optimizer's kernels; other processes know nothing of our streams
         self._find_sources()
@@ -277,7 +295,7 @@ class WeightSync:
             moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
             digest = self._digests[dst]
             full = digest.full() if self.options.check_weight_sync else None
-            self._board.write(
+            self._store.write(
                 f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved)
             )
             if moved is not None:
@@ -286,7 +304,7 @@ class WeightSync:
     def _await_sources(self, version: int) -> dict[int, dict[int, Arrival]]:
         arrivals: dict[int, dict[int, Arrival]] = {}
         for src, dst in self._receives:
-            arrival = self._read(f"{self._round}/{src}>{dst}", src, f"make version {version} ready")
+            arrival = self._read(f"{self._round}/{src}>{dst}", Arrival, src, f"make version {version} ready")
             if arrival.version != version:
                 raise SyncError(
                     f"rank {src} has version {arrival.version}, this rank was told to take version {version}"
@@ -297,13 +315,13 @@ class WeightSync:
         return arrivals
 
     def _vote(self, problem: str | None) -> str | None:
-        """The verdict on this version: the lowest rank's problem, or None."""
+        """Return the verdict on this version: the problem of the lowest rank that has one, or None."""
         root = self.participants[0]
-        self._board.write(f"{self._round}/vote/{self.rank}", problem)
+        self._store.write(f"{self._round}/vote/{self.rank}", problem)
         if self.rank == root:
-            self._board.write(f"{self._round}/verdict", self._count_votes())
+            self._store.write(f"{self._round}/verdict", self._count_votes())
         try:
-            return self._board.read(f"{self._round}/verdict", self._deadline + 2 * _GRACE_S)
+            return self._store.read(f"{self._round}/verdict", str | None, self._deadline + 2 * _GRACE_S)
         except Late:
             return problem or f"[rank {root}] gave no verdict in time: it hangs or has died"
 
@@ -311,7 +329,8 @@ class WeightSync:
         problems, late = [], []
         for peer in self.participants:
             try:
-                problems.append(self._board.read(f"{self._round}/vote/{peer}", self._deadline + _GRACE_S))
+                key = f"{self._round}/vote/{peer}"
+                problems.append(self._store.read(key, str | None, self._deadline + _GRACE_S))
             except Late:
                 late.append(peer)
         told = [problem for problem in problems if problem is not None]
@@ -322,9 +341,9 @@ class WeightSync:
             ]
         return told[0] if told else None
 
-    def _read(self, name: str, peer: int, task: str) -> object:
+    def _read(self, key: str, kind: type[T], peer: int, task: str) -> T:
         try:
-            return self._board.read(name, self._deadline)
+            return self._store.read(key, kind, self._deadline)
         except Late:
             raise SyncError(
                 f"rank {peer} did not {task} within --reshard-timeout-s "
@@ -341,8 +360,11 @@ def sync_plan(
     timeout_s: float,
     actor: str = "",
 ) -> tuple[ReshardPlan, dict[int, int]]:
-    """For out-of-process engines, consecutive blocks of `tp` ranks: (plan from the sources to all of them,
-    rollout rank -> first rank of its engine, which speaks for it). The same on every rank that calls it.
+    """Return the plan from the sources to all out-of-process engines, and the rank that speaks for each
+    rollout rank.
+
+    Engines are consecutive blocks of `tp` ranks; the first rank of a block speaks for all of it. The result
+    is the same on every rank that calls this.
 
     If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
     Raises: SyncError naming a rank that did not within timeout_s."""
@@ -356,23 +378,24 @@ def sync_plan(
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
 
-_ATLASES = "atlases"  # a board of its own
+_ATLASES = "atlases"  # a store of its own
 
 
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
-    """Say what the ranks of an out-of-process engine hold, because no table says it. By the rank that started
-    it."""
-    board = Board(_ATLASES + actor)
+    """Publish what the ranks of an out-of-process engine hold, because no table says it.
+
+    Called by the rank that started the engine."""
+    store = KeyValueStore(_ATLASES + actor)
     for rank, atlas in atlases.items():
-        board.write(str(rank), atlas)
+        store.write(str(rank), atlas)
 
 
 def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float, actor: str) -> dict[int, Atlas]:
-    board, deadline = Board(_ATLASES + actor), time.monotonic() + timeout_s
+    store, deadline = KeyValueStore(_ATLASES + actor), time.monotonic() + timeout_s
     atlases = {}
     for rank in rollout_ranks:
         try:
-            atlases[rank] = board.read(str(rank), deadline)
+            atlases[rank] = store.read(str(rank), Atlas, deadline)
         except Late:
             raise SyncError(
                 f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s "
@@ -419,5 +442,5 @@ def _from_staging(copy: RectCopy, dst: int) -> RectCopy:
 
 
 def tensors_of(pull: Pull) -> dict[str, Tensor]:
-    """The tensors that a pull reads, mapped if they are another process's."""
+    """Return the tensors that a pull reads. Those of another process are mapped."""
     return open_exported(pull[0]) if isinstance(pull[0], Exported) else pull[0]

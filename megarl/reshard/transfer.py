@@ -95,7 +95,7 @@ class Transfer:
         """Bytes that one run writes on this rank."""
 
     def follow(self) -> None:
-        """Take the addresses of all tensors anew. Not collective."""
+        """Read the addresses of all tensors again. Not collective."""
         self._rounds = _rounds(self._sends, self._receives)
         self._local = plan_copies(self._here)
 
@@ -105,7 +105,7 @@ class Transfer:
         destinations: dict[int, list[Tensor]],
         dtype: torch.dtype | None,
     ) -> dict[int, list[torch.dtype]]:
-        """Peer -> dtype of each rectangle that goes to it. Receivers send their peers one code per
+        """Return peer -> dtype of each rectangle that goes to it. Receivers send their peers one code per
         rectangle."""
         if dtype is not None:
             return {peer: [dtype] * len(views) for peer, views in sources.items()}
@@ -133,7 +133,8 @@ class Transfer:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def run(self) -> int:
-        """Carry the sources' current values over. When it returns, this rank's sources may change again.
+        """Copy the sources' current values to the destinations. When it returns, this rank's sources may
+        change again.
 
         Returns: bytes written on this rank."""
         travelling: tuple[list[dist.Work], CopyPlan | None] = [], None
@@ -158,32 +159,32 @@ def _finish(requests: list[dist.Work], unpack: CopyPlan | None = None) -> None:
 # ------------------------------------------------------------------ messages
 
 STAGING_BYTES = 32 << 20
-"""Of one rank, at most; half of it is filled or emptied while the other half travels. A longer row still
-travels whole."""
+"""Most staging memory of one rank; half of it is filled or emptied while the other half travels. A longer
+row still travels in one message."""
 
 
 def _chunk_bytes(plan: ReshardPlan) -> int:
-    """Size of a chunk, the same on every rank: the rank with the most messages must have room for one of
-    each, twice."""
+    """Return the size of a chunk, the same on every rank: the rank with the most messages must have room
+    for one of each, twice."""
     messages = Counter(rank for pair in plan.copies if pair[0] != pair[1] for rank in pair)
     return STAGING_BYTES // (2 * max(messages.values(), default=1))
 
 
 @dataclass
 class _Chunk:
-    """What travels as one message between two ranks: local views, and the dtypes in which they travel."""
+    """One message between two ranks: local views, and the dtypes in which they travel."""
 
     views: list[Tensor]
     dtypes: list[torch.dtype]
 
     @property
     def bytes(self) -> int:
-        """Without the gaps."""
+        """Bytes of the message, without the gaps between rows."""
         return sum(view.numel() * dtype.itemsize for view, dtype in zip(self.views, self.dtypes, strict=True))
 
     @property
     def starts(self) -> list[int]:
-        """Byte at which each view begins, and where the message ends."""
+        """Return the byte at which each view begins, and where the message ends."""
         sizes = (
             -(-view.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             for view, dtype in zip(self.views, self.dtypes, strict=True)
@@ -191,14 +192,15 @@ class _Chunk:
         return list(accumulate(sizes, initial=0))
 
     def in_place(self) -> Tensor | None:
-        """The message itself, uint8, if this end needs no staging. The other end decides for itself."""
+        """Return the message itself, uint8, if this end needs no staging. The other end decides for
+        itself."""
         if len(self.views) == 1 and self.views[0].is_contiguous() and self.views[0].dtype == self.dtypes[0]:
             message = self.views[0].detach().view(-1).view(torch.uint8)
             return message if message.numel() == self.starts[-1] else None
         return None
 
     def staged(self, buffer: Tensor) -> list[Tensor]:
-        """Views of `buffer`, which holds the message, like `views`."""
+        """Return views of `buffer`, which holds the message, in the form of `views`."""
         return [
             buffer[start : start + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
             for start, view, dtype in zip(self.starts, self.views, self.dtypes, strict=False)
@@ -206,7 +208,7 @@ class _Chunk:
 
 
 def _chunks(views: Sequence[Tensor], dtypes: Sequence[torch.dtype], limit: int) -> list[_Chunk]:
-    """Rectangles in order, cut by rows into chunks of at most `limit` bytes. Shapes and dtypes alone decide,
+    """Cut rectangles, in order, by rows into chunks of at most `limit` bytes. Shapes and dtypes alone decide,
     so both ends agree.
 
     What has a quarter of the limit or more is alone in its chunk, so that it need not be staged."""
@@ -229,7 +231,7 @@ def _chunks(views: Sequence[Tensor], dtypes: Sequence[torch.dtype], limit: int) 
 
 @dataclass(frozen=True)
 class _Round:
-    """One message per peer and direction, and the copies before and after."""
+    """One round: a message per peer and direction, and the copies before and after."""
 
     pack: CopyPlan
     sends: dict[int, Tensor]
@@ -238,8 +240,8 @@ class _Round:
 
 
 def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -> list[_Round]:
-    """Chunk i of every pair of ranks travels in round i of both, so no two ranks wait for each other. At
-    least one round."""
+    """Return the rounds, at least one. Chunk i of every pair of ranks travels in round i of both, so no
+    two ranks wait for each other."""
     count = max((len(chunks) for chunks in (*sends.values(), *receives.values())), default=1)
     halves: list[Tensor | None] = [None, None]
     needed = [
@@ -286,7 +288,7 @@ def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -
 
 
 def plan_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyPlan:
-    """Of (source, destination) pairs. What is contiguous on both sides is one row."""
+    """Plan the copies of (source, destination) pairs. What is contiguous on both sides becomes one row."""
     flat = [
         (src.view(-1), dst.view(-1)) if src.is_contiguous() and dst.is_contiguous() else (src, dst)
         for src, dst in pairs
@@ -373,7 +375,7 @@ def load_hf(
 
 
 def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> None:
-    """Rank 0 says which tensors of the folder are left out because their layers predict further tokens."""
+    """Log on rank 0 which tensors of the folder are left out because their layers predict further tokens."""
     layers = prediction_layers(shape)
     found = [name for name in names if name.startswith(layers)]
     if found and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -387,7 +389,7 @@ def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], sha
 
 
 def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
-    """What is left to load after the value head, if there is one, was set to 0."""
+    """Set the value head, if there is one, to 0, and return what is left to load."""
     heads = {
         name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)
     }
@@ -397,7 +399,7 @@ def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
 
 
 def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
-    """The piece's rectangle of a safetensors slice, [rows, cols]."""
+    """Read a piece's rectangle from a safetensors slice, [rows, cols]."""
     size = stored.get_shape()
     rows, cols = (*size, 1)[:2]
     if piece.row_end > rows or piece.col_end > cols:
@@ -414,8 +416,7 @@ def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
 
 
 def checkpoint_sizes(folder: str | os.PathLike) -> Sizes:
-    """Tensor name -> (rows, cols) of every tensor in the *.safetensors files of `folder`; a vector of n is
-    (n, 1).
+    """Return (rows, cols) of every tensor in the *.safetensors files of `folder`; a vector of n is (n, 1).
 
     Raises: ValueError naming a tensor of more dimensions; FileNotFoundError without weights."""
     stored = read_folder(folder)
@@ -522,7 +523,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def removed_if_failed(partial: Path | None) -> Iterator[None]:
-    """Remove what was begun, so that a full disk gets its space back."""
+    """Remove the partial folder on failure, so that a full disk gets its space back."""
     try:
         yield
     except BaseException:
@@ -532,7 +533,7 @@ def removed_if_failed(partial: Path | None) -> Iterator[None]:
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
-    """One plan per destination tensor."""
+    """Return one plan per destination tensor."""
     per_tensor: dict[str, dict[tuple[int, int], list[RectCopy]]] = {}
     for pair, copies in plan.copies.items():
         for copy in copies:
@@ -544,7 +545,7 @@ def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
 
 
 def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Path:
-    """A temporary folder beside `folder` with everything but the weights."""
+    """Create a temporary folder beside `folder` with everything but the weights."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(
             f"{folder} exists and is not an exported model: it has no config.json. Choose another "
@@ -579,8 +580,8 @@ def start_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dty
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Rename into place. A reader sees the old export or the new one, except for an instant in which there is
-    none."""
+    """Rename the folder to its final name. A reader sees the old export or the new one, except for an
+    instant in which there is none."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(old)

@@ -1,4 +1,5 @@
-"""What a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Mixtral, Gemma 3) holds."""
+"""The atlas (sharding spec) of a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral,
+Mixtral, Gemma 3) holds."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from megarl.reshard.atlas import (
 
 
 def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """[this rank's query heads; its key heads; its value heads]. With more ranks than key heads, t/G ranks
-    share each."""
+    """Layout [this rank's query heads; its key heads; its value heads]. With more ranks than key heads,
+    t/G ranks share each."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     start, end = cut.share(sizes[query][0])
@@ -127,13 +128,13 @@ TABLES = {
     "mixtral": LAYER,
     "gemma3_text": LAYER,
 }
-"""model_type -> its layers. The atlas of any other type is read off vLLM's own loader by the engine
+"""model_type -> its layers. For any other type the engine derives the atlas from vLLM's own loader
 (megarl/rollout/trace.py)."""
 
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
-    """The atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type has no
-    table."""
+    """Return the atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type
+    has no table."""
     if shape.model_type not in TABLES:
         raise ValueError(
             f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of "
@@ -154,6 +155,6 @@ def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
 
 
 def vllm_atlases(shape: ModelShape, ranks: Sequence[int], tp_size: int) -> dict[int, Atlas]:
-    """Atlas of every rollout rank: engines are consecutive blocks of tp_size ranks."""
+    """Return the atlas of every rollout rank: engines are consecutive blocks of tp_size ranks."""
     of_tp_rank = [vllm_atlas(shape, tp_size, tp_rank) for tp_rank in range(tp_size)]
     return {rank: of_tp_rank[index % tp_size] for index, rank in enumerate(ranks)}

@@ -12,7 +12,7 @@ __all__ = ["RewardFunction", "RewardSample", "load_reward"]
 
 
 def load_reward(data: DataConfig) -> RewardFunction:
-    """The function that --reward (None: auto) and --reward-function ask for.
+    """Return the function that --reward (None: auto) and --reward-function ask for.
 
     Raises: ValueError if both choose one, the user's function cannot be loaded, or programs cannot be
     confined here.

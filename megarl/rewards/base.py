@@ -1,4 +1,4 @@
-"""What a reward function is, and how one is called: `judge` is the only place that does it."""
+"""The interface of reward functions, and the only place that calls one: `judge`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _SHOWN_CHARACTERS = 300
 
 
 class RewardFunction(Protocol):
-    """verl's calling convention. Called by keyword, with a copy of `extra_info`."""
+    """A reward function in verl's calling convention. It is called by keyword, with a copy of
+    `extra_info`."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
@@ -31,11 +32,11 @@ class RewardSample:
     ground_truth: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     sample_id: int | None = None
-    """The verdict has it, and errors name it."""
+    """Id of the sample, which the verdict carries and errors name."""
 
     @property
     def digest(self) -> int:
-        """32 bits of the response's text."""
+        """A 32-bit digest of the response's text."""
         return digest_of_text(self.solution_str)
 
 
@@ -44,8 +45,8 @@ def digest_of_text(text: str) -> int:
 
 
 def judge(fn: RewardFunction, row: RewardSample) -> float:
-    """The reward of one response. Raises: ValueError if the function raises (with its traceback) or returns
-    NaN, an infinity, a number that float32 cannot hold, or something that is not a number."""
+    """Return the reward of one response. Raises: ValueError if the function raises (with its traceback) or
+    returns NaN, an infinity, a number that float32 cannot hold, or something that is not a number."""
     try:
         value = fn(
             data_source=row.data_source,
@@ -77,7 +78,7 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
 
 
 def _number(value: object) -> float | None:
-    """bool, int, float, NumPy and torch scalars as a float; None for anything else."""
+    """Convert bool, int, float, NumPy and torch scalars to a float; None for anything else."""
     if not hasattr(type(value), "__float__"):
         return None
     try:
@@ -91,7 +92,7 @@ def _name(fn: RewardFunction) -> str:
 
 
 def describe(name: str, row: RewardSample) -> str:
-    """A reward function of that name, and what it was called with: the beginning of a message about it."""
+    """Return the beginning of a message about a reward function: its name and what it was called with."""
     sample = "" if row.sample_id is None else f"sample {row.sample_id}, "
     shown = repr(row.solution_str)
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."

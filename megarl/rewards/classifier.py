@@ -1,5 +1,5 @@
-"""A Hugging Face sequence classifier with one label as a reward model. The only module of this room that
-needs torch: nothing imports it but the rank that runs the model."""
+"""A Hugging Face sequence classifier with one label as a reward model. The only module of this package
+that needs torch: only the rank that runs the model imports it."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Classifier:
         self.max_length = min(
             (limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62
         )
-        """Tokens that the model can take."""
+        """Number of tokens that the model can take."""
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[float | None]:
-        """The model's score of each sequence of token ids, in order; None for one that is too long for it, or
-        if it is not finite.
+        """Return the model's score of each sequence of token ids, in order; None for a sequence that is too
+        long, or a score that is not finite.
 
         max_tokens: of one forward pass, padding included (a longer sequence gets a pass of its own)."""
         out: list[float | None] = [None] * len(sequences)
@@ -99,7 +99,7 @@ class Classifier:
 
 
 def load_tokenizer(path: str):
-    """A reward model's own tokenizer. Raises: ValueError naming the folder."""
+    """Load a reward model's own tokenizer. Raises: ValueError naming the folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -112,7 +112,7 @@ def load_tokenizer(path: str):
 
 
 def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]:
-    """Token ids of a prompt and its response in a reward model's own tokenizer.
+    """Return the token ids of a prompt and its response in a reward model's own tokenizer.
 
     Through its chat template if it has one and the prompt has messages (a string counts as the user's), the
     response as the assistant's turn; else as a pair of texts with the special tokens that the tokenizer puts
@@ -134,8 +134,8 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
 
 
 def batches_of_like_length(lengths: Mapping[int, int], max_tokens: int) -> Iterator[list[int]]:
-    """Keys in groups, longest first, so that group size * longest length is at most max_tokens: little of a
-    batch is padding."""
+    """Yield keys in groups, longest first, so that group size * longest length is at most max_tokens.
+    Little of a batch is then padding."""
     group: list[int] = []
     for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
         if group and (len(group) + 1) * lengths[group[0]] > max_tokens:

@@ -1,4 +1,4 @@
-"""--reward code: does the response's program pass the tests of its row?
+"""--reward code: whether the response's program passes the tests of its row.
 
 The program is the response's last fenced block, or all of it if there is none. `ground_truth` is JSON (as
 text) of one of these forms:
@@ -46,8 +46,8 @@ _FORMS = (
 
 
 class CodeReward:
-    """1.0 if the program passes every test, else 0.0. Raises ValueError, when made, where programs cannot be
-    confined."""
+    """1.0 if the program passes every test, else 0.0. Its constructor raises ValueError where programs
+    cannot be confined."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
@@ -61,7 +61,7 @@ class CodeReward:
         ground_truth: str | None,
         extra_info: dict[str, Any] | None = None,
     ) -> float:
-        """Raises: ValueError if `ground_truth` is of none of the forms above."""
+        """Judge one response. Raises: ValueError if `ground_truth` is of none of the forms above."""
         tests = read_tests(ground_truth)
         return float(all(self._passes(test, program_of(solution_str)) for test in tests))
 
@@ -78,7 +78,7 @@ class CodeReward:
         return bool(found) and (kind == "asserts" or _equal(answer, wanted))
 
     def _run(self, program: str, stdin: str) -> str | None:
-        """What it wrote, None if it failed."""
+        """Run a program. Returns what it wrote, None if it failed."""
         data = self.data
         outcome = run_confined(
             program, stdin, data.code_timeout_s, data.code_memory_limit_bytes, data.allow_unsandboxed_code
@@ -87,13 +87,13 @@ class CodeReward:
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of a response, else the whole of it."""
+    """Return the last fenced block of a response, else the complete response."""
     blocks = _BLOCK.findall(response)
     return blocks[-1] if blocks else response
 
 
 def read_tests(ground_truth: str | None) -> list[tuple]:
-    """(kind, what is given, what is wanted) of each. Raises: ValueError for what is none of the forms."""
+    """Return (kind, input, wanted output) of each test. Raises: ValueError for what is none of the forms."""
     try:
         tests = json.loads(ground_truth or "null")
     except (ValueError, RecursionError):  # not JSON; brackets in brackets
@@ -121,12 +121,13 @@ def _tests(tests: dict) -> Iterator[tuple]:
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at the ends of lines, and without empty lines at the end."""
+    """Return the lines of a text without blanks at their ends, and without empty lines at the end."""
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().split("\n")
 
 
 def _equal(answer: str, wanted: object) -> bool:
-    """JSON knows lists only, so a tuple equals a list. APPS wraps some results in a list of one."""
+    """Compare a result with the wanted one. JSON has lists only, so a tuple equals a list. APPS wraps some
+    results in a list of one."""
     try:
         got = json.loads(answer)
     except (ValueError, RecursionError):  # not JSON; brackets in brackets

@@ -1,4 +1,4 @@
-"""Several scores of a sample -> its reward."""
+"""Combines several scores of a sample into its reward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def combine_rewards(parts: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float | None]:
-    """Per sample the sum of weight * score over the parts; None, a failed reward, where any part failed.
+    """Return per sample the sum of weight * score over the parts; None, a failed reward, where any part
+    failed.
 
     Args:
         parts: per reward model (and rule reward), the scores of all samples in the same order.

@@ -17,7 +17,7 @@ _WANTED = f"Wanted path/to/file.py:function, with def function({', '.join(_KEYWO
 
 
 def load_custom_reward(reward_function: str) -> RewardFunction:
-    """Runs the file and returns the function it defines.
+    """Run the file and return the function that it defines.
 
     Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called
     as we call it.

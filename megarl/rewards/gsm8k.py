@@ -13,8 +13,8 @@ _ANSWER = re.compile(f"#### ({_NUMBER})")
 def gsm8k_reward(
     data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if the last "#### n" equals `ground_truth`, as text or as a number (17 = 17.0 = 17. and 1,234 =
-    1234), else 0.0.
+    """Return 1.0 if the last "#### n" equals `ground_truth`, as text or as a number (17 = 17.0 = 17. and
+    1,234 = 1234), else 0.0.
 
     Raises: ValueError if `ground_truth` is not a number: no answer could ever be right.
     """

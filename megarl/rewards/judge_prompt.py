@@ -1,4 +1,4 @@
-"""What a generative judge is asked, and what its answer is worth. Text only.
+"""The prompt of a generative judge, and the score in its answer. Text only.
 
 prompt = JudgePrompt.load(None, r"Score: (\\d+)", (0, 10))
 prompt.fill("2+2 ?", "4", "4")             the question
@@ -40,25 +40,25 @@ _NO_GROUND_TRUTH = "(none given)"
 class JudgePrompt:
     template: str
     pattern: re.Pattern[str]
-    """One group: the number."""
+    """Regular expression with one group, the number."""
     lowest: float
     highest: float
 
     @staticmethod
     def load(template: str | None, pattern: str, score_range: Sequence[float]) -> JudgePrompt:
-        """template: a file; None is the one that ships with megarl."""
+        """Load the prompt. template: a file; None is the one that ships with megarl."""
         text = DEFAULT_TEMPLATE if template is None else Path(template).read_text(encoding="utf-8")
         return JudgePrompt(text, re.compile(pattern), *score_range)
 
     def fill(self, prompt: Sequence[Mapping[str, Any]] | str, response: str, ground_truth: str | None) -> str:
-        """In one pass: a placeholder that the response itself holds stays text, and so do other braces of the
-        template."""
+        """Fill in the template in one pass: a placeholder that the response itself holds stays text, and
+        so do other braces of the template."""
         truth = _NO_GROUND_TRUTH if ground_truth is None else ground_truth
         values = {"prompt": conversation_text(prompt), "response": response, "ground_truth": truth}
         return _PLACEHOLDER.sub(lambda match: values[match[1]], self.template)
 
     def parse(self, answer: str, is_complete: bool) -> float | None:
-        """The score, scaled to 0..1. None if there is none, or one outside the range.
+        """Return the score of an answer, scaled to 0..1. None if there is none, or one outside the range.
 
         The last match counts, as judges weigh scores before they give one. An answer that was cut off
         (is_complete false) where the number stands may have lost digits of it: None."""
@@ -79,8 +79,8 @@ class JudgePrompt:
 
 
 def conversation_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
-    """A string as it is, a single message's content; of several messages each with its role's name before
-    it."""
+    """Return a conversation as text: a string as it is, a single message's content, or several messages,
+    each after its role's name."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -89,6 +89,6 @@ def conversation_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """A message's content; the text parts of one that has parts."""
+    """Return a message's content, or the text parts of a message that has parts."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())

@@ -13,7 +13,7 @@ TIMEOUT_S = 5
 def math_reward(
     data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None
 ) -> float:
-    r"""1.0 if the last mathematical answer of `solution_str` equals `ground_truth`, else 0.0.
+    r"""Return 1.0 if the last mathematical answer of `solution_str` equals `ground_truth`, else 0.0.
 
     Parsing and each comparison get TIMEOUT_S seconds (9^{9^{9^9}} would take for ever); out of time counts as
     wrong. The timeouts are SIGALRM's, so there are none outside the main thread.

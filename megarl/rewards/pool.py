@@ -1,5 +1,5 @@
-"""Reward functions in processes of their own, which can be killed: what one of them does to itself costs one
-reward, not the run.
+"""Run reward functions in processes that can be killed: what a function does to its process costs one reward,
+not the run.
 
     with RewardPool(config.data, num_workers=2) as pool:
         probe_reward(pool, dataset)         before training: is there one for every kind of row?
@@ -13,9 +13,7 @@ user's file is run in these processes only."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pickle
 import selectors
 import signal
 import subprocess
@@ -24,12 +22,15 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.config.schema import DataConfig
+from megarl.messages import encode
 from megarl.runtime.abort import ABORT
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
+from megarl.rewards.pool_messages import Reply, Request, read_replies
 from megarl.rewards.printed import Printed
 
 _LOOK_S = 0.2  # between two looks at whether the job is to end
@@ -41,27 +42,26 @@ _FORKED_WHILE_LOADED = (
     "the file of the reward function forks while it is loaded, and goes on in "
     "the child. Let the child end (os._exit)."
 )
-Reply = dict[str, Any]
-"""One line that a process wrote: pid, request, digest, and reward or failure; or ready or error, once it has
-loaded."""
 _START_S = 120.0  # the user's file may import what is slow to import
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """reward: None if it failed, and then `failure` says why, with the function's traceback if it raised."""
+    """The reward of one sample, or why there is none."""
 
     reward: float | None
     failure: str | None = None
+    """Why the reward is None, with the function's traceback if it raised."""
     sample_id: int | None = None
-    """Of the sample that was judged."""
+    """Id of the sample that was judged."""
     digest: int | None = None
-    """Of the text that was judged, see `RewardSample.digest`."""
+    """Digest of the text that was judged, see `RewardSample.digest`."""
 
 
 class RewardPool:
-    """Processes that judge samples, started at once and again when one had to be killed. Use it on the main
-    thread: the kernel ends them with the thread that started them.
+    """Processes that judge samples. A process that had to be killed is started again.
+
+    Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
     Args:
         num_workers: 0: no processes; the function is called here, for pdb, and nothing limits it.
@@ -91,8 +91,9 @@ class RewardPool:
             worker.kill()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
-        """In order. Raises ValueError if the function cannot be loaded again after a process had to be
-        killed."""
+        """Judge samples and return the verdicts in their order.
+
+        Raises: ValueError if the function cannot be loaded again after a process had to be killed."""
         if self._function is not None:
             return [_judge_here(self._function, sample) for sample in samples]
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
@@ -107,8 +108,8 @@ class RewardPool:
 
         def fail_forked(strangers: Iterable[Reply]) -> None:
             for stranger in strangers:
-                request = stranger.get("request")
-                if isinstance(request, int) and 0 <= request - first_request < len(requests):
+                request = stranger.request
+                if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
         running: dict[_Worker, tuple[int, float]] = {}  # -> sample, and when it is over
@@ -134,8 +135,8 @@ class RewardPool:
                     del running[worker]
                     reply, strangers = worker.receive() if worker in ready else (None, [])
                     if reply is not None:
-                        verdicts[index] = _verdict(samples[index], reply.get("reward"), reply.get("failure"))
-                    elif all(stranger.get("request") == worker.request for stranger in strangers):
+                        verdicts[index] = _verdict(samples[index], reply.reward, reply.failure)
+                    elif all(stranger.request == worker.request for stranger in strangers):
                         fail(
                             index, worker.cause_of_death() if worker in ready and not strangers else too_slow
                         )
@@ -171,7 +172,7 @@ def _verdict(sample: RewardSample, reward: float | None, failure: str | None) ->
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
-    """Judge before training starts, so that a broken function is found while nothing is lost yet.
+    """Judge a few rows before training starts, so that a broken function is found while nothing is lost yet.
 
     The first row of every data source is judged twice: for an empty response, and for its ground truth as the
     response.
@@ -194,8 +195,7 @@ def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-
 
 
 class _Worker:
-    """One process: pool_worker.py. Requests go to it as pickles, replies come as JSON: what it says is not
-    trusted."""
+    """One process of a pool (pool_worker.py). What it says is not trusted."""
 
     request = digest = -1
     """Number of the last request, and digest of its text."""
@@ -211,18 +211,19 @@ class _Worker:
         )
         self.printed.follow()
         self.replies, self._unread = self.process.stdout, b""
-        self.send(data)
+        self._requests = Connection(os.dup(self.process.stdin.fileno()), readable=False)
+        self.process.stdin.close()
+        self._tell(data)
 
-    def send(self, request: object) -> None:
+    def _tell(self, message: object) -> None:
         self.printed.end_call()
         with contextlib.suppress(BrokenPipeError):  # it has died, and `receive` will say so
-            pickle.dump(request, self.process.stdin)
-            self.process.stdin.flush()
+            self._requests.send_bytes(encode(message))
 
     def ask(self, request: int, sample: RewardSample) -> None:
-        """Have it judge a sample. `request`: a number that no other request has."""
+        """Ask the process to judge a sample. `request`: a number that no other request has."""
         self.request, self.digest = request, sample.digest
-        self.send((request, sample))
+        self._tell(Request.of(request, sample))
 
     def wait_until_ready(self, deadline: float) -> None:
         while (rest := deadline - time.monotonic()) > 0:
@@ -230,38 +231,32 @@ class _Worker:
                 break
         else:
             raise ValueError(f"does not load within {_START_S:g} s")
-        (reply, *strangers) = self._read() or [{}]
-        if strangers or reply.get("pid") not in (None, self.process.pid):
+        (reply, *strangers) = self._read() or [Reply()]
+        if strangers or reply.pid not in (None, self.process.pid):
             raise ValueError(_FORKED_WHILE_LOADED)
-        if reply.get("ready") is not True:
+        if not reply.ready:
             raise ValueError(
-                str(
-                    reply.get("error")
-                    or f"the process that loads the reward function {self.cause_of_death()}"
-                )
+                reply.error or f"the process that loads the reward function {self.cause_of_death()}"
             )
 
     def receive(self) -> tuple[Reply | None, list[Reply]]:
-        """Its reply to the last request, and those that others have written into its pipe. None: it has died,
-        or its reply is none.
+        """Return the reply to the last request, and the replies that other processes wrote into the pipe.
+
+        The first is None if the process has died or sent a malformed reply.
 
         Raises: ValueError if the reward function's file forks while it is loaded."""
         own, strangers = None, []
         for reply in self._read():
-            if reply.get("pid") != self.process.pid:
-                if "ready" in reply:
+            if reply.pid != self.process.pid:
+                if reply.ready:
                     raise ValueError(_FORKED_WHILE_LOADED)
                 strangers.append(reply)
-            elif (reply.get("request"), reply.get("digest")) == (self.request, self.digest):
-                own = (
-                    reply
-                    if isinstance(reply.get("reward"), float) or isinstance(reply.get("failure"), str)
-                    else None
-                )
+            elif (reply.request, reply.digest) == (self.request, self.digest):
+                own = reply if reply.reward is not None or reply.failure is not None else None
         return own, strangers
 
     def strangers_now(self) -> list[Reply]:
-        """What others have written into its pipe since its last reply."""
+        """Return what other processes have written into the pipe since the last reply."""
         return self._read() if self._has_written(0.0) else []
 
     def _has_written(self, timeout_s: float) -> bool:
@@ -270,18 +265,18 @@ class _Worker:
             return bool(selector.select(timeout_s))
 
     def _read(self) -> list[Reply]:
-        """All replies that are there, at least one line. [] if all who could write have ended, or a line is
-        no reply."""
+        """Return all replies that are there, at least one.
+
+        Returns [] if all who could write have ended, or if a line is malformed."""
         while not self._unread.endswith(b"\n"):
             if not (more := os.read(self.replies.fileno(), 1 << 16)):
                 return []
             self._unread += more
-        lines, self._unread = self._unread.splitlines(), b""
+        lines, self._unread = self._unread, b""
         try:
-            replies = [json.loads(line) for line in lines]
+            return read_replies(lines)
         except ValueError:
             return []
-        return replies if all(isinstance(reply, dict) for reply in replies) else []
 
     def cause_of_death(self) -> str:
         try:
@@ -296,7 +291,7 @@ class _Worker:
         )
 
     def kill(self) -> None:
-        """It and what it has started in its group. A second time this does nothing."""
+        """Kill the process and what it has started in its process group. A second call does nothing."""
         if self.replies.closed:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -304,5 +299,4 @@ class _Worker:
         self.process.wait()
         self.printed.close()
         self.replies.close()
-        with contextlib.suppress(BrokenPipeError):  # of a request that was never read
-            self.process.stdin.close()
+        self._requests.close()

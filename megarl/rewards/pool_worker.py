@@ -1,5 +1,5 @@
-"""One process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`. Pickled requests on stdin, JSON
-replies on stdout.
+"""Run one process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`, with requests on stdin and
+replies on stdout (pool_messages.py).
 
 Every reply has the number of its request, the digest of the text that was judged, and the number of the
 process that writes it: a reward function may fork, and its child returns here with the same pipes. The child
@@ -10,16 +10,17 @@ What the reward function prints goes to stderr, which the pool reads (printed.py
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import pickle
 import resource
 import signal
 import sys
+from multiprocessing.connection import Connection
 
 from megarl.config.schema import DataConfig
+from megarl.messages import decode
 from megarl.rewards import load_reward
 from megarl.rewards.base import judge
+from megarl.rewards.pool_messages import Reply, Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_MESSAGE = 8000  # characters
@@ -30,36 +31,42 @@ def main(parent: int) -> None:
     if os.getppid() != parent:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests, replies = Connection(os.dup(0), writable=False), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     own_pid = os.getpid()
 
     def reply(**answer: object) -> None:
-        replies.write(json.dumps({"pid": os.getpid(), **answer}) + "\n")
+        replies.write(Reply(pid=os.getpid(), **answer).line())
         replies.flush()
         if os.getpid() != own_pid:
             os._exit(1)
 
-    data: DataConfig = pickle.load(requests)
+    data = decode(requests.recv_bytes(), DataConfig)
     # What it allocates, not what it maps: the libraries of a GPU map more than any machine has.
     resource.setrlimit(resource.RLIMIT_DATA, (data.reward_memory_limit_bytes,) * 2)
     try:
         function = load_reward(data)
     except ValueError as error:
-        return reply(error=str(error))
+        return reply(error=_printable(str(error)))
     reply(ready=True)
     while True:
         try:
-            request, sample = pickle.load(requests)
+            request = decode(requests.recv_bytes(), Request)
         except EOFError:
             return
+        sample = request.sample
         try:
             verdict = {"reward": judge(function, sample)}
         except ValueError as error:
-            verdict = {"failure": str(error)[-_LONGEST_MESSAGE:]}
-        reply(request=request, digest=sample.digest, **verdict)
+            verdict = {"failure": _printable(str(error)[-_LONGEST_MESSAGE:])}
+        reply(request=request.number, digest=sample.digest, **verdict)
+
+
+def _printable(text: str) -> str:
+    """Return the text with halves of characters, which JSON cannot hold, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a reward process prints, passed on to the log: of each call the first and the last bytes, the rest is
+"""Passes on to the log what a reward process prints: the first and the last bytes of each call; the rest is
 counted.
 
 A function that prints its whole input would otherwise fill the log of a long run."""
@@ -10,7 +10,7 @@ import select
 import threading
 
 FIRST_BYTES = LAST_BYTES = 4096
-"""Of one call."""
+"""Bytes of one call that are passed on from its beginning."""
 _JOIN_S = 1.0
 
 
@@ -28,18 +28,18 @@ class Printed:
         self._thread = threading.Thread(target=self._follow, name="reward_output", daemon=True)
 
     def follow(self) -> None:
-        """After the process has started: close this process's copy of its end, and read."""
+        """Close this process's copy of the writing end and read. Call it after the process has started."""
         os.close(self.writer)
         self._thread.start()
 
     def end_call(self) -> None:
-        """Pass on what is left of this call's output; what comes from now on is the next one's."""
+        """Pass on the rest of this call's output; what comes from now on belongs to the next call."""
         with self._lock:
             self._take()
             self._finish()
 
     def close(self) -> None:
-        """After the process has ended. A child of its own may go on printing."""
+        """Stop reading. Call it after the process has ended; a child of the process may continue to print."""
         self._thread.join(_JOIN_S)
 
     def _follow(self) -> None:
@@ -55,7 +55,7 @@ class Printed:
             self._reader = -1
 
     def _take(self) -> bool:
-        """Read what is there. False: nobody can write any more."""
+        """Read what is there. False: no process can write any more."""
         while self._reader >= 0:
             try:
                 data = os.read(self._reader, 1 << 16)

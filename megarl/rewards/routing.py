@@ -1,4 +1,4 @@
-"""Which built-in reward judges which data source (--reward auto)."""
+"""Chooses the built-in reward of each data source (--reward auto)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROUTES: tuple[tuple[str, str], ...] = (
 def auto_reward(
     data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
 ) -> float:
-    """Judges by the rule that ROUTES has for `data_source`. Raises: ValueError if it has none."""
+    """Judge by the rule that ROUTES has for `data_source`. Raises: ValueError if it has none."""
     return BUILT_IN[route(data_source)](data_source, solution_str, ground_truth, extra_info)
 
 
 def route(data_source: str) -> str:
-    """Name of the built-in reward for `data_source`."""
+    """Return the name of the built-in reward for `data_source`."""
     for pattern, name in ROUTES:
         if fnmatchcase(data_source.lower(), pattern):
             return name

@@ -1,4 +1,4 @@
-"""Run a Python program that nobody has read, within limits.
+"""Runs an untrusted Python program within limits.
 
     outcome = run_confined(program, stdin="3 4", timeout_s=10.0, memory_limit_bytes=1 << 30)
     outcome.stdout if outcome.exit_code == 0 else ...
@@ -192,8 +192,8 @@ def refusal(lacking: tuple[str, ...]) -> str:
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """What this machine lacks of the confinement: "namespaces" (network), "Landlock" (files), "seccomp"
-    (calls). Tried in a child that ends at once."""
+    """Return what this machine lacks of the confinement: "namespaces" (network), "Landlock" (files),
+    "seccomp" (calls). Tried in a child that ends at once."""
     found = []
     for name, attempt in (
         ("namespaces", _unshare),
@@ -216,8 +216,8 @@ def missing() -> tuple[str, ...]:
 
 
 def _main(limits: dict) -> None:
-    """Give up all that is not needed, then become the program. Its parent is the first process of the
-    namespace and ends with it."""
+    """Give up all rights that are not needed, then become the program. The parent is the first process of
+    the namespace and ends with it."""
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
@@ -274,7 +274,7 @@ def _unshare() -> None:
 
 
 def _confine_files(folder: str) -> None:
-    """Landlock: from here on this process and its children have these files and no others."""
+    """Restrict this process and its children to these files, by Landlock."""
     libc = _libc()
     abi = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION))
     if abi < min(_RIGHTS_OF_ABI):
@@ -326,7 +326,7 @@ class _Program(ctypes.Structure):
 
 
 def _confine_calls() -> None:
-    """seccomp: from here on these calls fail with EPERM in this process and its children. Other ABIs' calls
+    """Make these calls fail with EPERM in this process and its children, by seccomp. Other ABIs' calls
     have other numbers: the end."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
     checks = [(_BPF_IF_AT_LEAST, _X32), *((_BPF_IF_EQUAL, number) for number in denied)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm import ir
 
-from megarl.rollout.plugin import CPU_NORMS
+from megarl.rollout.names import CPU_NORMS
 
 _VECTOR = 16  # elements that the kernels take at once; they handle no remainder
 

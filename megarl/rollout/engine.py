@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import expert_dtype
+from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
 from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
 from megarl.config.roles import tells_experts
@@ -36,7 +38,8 @@ from megarl.reshard.transports.choose import ranks_per_node
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
-from megarl.rollout.plugin import BACKEND, CPU_NORMS, check_version, register
+from megarl.rollout.names import BACKEND, CPU_NORMS
+from megarl.rollout.plugin import check_version, register
 
 if TYPE_CHECKING:
     import numpy as np
@@ -207,6 +210,16 @@ class Engine:
         return self.llm.generate(prompts, params, use_tqdm=False)
 
 
+@dataclass(frozen=True)
+class _EngineWeights:
+    """What every rank must know of another rank's engine to plan a sync."""
+
+    aliases: dict[str, str]
+    """Weights that are the trainer's own memory: name in the engine -> the trainer's name."""
+    atlas: Atlas | None
+    """None: a table says what the engine holds."""
+
+
 class RolloutEngine(Engine):
     process = None
     """Of its weights, for the sync: this one."""
@@ -285,17 +298,19 @@ class RolloutEngine(Engine):
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as
         above."""
-        rank, told = dist.get_rank(), [None] * dist.get_world_size()
+        rank = dist.get_rank()
         has_table = self.shape.model_type in TABLES
-        dist.all_gather_object(told, (self._aliases, None if has_table else self._atlas))
+        told = all_gather_messages(
+            _EngineWeights(self._aliases, None if has_table else self._atlas), _EngineWeights
+        )
         wanted = (
             vllm_atlases(self.shape, self.ranks, self._tp)
             if has_table
-            else {rank: told[rank][1] for rank in self.ranks}
+            else {rank: told[rank].atlas for rank in self.ranks}
         )
         plan = make_plan(
             sources,
-            {rank: without(atlas, told[rank][0]) for rank, atlas in wanted.items()},
+            {rank: without(atlas, told[rank].aliases) for rank, atlas in wanted.items()},
             self._ranks_per_node,
         )
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])

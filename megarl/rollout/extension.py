@@ -1,28 +1,30 @@
-"""What a rank asks of the vLLM workers that are not in its process: methods that vLLM mixes into its worker
-class (its `worker_extension_cls` argument) and that `collective_rpc` calls by name. Plain values only."""
+"""Methods that a rank calls in the vLLM workers that are not in its process.
+
+vLLM mixes them into its worker class (its `worker_extension_cls` argument), and `collective_rpc` calls them by
+name. Arguments and results are plain values: vLLM would send others as pickles."""
 
 from __future__ import annotations
 
-import pickle
+from megarl.messages import encode
 
 
 class WorkerExtension:
     def megarl_weights(self) -> dict[str, tuple[list[int], str]]:
-        """Name -> [rows, cols], dtype of each destination tensor of this rank."""
+        """Return [rows, cols] and dtype of each destination tensor of this rank, by name."""
         tensors = self.weight_transfer_engine.tensors
         return {
             name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()
         }
 
     def megarl_atlas(self) -> bytes:
-        """The pickled atlas of this rank."""
-        return pickle.dumps(self.weight_transfer_engine.atlas)
+        """Return the atlas of this rank as a message."""
+        return encode(self.weight_transfer_engine.atlas)
 
     def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:
-        """(What went wrong with the copies that update_weights started, bytes written)."""
+        """Wait for the copies that update_weights started. Returns (what went wrong, bytes written)."""
         outcome = self.weight_transfer_engine.puller.wait(timeout_s)
         return outcome.problem, outcome.bytes
 
     def megarl_give_up_weights(self) -> None:
-        """finish_weight_update will then change nothing."""
+        """Abandon the copies, so that finish_weight_update changes nothing."""
         self.weight_transfer_engine.puller.give_up()

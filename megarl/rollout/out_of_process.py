@@ -1,4 +1,4 @@
-"""A vLLM engine in processes of its own, on ranks that need not train.
+"""Run a vLLM engine in processes of its own, on ranks that need not train.
 
     engine = OutOfProcessEngine(config, shape, ranks, rollout_ranks)      on the first of the engine's ranks, not collective
     engine.connect(atlases, parameters)
@@ -12,7 +12,6 @@ trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.messages import decode, encode
 from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
@@ -104,21 +104,24 @@ class OutOfProcessEngine(Engine):
         }
         if shape.model_type not in TABLES:
             publish_atlases(
-                dict(
-                    zip(self.ranks, map(pickle.loads, self.llm.collective_rpc("megarl_atlas")), strict=True)
-                ),
+                {
+                    rank: decode(data, Atlas)
+                    for rank, data in zip(self.ranks, self.llm.collective_rpc("megarl_atlas"), strict=True)
+                },
                 actor,
             )
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """As RolloutEngine.connect. Ranks without an engine make a WeightSync from the same `sync_plan`."""
+        """Plan the weight sync, as RolloutEngine.connect does.
+
+        Ranks without an engine make a WeightSync from the same `sync_plan`."""
         self._plan, speakers = sync_plan(
             self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s, self.actor
         )
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:
-        """As RolloutEngine.generate. Raises also: EngineFailed, EngineDied."""
+        """Sample, as RolloutEngine.generate does. Raises also: EngineFailed, EngineDied."""
         try:
             if not self._has_died():
                 return super().generate(*args, **kwargs)
@@ -128,8 +131,9 @@ class OutOfProcessEngine(Engine):
         raise self._errors.explained(failure, self.rank)
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
-        """The engine process starts on the first request that it gets, so which requests share a batch, and
-        with it the last bits of their log-probs, would depend on timing: it is held until it has them all."""
+        """Hand all requests to the engine before it starts on the first.
+
+        Otherwise timing would decide which requests share a batch, and so the last bits of their log-probs."""
         self.llm.sleep(level=0, mode="keep")
         self.llm.enqueue(prompts, params, use_tqdm=False)
         self.llm.wake_up(tags=["scheduling"])
@@ -153,9 +157,7 @@ class OutOfProcessEngine(Engine):
         self._ask(self.llm.start_weight_update)
         self._is_updating = True
         self._ask(
-            lambda: self.llm.update_weights(
-                {"update_info": [{"order": pickle.dumps(order)} for order in orders]}
-            ),
+            lambda: self.llm.update_weights({"update_info": [{"order": encode(order)} for order in orders]}),
             self.options.reshard_timeout_s,
         )
         self._plan = None
@@ -172,7 +174,7 @@ class OutOfProcessEngine(Engine):
         self._ask(lambda: self._commit(version))
 
     def give_up(self) -> None:
-        """With two buffers the old version stays."""
+        """Abandon the version that is under way. With two buffers the old version stays usable."""
         if self._is_updating and not self._has_died():
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
@@ -185,7 +187,9 @@ class OutOfProcessEngine(Engine):
         remove_own_shared_memory()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
-        """`call`'s result, if vLLM answers within timeout_s and _ANSWER_S. Its own client waits for ever."""
+        """Return the result of a call to vLLM, or raise if it does not answer within timeout_s and _ANSWER_S.
+
+        vLLM's own client would wait for ever."""
         answer: dict[str, object] = {}
 
         def run() -> None:
@@ -208,7 +212,7 @@ class OutOfProcessEngine(Engine):
         return answer["value"]
 
     def _has_died(self) -> bool:
-        """Then every call fails with the death of its processes."""
+        """Return whether a process of the engine has died. From then on every call fails with its death."""
         if self._processes.have_died():
             self.version = None
             return True

@@ -1,4 +1,4 @@
-"""What megarl adds to vLLM, through its official doors. vLLM calls `register` in each of its processes.
+"""Register with vLLM what megarl adds to it. vLLM calls `register` in each of its processes.
 
 setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
 
@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import contextlib
 
-SUPPORTED_VLLM = "0.32.0"
-BACKEND = "megarl"
-"""Name of the weight-transfer backend: LLM(weight_transfer_config={"backend": "megarl"})."""
+from megarl.rollout.names import BACKEND
 
-CPU_NORMS = "megarl_c"
-"""Name of the provider of norms in cpu_norms.py."""
+SUPPORTED_VLLM = "0.32.0"
 
 
 def register() -> None:
-    """Make the weight-transfer backend known, and on CPU the norms. Repeatable. A process of an engine of its
-    own ends with the rank that started it."""
+    """Make the weight-transfer backend known, and on CPU the norms. May be called again.
+
+    A process of an engine of its own ends with the rank that started it."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -36,7 +34,7 @@ def register() -> None:
 
 
 def check_version() -> None:
-    """Raises: RuntimeError for a vLLM that the CPU paths of this folder were not written for."""
+    """Refuse a vLLM that the CPU paths of this folder were not written for. Raises: RuntimeError."""
     from vllm.version import __version__
 
     if __version__.split("+")[0] != SUPPORTED_VLLM:

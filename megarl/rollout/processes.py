@@ -1,5 +1,4 @@
-"""The processes that vLLM starts for an engine outside the worker: which devices they see, and what their
-death means."""
+"""Watch the processes that vLLM starts for an engine, and choose the devices that they see."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The model in the engine process itself. Under its short name vLLM replaces it by "mp" on a CPU, for its
-binding of threads to cores, which several ranks on one machine cannot use."""
+"""The executor that runs the model in the engine process itself. Under its short name vLLM replaces it by
+"mp" on a CPU, to bind threads to cores, which several ranks on one machine cannot use."""
 
 
 class EngineDied(RuntimeError):
@@ -26,11 +25,12 @@ class EngineDied(RuntimeError):
 
 
 class EngineProcesses:
-    """Watches them: when one ends by itself, whoever waits for the engine fails, which vLLM's client does not
-    see to."""
+    """Watches the processes of an engine: when one ends by itself, whoever waits for the engine fails.
+
+    vLLM's own client would wait on."""
 
     def __init__(self, llm: LLM, describe: Callable[[int, str], str]) -> None:
-        """describe(pid, how): the message of the death."""
+        """describe(pid, how): returns the message of the death."""
         self._client, self._describe, self._is_closing = llm.llm_engine.engine_core, describe, False
         self._processes = list(self._client.resources.engine_manager.processes)
         self.death: EngineDied | None = None
@@ -42,7 +42,7 @@ class EngineProcesses:
         return [process.pid for process in self._processes]
 
     def have_died(self) -> bool:
-        """Whether one ended by itself; then `death` says how."""
+        """Return whether a process ended by itself; then `death` says how."""
         sentinels = [process.sentinel for process in self._processes]
         if (
             self.death is None
@@ -85,8 +85,8 @@ def _how(exit_code: int | None) -> str:
 
 
 def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> str | None:
-    """The GPUs of this engine's ranks, then the others of the node: their memory is read too. None without
-    GPUs.
+    """Return the GPUs of this engine's ranks, then the others of the node, whose memory is read too. None
+    without GPUs.
 
     Raises: ValueError if the engine's ranks are not on one node."""
     if not torch.cuda.is_available():

@@ -1,5 +1,4 @@
-"""The end of a weight sync in a process of vLLM's own: follows the orders of the rank that drives the
-engine."""
+"""Pull weights inside a process of vLLM's own, as the rank that drives the engine orders."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ import torch
 from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import RectCopy
-from megarl.reshard.sync import Pull, tensors_of
+from megarl.reshard.sync import ExportedPull, tensors_of
 from megarl.rollout.double_buffer import DoubleBuffer
 
 
 @dataclass(frozen=True)
 class Order:
-    """One version for one destination."""
+    """One version for one destination, as the driving rank sends it."""
 
     arrivals: dict[int, Arrival]
-    pulls: dict[int, Pull]
+    pulls: dict[int, ExportedPull]
     """Sources that are new or have moved."""
     plan: dict[int, tuple[RectCopy, ...]] | None = None
     """With the first order of a plan: source rank -> copies."""
@@ -29,7 +28,7 @@ class Order:
 
 @dataclass
 class Outcome:
-    """How an order went."""
+    """How the copies of an order went."""
 
     problem: str | None = None
     bytes: int = 0
@@ -41,7 +40,7 @@ class _Buffer:
 
     tensors: dict[str, View]
     destination: Destination | None = None
-    pulls: dict[int, Pull] = field(default_factory=dict)
+    pulls: dict[int, ExportedPull] = field(default_factory=dict)
 
 
 class Puller:
@@ -75,7 +74,7 @@ class Puller:
         self.outcome = Outcome()
 
     def begin(self, order: Order) -> None:
-        """Raises: RuntimeError while an earlier version is still being copied."""
+        """Start to copy a version. Raises: RuntimeError while an earlier version is still being copied."""
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError(
                 f"[rank {self.rank}] an earlier version is still being copied, after its sync was given up"
@@ -93,7 +92,8 @@ class Puller:
             self._thread.join()
 
     def _copy(self, buffer: _Buffer, arrivals: dict[int, Arrival], gpu: int | None) -> None:
-        """Runs on a thread of its own, whose current device is 0 until it is told otherwise.
+        """Copy and compare digests, on a thread of its own. Its current device is 0 until it is told
+        otherwise.
 
         gpu: the current device of the thread that called `begin`; None without GPUs."""
         try:
@@ -113,7 +113,7 @@ class Puller:
             torch.cuda.synchronize()
 
     def wait(self, timeout_s: float) -> Outcome:
-        """How it went, or that it is not over."""
+        """Return how the copies went, or that they are not done after timeout_s."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return Outcome(f"[rank {self.rank}] the engine was not done copying after {timeout_s:.1f} s")
@@ -130,5 +130,5 @@ class Puller:
         return True
 
     def give_up(self) -> None:
-        """What was copied is not to be used."""
+        """Mark what was copied as not to be used."""
         self.outcome = Outcome(problem=f"[rank {self.rank}] the sync was given up")

@@ -1,15 +1,15 @@
-"""vLLM's weights as destinations of a reshard plan: the weight-transfer engine that vLLM builds in its
+"""Make vLLM's weights the destinations of a reshard plan: the weight-transfer engine that vLLM builds in its
 worker.
 
 built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
 init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
-start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates"""
+start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from megarl.config.hf_config import FAMILIES, ModelShape
+from megarl.messages import decode
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import View
@@ -35,7 +36,7 @@ from megarl.reshard.transfer import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.latents import DerivedLatents
 from megarl.rollout.plugin import check_version
-from megarl.rollout.puller import Puller
+from megarl.rollout.puller import Order, Puller
 
 if TYPE_CHECKING:
     from megarl.rollout.cpu_experts import PackedExperts
@@ -45,12 +46,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """From the rank that drives the engine."""
+    """What the rank that drives the engine tells its workers once."""
 
     expose: Callable[[Atlas, dict[str, View]], None] | None = None
-    """In its process: is called with the atlas and the live weights, by the names of the atlas."""
+    """In the trainer's process: a function that is called with the atlas and the live weights, by the names
+    of the atlas."""
     ranks: list[int] | None = None
-    """Else: rank in the plan of each tensor-parallel rank of the engine."""
+    """In another process: the rank in the plan of each tensor-parallel rank of the engine."""
     double_buffer: bool = False
 
 
@@ -60,17 +62,17 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """In the trainer's process: fills the weights. Collective over the ranks whose weights travel as
     messages."""
     order: bytes = b""
-    """Else: a pickled Order."""
+    """In another process: an Order (puller.py) as a message."""
 
 
 @dataclass
 class Offer:
-    """The trainer's parameters, to an engine that is being built beside them in one process."""
+    """The trainer's parameters, offered to an engine that is being built in the same process."""
 
     atlas: Atlas
     parameters: dict[str, torch.Tensor]
     taken: dict[str, str] = field(default_factory=dict)
-    """Set by the engine: its parameter -> the trainer's whose memory it took over."""
+    """Set by the engine: name of its parameter -> the trainer's parameter whose memory it took over."""
 
 
 _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
@@ -78,8 +80,10 @@ _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 
 @contextlib.contextmanager
 def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
-    """Around the construction of an engine: vLLM builds the weight-transfer engine inside, at the one moment
-    when memory that CUDA graphs and compiled code will read can still be chosen."""
+    """Offer the trainer's parameters to the engine that is built inside this context.
+
+    While vLLM builds the weight-transfer engine, memory that CUDA graphs and compiled code will read can
+    still be chosen."""
     offer = Offer(atlas, parameters)
     token = _offer.set(offer)
     try:
@@ -125,20 +129,22 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """In a process of vLLM's own with two buffers this returns at once; `Puller.wait` says when it is
-        over."""
+        """Take the weights of a new version.
+
+        In a process of vLLM's own with two buffers this returns at once, and `Puller.wait` waits for the
+        copies."""
         if update_info.copy is not None:
             update_info.copy()
             self._derive()
         else:
-            self.puller.begin(pickle.loads(update_info.order))
+            self.puller.begin(decode(update_info.order, Order))
 
     def finish_weight_update(self) -> None:
         if self.puller is not None and self.puller.commit():
             self._derive()
 
     def _derive(self) -> None:
-        """What vLLM computes with is not all written by a transfer."""
+        """Compute what vLLM derives from weights and a transfer does not write."""
         for experts in self.packed.values():
             experts.pack()
         self.latents.update()
@@ -148,7 +154,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def engine_atlas(vllm_config: VllmConfig) -> Atlas:
-    """Of this rank of an engine: from the tables, or for a model type that they do not know from vLLM's own
+    """Return the atlas of this rank of an engine, from the tables or, for other model types, from vLLM's own
     loader.
 
     Raises: ValueError or FileNotFoundError if the trainer does not know the type either and its folder holds
@@ -186,8 +192,9 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
 
 
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
-    """Parameter name -> the plain twin of every weight that vLLM packs for its CPU experts; {} on a GPU and
-    for dense models."""
+    """Return the plain twin of every weight that vLLM packs for its CPU experts, by parameter name.
+
+    Empty on a GPU and for dense models."""
     if not current_platform.is_cpu():
         return {}
     from megarl.rollout.cpu_experts import PackedExperts
@@ -205,8 +212,9 @@ def expose_weights(
     packed: dict[str, PackedExperts] | None = None,
     derived: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Name -> [rows, cols] view of each live weight, or of its plain twin if it is `packed`. Undoes the CPU
-    prepack of linear layers.
+    """Return a [rows, cols] view of each live weight, or of its plain twin if it is `packed`, by name.
+
+    Undoes the CPU prepack of linear layers.
 
     Args:
         derived: parameters that vLLM makes of others.

@@ -11,15 +11,18 @@ import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megarl.collectives import all_gather_messages
 from megarl.rollout.cpu_sampler import PositionSampler
 from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
 
 
 class NamedCPUWorker(CPUWorker):
-    """vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a
-    file's last '/' part). Under the external launcher that is the same in every job, so a second job on the
-    machine, or one after a crash, finds it in use. In processes of vLLM's own it is a file's name, which does
-    not say whose it is, so that nobody could ever remove it."""
+    """A CPU worker whose shared memory has a name that no other job has, and that says whose it is.
+
+    vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a
+    file's last '/' part). Under the external launcher that is the same in every job, so a second job on
+    the machine, or one after a crash, finds it in use. In processes of vLLM's own it is a file's name,
+    which does not say whose it is, so that nobody could ever remove it."""
 
     def __init__(
         self,
@@ -48,9 +51,11 @@ class NamedCPUWorker(CPUWorker):
 
 
 def _unique_name() -> str:
-    """The same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank 0>. Collective over
-    the world."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8]))
+    """Return a name that is the same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank
+    0>.
+
+    Collective over the world."""
+    own = (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8])
+    everyone = all_gather_messages(own, tuple[str, int, str])
     pid = next(pid for host, pid, _ in everyone if host == socket.gethostname())
     return f"{SHM_PREFIX}{pid}-{everyone[0][2]}"

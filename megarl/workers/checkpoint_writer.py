@@ -1,4 +1,4 @@
-"""Writing checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
+"""Write checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.crew import Crew
+from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
 from megarl.config.checkpoint_folders import MANIFEST
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """This rank's part of a role's checkpoints, of which one at a time is being written.
+    """One rank's part of a role's checkpoints, of which one at a time is being written.
 
     Args:
         group: of the role's ranks, gloo, for nothing else: the threads of the ranks talk over it while
@@ -56,8 +56,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
-        """SHA-256 of the manifest, on every rank; None: not yet. Raises: CheckpointError if any rank could
-        not write."""
+        """Return the SHA-256 of the manifest, on every rank, or None if it is not written yet.
+
+        Raises: CheckpointError if any rank could not write."""
         if wait:
             self._thread.join()
         if self._error is not None:
@@ -65,12 +66,12 @@ class CheckpointWriter:
         return self._digest
 
     def _write(self, folder: Path, copies: list[Rectangle], state: dict[str, object]) -> None:
-        crew, partial = Crew(self._group), folder.with_name(f".{folder.name}.partial")
+        ranks, partial = RankGroup(self._group), folder.with_name(f".{folder.name}.partial")
         try:
-            crew.first(lambda: partial.mkdir(parents=True))
+            ranks.first(lambda: partial.mkdir(parents=True), None)
             manifest = self._plan.write(partial, copies, state, self._group)
-            crew.first(lambda: publish(partial, folder, manifest))
-            self._digest = crew.first(lambda: file_digest(folder / MANIFEST))
+            ranks.first(lambda: publish(partial, folder, manifest), None)
+            self._digest = ranks.first(lambda: file_digest(folder / MANIFEST), str)
         except BaseException as error:  # thread boundary: `written` tells it
             self._error = error
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import expert_dtype
+from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
 from megarl.config.reward_models import reward_models
@@ -83,10 +84,9 @@ def _check_that_ranks_agree() -> None:
     """Raise RuntimeError if some ranks would build Transformer Engine's layers and others Megatron's own.
 
     Names of parameters differ between them, and rounding does."""
-    told: list = [None] * dist.get_world_size()
     version = transformer_engine_version()
     where = f"on {socket.gethostname()}: {version or transformer_engine_problem()}"
-    dist.all_gather_object(told, (version is not None, where))
+    told = all_gather_messages((version is not None, where), tuple[bool, str])
     if len({uses for uses, _ in told}) > 1:
         first = {uses: f"rank {rank} {where}" for rank, (uses, where) in reversed(list(enumerate(told)))}
         raise RuntimeError(

@@ -19,11 +19,12 @@ import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
 from megarl.algorithms import REGISTRY
 from megarl.checkpoint import save as save_module
 from megarl.config.loader import load_config
 from megarl.convert import main as convert
-from megarl.data.sums_files import make_sums
 from megarl.driver.checkpoints import NoWholeCheckpoint
 from megarl.runtime.executor import RemoteError
 from megarl.driver.executors import inline_ranks
@@ -31,6 +32,7 @@ from megarl.driver.job import Job, open_job
 from megarl.driver.loop import train_sft
 from megarl.driver.preflight import read_inputs
 from megarl.loggers.console import Progress
+from sums.files import make_sums
 
 NUM_ROWS = 40  # five steps are a pass, so a cursor that began anew would show
 

@@ -17,7 +17,7 @@ from megarl.config import versions
 from megarl.config.loader import load_config
 from megarl.data.hf_tokenizer import HFTokenizer
 from megarl.data.quick_tokenizer import load_quickly
-from megarl.data.sums_files import make_sums
+from sums.files import make_sums
 from tests.config.conftest import ROW, job, write_model  # noqa: F401
 
 NASTY = ["", " ", "#### 17", "a\nb\n\n c ", "caf\u00e9 \U0001f600", "<|late|> x<s>", "1234567"]

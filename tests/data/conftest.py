@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.data.sums_files import make_sums
+from sums.files import make_sums
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,6 @@ MODULES = (
     "hf_tokenizer",
     "sentencepiece_tokenizer",
     "encoder",
-    "sums",
-    "sums_model",
-    "sums_files",
 )
 
 

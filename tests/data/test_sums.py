@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from megarl.data.prompts import PromptDataset
-from megarl.data.sums import is_test, snap_answer, sums, worked_answer
-from megarl.data.sums_files import NUM_MIXED_ROWS, NUM_TRAIN_ROWS, NUM_WORKED_ROWS, make_sums
 from megarl.rewards.base import RewardSample, judge
 from megarl.rewards.routing import auto_reward
+from sums.files import NUM_MIXED_ROWS, NUM_TRAIN_ROWS, NUM_WORKED_ROWS, make_sums
+from sums.problems import is_test, snap_answer, sums, worked_answer
 
 FILES = ("train.jsonl", "test.jsonl", "test.parquet", "sft_worked.jsonl", "sft_mixed.jsonl")
 MODEL_FILES = (

@@ -1,4 +1,4 @@
-"""The fenced blocks of README.md and docs/*.md, and the commands in them."""
+"""The fenced blocks of README.md, CONTRIBUTING.md and docs/*.md, and the commands in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    str(path.relative_to(ROOT)): path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 
 

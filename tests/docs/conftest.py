@@ -30,7 +30,7 @@ QWEN_7B = {
 @pytest.fixture(scope="session")
 def quickstart_files(tmp_path_factory) -> Path:
     """The quickstart's data, and its untrained model where the recipes look for the trained one."""
-    from megarl.data.sums_files import make_sums
+    from sums.files import make_sums
 
     folder = tmp_path_factory.mktemp("quickstart")
     make_sums(folder / "data", seed=0)

@@ -1,4 +1,5 @@
-"""Every command and every Python block of README.md and docs/*.md runs as written, in its page's order.
+"""Every command and every Python block of README.md, CONTRIBUTING.md and docs/*.md runs as written, in its
+page's order.
 
 A page's reader stands in a checkout after `make quickstart`, whose recipes take seconds here (conftest.py).
 The default suite runs, in this process, all commands that start no rank, `megarl check` in place of jobs,
@@ -30,6 +31,9 @@ NOT_RUN = {
     "make test": "is this suite",
     "make test-slow": "is this suite, hours of it",
     "make test-stress": "takes days; tests/tools runs tools/stress_tests.py small",
+    "make docs": "continuous integration runs it",
+    "python -m pytest tests/config -q -x": "is a part of this suite",
+    "python -m pytest tests/docs -m slow -k python_api": "is a part of this suite",
     ". .venv/bin/activate": "only sets PATH, as every command here has it",
     "megarl convert --model M --load megatron/ --save out-4": "needs a checkpoint that Megatron-LM wrote; "
     "tests/checkpoint/test_convert.py reads some",
@@ -51,7 +55,6 @@ FILES = {
 """(page, first line of a block) -> the reader's file that it is, as is Python that begins `# name.py`."""
 
 PYTHON = {
-    ("README.md", "with megarl.Trainer("): "plain",
     ("docs/algorithms.md", '"""REINFORCE leave-one-out'): "rloo",
     ("docs/algorithms.md", "from megarl.algorithms.rloo import RLOO"): "rloo",
     ("docs/dataflow.md", "import megarl"): "quick",

@@ -38,7 +38,7 @@ U = 2**-23 * math.sqrt(2)
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory) -> ModelShape:
-    from megarl.data.sums_model import write_model_folder
+    from sums.model import write_model_folder
 
     folder = tmp_path_factory.mktemp("model")
     write_model_folder(str(folder), 0)

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.tail]
 
 @pytest.fixture(scope="module")
 def placements(tmp_path_factory) -> Path:
-    from megarl.data.sums_files import make_sums
+    from sums.files import make_sums
 
     folder, data = tmp_path_factory.mktemp("placements"), tmp_path_factory.mktemp("sums")
     make_sums(data, seed=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.data.sums_model import write_model_folder
+from sums.model import write_model_folder
 from tests.e2e.jobs import COMMON, Job, replace_flags, train
 from tests.rewards.models import write_classifier
 

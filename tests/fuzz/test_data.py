@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from megarl.data.columns import parse_row
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
-from megarl.data.sums_model import write_model_folder
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer_base import Tokenizer
 from megarl.rewards.classifier import encode_conversation
 from megarl.rewards.judge_prompt import JudgePrompt
+from sums.model import write_model_folder
 from tests.fuzz.cases import fuzz, may_refuse
 from tests.fuzz.templates import TEMPLATES
 

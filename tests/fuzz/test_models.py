@@ -22,8 +22,8 @@ from megarl.checkpoint.tensor_file import TensorFile, TensorFileError
 from megarl.checkpoint.torch_dist import megatron_folder, read_metadata
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
-from megarl.data.sums_model import write_model_folder
 from megarl.reshard.atlas import hf_sizes
+from sums.model import write_model_folder
 from tests.fuzz.cases import fuzz, may_refuse
 from tests.fuzz.damage import damaged, damages, edited, edits, json_values
 

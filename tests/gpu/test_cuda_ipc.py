@@ -4,28 +4,32 @@ pytest tests/gpu/test_cuda_ipc.py"""
 
 from __future__ import annotations
 
-import pickle
+import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
+from megarl.messages import decode, encode
 from megarl.reshard.transports.exported import export
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 READER = """
-import pickle, sys, torch
-from megarl.reshard.transports.exported import open_exported
+import sys, torch
+from multiprocessing.connection import Connection
+from megarl.messages import decode, encode
+from megarl.reshard.transports.exported import Exported, open_exported
+requests, replies = Connection(0, writable=False), Connection(1, readable=False)
 torch.cuda.set_device(int(sys.argv[1]))
 for _ in range(2):
-    tensors = open_exported(pickle.load(sys.stdin.buffer))
+    tensors = open_exported(decode(requests.recv_bytes(), Exported))
     assert {tensor.device.index for tensor in tensors.values()} == {torch.cuda.current_device()}
     got = {name: (tensor * 1).cpu().tolist() for name, tensor in tensors.items()}
     torch.cuda.synchronize()
-    pickle.dump(got, sys.stdout.buffer)
-    sys.stdout.buffer.flush()
+    replies.send_bytes(encode(got))
 """
 
 
@@ -40,6 +44,8 @@ def test_another_process_reads_what_is_there_now_and_after_a_move(reading_gpu):
     assert filler.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
     command = [sys.executable, "-c", READER, str(reading_gpu)]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    requests = Connection(os.dup(reader.stdin.fileno()), readable=False)
+    replies = Connection(os.dup(reader.stdout.fileno()), writable=False)
     try:
         for _ in range(2):
             tensors = {
@@ -51,9 +57,9 @@ def test_another_process_reads_what_is_there_now_and_after_a_move(reading_gpu):
             assert len(exported.segments) == 2
             buffer[3] = -1.0  # written after the export
             torch.cuda.synchronize()
-            pickle.dump(exported, reader.stdin)
-            reader.stdin.flush()
-            assert pickle.load(reader.stdout) == {name: tensor.tolist() for name, tensor in tensors.items()}
+            requests.send_bytes(encode(exported))
+            read = decode(replies.recv_bytes(), dict[str, list])
+            assert read == {name: tensor.tolist() for name, tensor in tensors.items()}
             buffer = torch.full((40,), 7.0, device="cuda")
         assert reader.wait(timeout=30) == 0
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "examples")]
 from layouts import LAYOUTS, MODELS
 from run_equivalence import build, make_batch, plan, update
 
@@ -22,12 +22,12 @@ from megarl.batch import MicroBatch
 from megarl.config.loader import load_config
 from megarl.config.mesh import megatron_mesh
 from megarl.config.schema import ParallelConfig
-from megarl.data.sums_model import write_model_folder
 from megarl.invariants import NonFiniteUpdate
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.trained_model import TrainedModel
 from megarl.packing import Sample, plan_mini_batches
 from megarl.workers.worker import build_roles, join_world
+from sums.model import write_model_folder
 
 RANK = 1  # where a fault is planted
 

@@ -6,22 +6,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
+from megarl.messages import decode, encode
 from megarl.reshard.transports import cuda_ipc, shared_memory
 from megarl.reshard.transports.choose import Place, choose, place_here
 from megarl.reshard.transports.exported import export, open_exported
 
 READER = """
-import pickle, sys, torch
-from megarl.reshard.transports.exported import open_exported
-tensors = open_exported(pickle.load(sys.stdin.buffer))
-pickle.dump({name: tensor.tolist() for name, tensor in tensors.items()}, sys.stdout.buffer)
+import sys
+from megarl.messages import decode, encode
+from megarl.reshard.transports.exported import Exported, open_exported
+tensors = open_exported(decode(sys.stdin.buffer.read(), Exported))
+sys.stdout.buffer.write(encode({name: tensor.tolist() for name, tensor in tensors.items()}))
 """
 
 
@@ -29,12 +31,12 @@ def read_elsewhere(exported) -> dict[str, list]:
     """What another process reads."""
     done = subprocess.run(
         [sys.executable, "-c", READER],
-        input=pickle.dumps(exported),
+        input=encode(exported),
         stdout=subprocess.PIPE,
         check=True,
         timeout=60,
     )
-    return pickle.loads(done.stdout)
+    return decode(done.stdout, dict[str, list])
 
 
 def shared_memory_files() -> set[str]:
@@ -81,8 +83,8 @@ def test_what_cannot_be_shared_or_opened_says_why(monkeypatch):
     monkeypatch.undo()
     segment = shared_memory.share(torch.ones(4).untyped_storage())
     for gone in (
-        dataclasses.replace(segment, started=segment.started + 1),
-        dataclasses.replace(segment, pid=2**22 + 1),
+        msgspec.structs.replace(segment, started=segment.started + 1),
+        msgspec.structs.replace(segment, pid=2**22 + 1),
     ):
         with pytest.raises(ProcessLookupError, match="has ended"):
             shared_memory.open_shared(gone)

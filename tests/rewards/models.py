@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedModel, Qwen2Config
 
-from megarl.data.sums_model import EOS_ID, PAD_ID, write_model_folder
+from sums.model import EOS_ID, PAD_ID, write_model_folder
 
 _SIZES = dict(
     vocab_size=320,

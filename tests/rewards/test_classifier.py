@@ -13,8 +13,8 @@ import random
 import pytest
 import torch
 
-from megarl.data.sums_model import EOS_ID
 from megarl.rewards.classifier import Classifier, batches_of_like_length, encode_conversation
+from sums.model import EOS_ID
 from tests.rewards import models
 
 LIMIT = 1e-5

@@ -5,6 +5,7 @@ pytest tests/rewards/test_pool.py"""
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import re
 import subprocess
@@ -87,6 +88,30 @@ def test_the_work_is_spread_and_processes_are_kept(data):
         )
         assert first == second == {float(w.process.pid) for w in pool._workers} and len(first) == 2
         assert pool.score([]) == []
+
+
+def test_a_sample_arrives_as_it_was(tmp_path):
+    """Halves of characters in a response, and values of a parquet file that no JSON holds."""
+    (tmp_path / "reward.py").write_text("def reward(**sample): raise ValueError(repr(sample))")
+    extra_info = {"day": datetime.date(2026, 1, 2), "sum": 10**30, "pairs": [("a", 1)], "none": None}
+    asked = RewardSample("x", "half \ud83d\0", None, extra_info)
+    with RewardPool(DataConfig(train_data=("x",), reward_function=f"{tmp_path}/reward.py:reward"), 1) as pool:
+        (verdict,) = pool.score([asked])
+        assert verdict.digest == asked.digest
+    sample = {
+        "data_source": "x",
+        "solution_str": "half \ud83d\0",
+        "ground_truth": None,
+        "extra_info": extra_info,
+    }
+    assert f"ValueError: {sample!r}" in verdict.failure
+
+
+def test_halves_of_characters_in_an_error_are_written_out(tmp_path):
+    (tmp_path / "reward.py").write_text("def reward(solution_str, **sample): raise ValueError(solution_str)")
+    with RewardPool(DataConfig(train_data=("x",), reward_function=f"{tmp_path}/reward.py:reward"), 1) as pool:
+        (verdict,) = pool.score(samples("half \ud83d"))
+    assert "ValueError: half \\ud83d" in verdict.failure
 
 
 def test_what_a_killed_reward_has_started_dies_too(data, tmp_path):

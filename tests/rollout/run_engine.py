@@ -288,7 +288,7 @@ def norms(folder: Path) -> dict:
     bf16."""
     from vllm import ir
 
-    from megarl.rollout.plugin import CPU_NORMS
+    from megarl.rollout.names import CPU_NORMS
 
     generator, errors = torch.Generator().manual_seed(0), {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -17,9 +17,10 @@ from megarl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from megarl.data.sums_model import EOS_ID
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer_base import Tokenizer
 from megarl.workers.data_plane import DataPlane, Share
+from sums.model import EOS_ID
 
 QUESTIONS, RESPONSES = ["1+2 ?", "4+5-1 ?"], ["3", "it is 8", "no idea", "so " + 30 * "0 and " + "9"]
 SAMPLE_IDS = [11, 5, 8, 2]

@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "examples")]
 from moved_storages import MovedStorages
 
 from megarl.algorithms import REGISTRY
 from megarl.batch import Batch
 from megarl.config.loader import load_config
 from megarl.config.schema import OFFLOAD_PARTS
-from megarl.data.sums_model import write_model_folder
 from megarl.flow import FlowError
 from megarl.packing import Sample, plan_mini_batches
 from megarl.workers.data_plane import Share
 from megarl.workers.worker import build_roles
+from sums.model import write_model_folder
 
 ALL = ("--actor-offload", *OFFLOAD_PARTS, "--critic-offload", *OFFLOAD_PARTS)
 BF16, PLAIN_ADAM = ("--bf16",), ("--no-use-distributed-optimizer",)

@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "examples")]
 from reward_jobs import ROWS, config, plane
 from transformers import AutoTokenizer
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.algorithms import PPO
-from megarl.data.sums_files import make_sums
+from sums.files import make_sums
 from tests.workers.role_steps import run_on_ranks
 
 spec = importlib.util.spec_from_file_location(

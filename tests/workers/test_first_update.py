@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.sums_files import make_sums
+from sums.files import make_sums
 from tests.workers.role_steps import run_on_ranks
 from tests.workers.run_first_update import FAULTS, LAYOUTS
 

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.mesh import MeshSpec
-from megarl.data.sums_model import EOS_ID
 from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron.offload import ModelMemory
 from megarl.workers.reward_model import RewardModelRole
+from sums.model import EOS_ID
 from tests.rewards import models
 from tests.workers.moved_storages import MovedStorages
 from tests.workers.reward_jobs import (

@@ -1,4 +1,4 @@
-"""A CUDA storage as an IPC handle that other processes of the node open.
+"""Share a CUDA storage as an IPC handle that other processes of the node open.
 
 PyTorch's own handle names the allocation and the place in it, keeps the memory while a peer has it open, and
 works for the caching allocator's blocks (and for expandable segments). Handles are made once per storage; a
@@ -7,19 +7,17 @@ access, on the reader's stream."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class CudaMemory:
-    """Where a storage of another process is."""
+class CudaMemory(msgspec.Struct, frozen=True, tag=True):
+    """Where a CUDA storage of another process is."""
 
     device_uuid: str
     """Device numbers differ between processes that see other devices."""
-    handle: tuple
+    handle: tuple[bytes | None, int, int, bytes, int, bytes, bool]
     """Arguments of UntypedStorage._new_shared_cuda after the device."""
     num_bytes: int
 
@@ -31,7 +29,7 @@ def share(storage: torch.UntypedStorage) -> CudaMemory:
 
 
 def open_shared(segment: CudaMemory) -> Tensor:
-    """The storage as uint8 [num_bytes] for kernels of the current device, wherever the memory is.
+    """Open the storage as uint8 [num_bytes] for kernels of the current device, wherever the memory is.
 
     The handle is opened on the current device. CUDA maps it there, and enables peer access if the memory is
     another device's (cudaIpcMemLazyEnablePeerAccess in c10/cuda/CUDACachingAllocator.cpp). An address that
@@ -53,7 +51,7 @@ def device_uuid(device: int) -> str:
 
 
 def device_index(uuid: str) -> int:
-    """This process's number of a device. Raises: RuntimeError if it sees no such device."""
+    """Return this process's number of a device. Raises: RuntimeError if it sees no such device."""
     for device in range(torch.cuda.device_count()):
         if device_uuid(device) == uuid:
             return device

@@ -1,5 +1,5 @@
-"""What a source tells its destinations once: which storages hold its weights, and where in them each tensor
-lies."""
+"""Describe tensors so that another process can open them: the storages that hold them, and where in a storage
+each tensor lies. A source tells its destinations once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Exported:
-    """Tensors of one process. Plain data: it can be pickled and compared; after a move of any tensor it
-    differs."""
+    """Tensors of one process, as a message. After a move of any tensor it compares unequal."""
 
     segments: tuple[shared_memory.SharedMemory | cuda_ipc.CudaMemory, ...]
     tensors: dict[str, Placed]
@@ -61,8 +60,9 @@ def export(tensors: dict[str, Tensor]) -> Exported:
 
 
 def open_exported(exported: Exported) -> dict[str, Tensor]:
-    """The tensors, as views of the other process's memory: to be read only, and only while a sync is under
-    way."""
+    """Open the tensors as views of the other process's memory.
+
+    They may only be read, and only while a sync is under way."""
     opened = [
         (cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s)
         for s in exported.segments

@@ -1,4 +1,4 @@
-"""A CPU storage as shared memory that other processes of the node map.
+"""Share a CPU storage as memory that other processes of the node map.
 
 PyTorch moves the storage itself, so every view of it follows: parameters, DDP buckets, the optimizer's
 shards. It keeps an open file that has no name any more; peers reach it as /proc/<pid>/fd/<fd>. So nothing is
@@ -9,18 +9,17 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 _FOLDER = "/dev/shm"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Where a storage of another process is."""
+class SharedMemory(msgspec.Struct, frozen=True, tag=True):
+    """Where a CPU storage of another process is."""
 
     pid: int
     started: int
@@ -32,8 +31,9 @@ class SharedMemory:
 
 
 def share(storage: torch.UntypedStorage) -> SharedMemory:
-    """Move `storage` into shared memory in place; again: only describe it. It stays there as long as it
-    lives.
+    """Move `storage` into shared memory in place, or describe it if it is there already.
+
+    It stays there as long as it lives.
 
     Raises: OSError if the node has not enough shared memory (a write into missing pages would kill the
     process)."""
@@ -54,7 +54,7 @@ def share(storage: torch.UntypedStorage) -> SharedMemory:
 
 
 def open_shared(segment: SharedMemory) -> Tensor:
-    """The storage as uint8 [num_bytes], mapped read-only; it lives as long as the tensor.
+    """Map the storage read-only as uint8 [num_bytes]. The mapping lives as long as the tensor.
 
     Raises: ProcessLookupError if its process or the storage is gone."""
     if process_start(segment.pid) != segment.started:
@@ -74,7 +74,7 @@ def open_shared(segment: SharedMemory) -> Tensor:
 
 
 def process_start(pid: int) -> int:
-    """Start time of a process in ticks since boot; -1 if there is none."""
+    """Return the start time of a process in ticks since boot; -1 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Everything the quickstart trains on, written as the files a user would bring himself."""
+"""Write everything that the quickstart trains on, as the files that a user would bring."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import random
 from typing import Any
 
-from megarl.data.sums import Split, snap_answer, sums, sums_row, worked_answer
-from megarl.data.sums_model import write_model_folder
+from sums.model import write_model_folder
+from sums.problems import Split, snap_answer, sums, sums_row, worked_answer
 
 NUM_TRAIN_ROWS = 4096
 NUM_TEST_ROWS = 200
@@ -23,7 +23,7 @@ _FIRST_TEST_SEED = 10_000
 
 
 def make_sums(out: str | os.PathLike[str], seed: int = 0) -> dict[str, str]:
-    """Writes the data files and the model folder into `out`. The same seed gives the same bytes.
+    """Write the data files and the model folder into `out`. The same seed gives the same bytes.
 
     Returns: path by name: train, test, test_parquet, sft_worked, sft_mixed, model. The test rows and the
         tokenizer do not depend on the seed; everything else does.
@@ -45,7 +45,7 @@ def make_sums(out: str | os.PathLike[str], seed: int = 0) -> dict[str, str]:
 
 
 def test_rows() -> list[dict[str, Any]]:
-    """The held-out rows, one generator each; a problem may occur twice."""
+    """Return the held-out rows. Each has its own generator, so a problem may occur twice."""
     split: Split = "test"
     return [
         sums_row(sums(random.Random(_FIRST_TEST_SEED + i), split), split, i) for i in range(NUM_TEST_ROWS)

@@ -1,5 +1,5 @@
-"""`sums`, the task of the quickstart: chained additions and subtractions, e.g. "23-5-1 ?", answered in
-GSM8K's format.
+"""Problems of the quickstart's task: chained additions and subtractions, e.g. "23-5-1 ?", answered in GSM8K's
+format.
 
 Two kinds of answer exist for the warm-up. A *worked* answer writes every step and is right; a *snap* answer
 guesses near the truth and is right one time in eight. A model warmed up on few worked and many snap answers
@@ -41,13 +41,16 @@ class SumsProblem:
 
 
 def is_test(key: str) -> bool:
-    """One key in sixteen is held out, by its hash: the splits are disjoint whatever the seed."""
+    """Return whether a problem is held out: one key in sixteen is, by its hash.
+
+    So the splits are disjoint whatever the seed."""
     return int(hashlib.sha1(key.encode()).hexdigest(), 16) % 16 == 0
 
 
 def sums(rng: random.Random, split: Split, lo: int = 2, hi: int = 3, kmax: int = 5) -> SumsProblem:
-    """Draws a problem of `split` with lo..hi operands of size 1..kmax; a sign is flipped where the value
-    would leave 10..99."""
+    """Draw a problem of `split` with lo..hi operands of size 1..kmax.
+
+    A sign is flipped where the value would leave 10..99."""
     if split not in ("train", "test") or not 1 <= lo <= hi or not 1 <= kmax <= 45:
         raise ValueError(
             f"split ({split}) must be train or test, 1 <= lo ({lo}) <= hi ({hi}), and 1 <= kmax "
@@ -68,7 +71,7 @@ def sums(rng: random.Random, split: Split, lo: int = 2, hi: int = 3, kmax: int =
 
 
 def worked_answer(problem: SumsProblem) -> str:
-    """One line per step, then the result: "23-5=18\\n18-1=17\\n#### 17"."""
+    """Return one line per step, then the result: "23-5=18\\n18-1=17\\n#### 17"."""
     value, lines = problem.start, []
     for op in problem.ops:
         lines.append(f"{value}{op:+d}={value + op}")
@@ -77,12 +80,12 @@ def worked_answer(problem: SumsProblem) -> str:
 
 
 def snap_answer(problem: SumsProblem, rng: random.Random) -> str:
-    """A guess at most four off, right one time in eight: "#### 19"."""
+    """Return a guess that is at most four off and right one time in eight: "#### 19"."""
     return f"#### {min(99, max(0, problem.answer + rng.choice([-4, -3, -2, -1, 0, 1, 2, 3])))}"
 
 
 def sums_row(problem: SumsProblem, split: Split, index: int, response: str | None = None) -> dict[str, Any]:
-    """The problem in verl's columns (megarl/data/columns.py); `response` makes it a fine-tuning row."""
+    """Return the problem in verl's columns (megarl/data/columns.py); `response` makes it a fine-tuning row."""
     row = {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],

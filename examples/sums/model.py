@@ -1,4 +1,4 @@
-"""The quickstart's model folder: a Qwen3 of 368,128 parameters with its own tokenizer and random initial
+"""Write the quickstart's model folder: a Qwen3 of 368,128 parameters with its own tokenizer and random initial
 weights."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megarl.data.sums import snap_answer, sums, worked_answer
+from sums.problems import snap_answer, sums, worked_answer
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 PAD_ID, EOS_ID = 0, 1
@@ -23,7 +23,7 @@ _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 128, 2, 4, 2, 32, 256
 
 
 def write_model_folder(folder: str, seed: int) -> None:
-    """Writes config.json, generation_config.json, the tokenizer's files and model.safetensors (fp32, from
+    """Write config.json, generation_config.json, the tokenizer's files and model.safetensors (fp32, from
     `seed`)."""
     from safetensors.numpy import save
 
@@ -38,7 +38,7 @@ def write_model_folder(folder: str, seed: int) -> None:
 
 
 def initial_weights(vocab_size: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (Hugging Face name, fp32 array [out, in]).
+    """Yield (Hugging Face name, fp32 array [out, in]) of every weight.
 
     The scales decide how fast so small a model learns (measured): embeddings 0.3, output layer 0.02, every
     other matrix 1/sqrt(fan_in), those that write into the residual stream divided by sqrt(2 * layers). Norms
@@ -75,8 +75,9 @@ def initial_weights(vocab_size: int, seed: int) -> Iterator[tuple[str, np.ndarra
 
 
 def _write_tokenizer(folder: str) -> int:
-    """Byte-level BPE with one token per digit. Its corpus does not depend on the seed: every run has the same
-    ids. Returns its size."""
+    """Train and write a byte-level BPE tokenizer with one token per digit. Returns its size.
+
+    Its corpus does not depend on the seed, so every run has the same ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,0 +1,57 @@
+"""Run a step on all ranks of a group so that it succeeds on all of them or fails on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.collectives import all_gather_messages
+
+T = TypeVar("T")
+
+
+class Outcome(msgspec.Struct, Generic[T], frozen=True):
+    """What a step returned on one rank, or why it failed there."""
+
+    result: T | None = None
+    error: str | None = None
+
+
+class RankGroup:
+    """The ranks of a process group; without torch.distributed this process alone.
+
+    Args:
+        group: None: the world."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group, self._alone = group, not dist.is_initialized()
+        self.rank, self.size = (0, 1) if self._alone else (dist.get_rank(group), dist.get_world_size(group))
+
+    def all(self, step: Callable[[], T], kind: type[T]) -> list[T]:
+        """Run a step on every rank and return the results of all ranks.
+
+        Args:
+            kind: the declared type of the results (megarl/messages.py).
+        Raises: CheckpointError, on every rank, if the step failed on any."""
+        caught, own = None, Outcome()
+        try:
+            own = Outcome(result=step())
+        except (OSError, ValueError) as error:
+            caught, own = error, Outcome(error=str(error))
+        outcomes = [own] if self._alone else all_gather_messages(own, Outcome[kind], self._group)
+        failed = next((rank for rank, outcome in enumerate(outcomes) if outcome.error is not None), None)
+        if failed is None:
+            return [outcome.result for outcome in outcomes]
+        # one cause is enough, and the same cause on every rank is one
+        reason = outcomes[failed].error
+        if self.size > 1 and any(outcome.error != reason for outcome in outcomes):
+            reason = f"[rank {dist.get_global_rank(self._group or dist.group.WORLD, failed)}] {reason}"
+        raise CheckpointError(reason) from caught
+
+    def first(self, step: Callable[[], T], kind: type[T]) -> T:
+        """Run a step on the first rank, while the others wait, and return its result on every rank."""
+        return self.all(lambda: step() if self.rank == 0 else None, kind)[0]

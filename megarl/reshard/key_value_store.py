@@ -1,0 +1,91 @@
+"""A key-value store for small messages between the ranks of a weight sync, over torch's own c10d store.
+
+Each message is written once and read by its key, with a deadline. Ranks use a store and not a collective because a
+store can name the rank that is late or dead, and because the other ranks can go on afterwards.
+
+Every message carries an HMAC-SHA256 over its key and its content, so a process that does not know the job's secret
+cannot make a rank copy weights from elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megarl.messages import decode, encode
+from megarl.runtime.signing import JOB_SECRET, ForgedMessage, job_secret
+
+T = TypeVar("T")
+_MAC_BYTES = hashlib.sha256().digest_size
+
+
+class Late(TimeoutError):
+    """Nobody wrote the key in time."""
+
+
+class KeyValueStore:
+    """The messages of one generation of a weight sync. Use it from one thread."""
+
+    def __init__(self, generation: str = "0", alone: bool = False) -> None:
+        """alone: no other rank reads or writes."""
+        self._store = (
+            None
+            if alone
+            else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
+        )
+        self._generation = generation
+        self._own: dict[str, object] = {}
+        self._keys_by_sync: deque[list[str]] = deque([[]])
+
+    def write(self, key: str, value: object) -> None:
+        """Publish a value of a declared type (megarl/messages.py)."""
+        self._own[key] = value
+        self._keys_by_sync[-1].append(key)
+        if self._store is not None:
+            data = encode(value)
+            self._store.set(key, self._mac(key, data) + data)
+
+    def read(self, key: str, kind: type[T], deadline: float) -> T:
+        """Wait for the value of a key.
+
+        Args:
+            kind: the declared type of the value.
+            deadline: by time.monotonic().
+        Raises: Late; ForgedMessage for what another process wrote, which is not decoded."""
+        if key in self._own:
+            return self._own[key]
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            self._store.wait([key], timedelta(seconds=left))
+        except RuntimeError as error:  # of a file store; of others a DistStoreError
+            if isinstance(error, dist.DistNetworkError):
+                raise
+            raise Late(f"nobody wrote {key} within {left:.1f} s") from error
+        message = memoryview(self._store.get(key))
+        mac, data = message[:_MAC_BYTES], message[_MAC_BYTES:]
+        if not hmac.compare_digest(self._mac(key, data), mac):
+            raise ForgedMessage(
+                f"{key} in the job's store is not signed with the job's secret and was not read: another "
+                f"process wrote it, or {JOB_SECRET} is not the same on all nodes."
+            )
+        return decode(data, kind)
+
+    def end_sync(self) -> None:
+        """Between syncs: remove what this rank wrote two syncs ago, which every rank has read."""
+        self._keys_by_sync.append([])
+        if len(self._keys_by_sync) > 3:
+            for key in self._keys_by_sync.popleft():
+                del self._own[key]
+                if self._store is not None:
+                    self._store.delete_key(key)
+
+    def _mac(self, key: str, data: bytes | memoryview) -> bytes:
+        """Sign the key and the generation too: no message can stand in the place of another."""
+        mac = hmac.new(job_secret().encode(), f"{self._generation}/{key}".encode() + b"\0", hashlib.sha256)
+        mac.update(data)
+        return mac.digest()

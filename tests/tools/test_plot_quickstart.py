@@ -1,0 +1,28 @@
+"""tools/plot_quickstart.py draws the rows of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "plot_quickstart.py"
+
+
+def test_svg_holds_every_curve_and_follows_the_theme(tmp_path):
+    evaluated = {"eval/accuracy": 0.25, "eval/accuracy_greedy": 0.125}
+    trained = [{"step": n, "reward/mean": n / 4, "response/length_mean": 8 + n} for n in (1, 2, 3)]
+    rows = [{"step": 0, **evaluated}, *trained[:2], trained[2] | evaluated]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("curve.svg", "again.svg"):
+        subprocess.run([sys.executable, SCRIPT, tmp_path, tmp_path / name], check=True)
+    text = (tmp_path / "curve.svg").read_text()
+    assert text == (tmp_path / "again.svg").read_text()
+    assert "prefers-color-scheme:dark" in text and "var(--ink)" in text
+    assert len(re.findall("#57606a", text)) == 1, "ink that does not follow the theme"
+    shown = "".join(ElementTree.fromstring(text).itertext())
+    for label in ("reward, training prompts", "held-out accuracy, sampled", "held-out accuracy, greedy"):
+        assert label in shown
