@@ -88,10 +88,10 @@ class Flow(Graph):
             reads: columns that the loss takes; None: those that the role's class declares."""
         if not role:
             return self
-        kind, suffix = kind_and_suffix(role.name)
+        kind, index = kind_and_suffix(role.name)
         nodes = [Node(role=role.name, method="update", reads=None if reads is None else tuple(reads))]
-        if kind == "actor" and any(node.role == f"rollout{suffix}" for node in self.declared):
-            nodes.append(Node(role=f"rollout{suffix}", method="sync"))
+        if kind == "actor" and any(node.role == f"rollout{index}" for node in self.declared):
+            nodes.append(Node(role=f"rollout{index}", method="sync"))
         return self._with(*nodes)
 
     def background(
@@ -106,9 +106,9 @@ class Flow(Graph):
             return self._with(replace(function_node(work, reads, writes), background=True))
         return self._with(replace(work.node(reads, writes), background=True)) if work else self
 
-    def of_actor(self, suffix: str) -> Flow:
-        """Return the same step of another actor: every role with the actor's index, "_2"."""
-        return Flow(_renumbered(node, suffix) for node in self.declared) if suffix else self
+    def of_actor(self, index: str) -> Flow:
+        """Return the same step of another actor: every role gets the actor's index, "_2"."""
+        return Flow(_renumbered(node, index) for node in self.declared) if index else self
 
     def beside(self, *others: Flow) -> Flow:
         """Return one step with the nodes of all flows."""
@@ -140,16 +140,16 @@ class Flow(Graph):
         return draw_svg(self, meshes)
 
 
-def _renumbered(node: Node, suffix: str) -> Node:
+def _renumbered(node: Node, index: str) -> Node:
     """Return the node of another actor. State that the role's class names is that of any actor; other names
     mean the node's own actor."""
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is None:
             return None
-        return tuple(name + suffix if is_state(name) and not node.declares(name) else name for name in names)
+        return tuple(name + index if is_state(name) and not node.declares(name) else name for name in names)
 
-    name = "" if node.name == f"{node.role}.{node.method}" else node.name + suffix
+    name = "" if node.name == f"{node.role}.{node.method}" else node.name + index
     return replace(
-        node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes)
+        node, role=node.role + index, name=name, reads=columns(node.reads), writes=columns(node.writes)
     )

@@ -39,7 +39,7 @@ class TrainedRole(ModelRole):
 
     @method()
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet."""
+        """Return the SHA-256 of the manifest of the checkpoint that was begun; None: it is incomplete."""
 
     @method()
     def damage_of_checkpoint(self, folder: str) -> str | None:
@@ -209,8 +209,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
     @method(optional=True)
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every row
-        from the mesh's first rank."""
+        """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every
+        row from the mesh's first rank."""
 
     @method(writes=("tokens", "lengths"), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
@@ -222,7 +222,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
 
 class Data(RandomState, kind="data"):
-    """Brings samples and columns to the ranks that work on them. It is on every rank of a job that samples."""
+    """Moves samples and columns to the ranks that work on them. It is on every rank of a job that samples."""
 
     @method(reports=True)
     def distribute(

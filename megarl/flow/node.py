@@ -84,7 +84,8 @@ class Node:
         return kind_and_suffix(self.role)[1]
 
     def declares(self, column: str) -> bool:
-        """Whether the role's class names the column. State of the first actor then means that of any actor."""
+        """Whether the role's class names the column. `weights:actor` then means the actor of the role's own
+        index."""
         declared = self._declared_columns()
         return bool(declared and column in declared[0] + declared[1])
 

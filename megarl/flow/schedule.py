@@ -17,8 +17,8 @@ from megarl.flow.node import Node
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A call that could be issued now: a node, or, if `columns`, the exchange that brings them from `source` to
-    the ranks of the node."""
+    """A call that could be issued now: a node, or, if `columns`, the exchange that brings them from `source`
+    to the ranks of the node."""
 
     node: Node
     ranks: frozenset[int]
