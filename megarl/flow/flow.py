@@ -55,15 +55,16 @@ class Flow(Graph):
         return self._with(method.node(reads, writes)) if method else self
 
     def join(self, *methods: MethodInFlow | None) -> Flow:
-        """Add nodes, side by side as far as their columns allow. None, and methods of roles that the job
-        does not have, are left out."""
+        """Add nodes, side by side as far as their columns allow.
+
+        None, and methods of roles that the job does not have, are left out."""
         return self._with(*(method.node() for method in methods if method))
 
     def advantages(self, algorithm: HasAdvantages, actor: RoleInFlow | None = None) -> Flow:
-        """Add the algorithm's advantages, on the actor's ranks, after `actor.log_probs`, which is added if it
-        is missing.
+        """Add the algorithm's advantages, on the actor's ranks.
 
-        Scores of reward models count among the rewards."""
+        `actor.log_probs` is added before them if it is missing. Scores of reward models count among the
+        rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes or ())
         reads = [
             column
@@ -81,8 +82,7 @@ class Flow(Graph):
         )
 
     def update(self, role: RoleInFlow, reads: Iterable[str] | None = None) -> Flow:
-        """Add the role's optimizer updates. After an actor's update its engines, if there are any, get the
-        new weights.
+        """Add the role's optimizer updates, and after an actor's the synchronisation of its engines.
 
         Args:
             reads: columns that the loss takes; None: those that the role's class declares."""
@@ -100,8 +100,7 @@ class Flow(Graph):
         reads: Iterable[str] | None = None,
         writes: Iterable[str] | None = None,
     ) -> Flow:
-        """Add work that delays nothing: a method of a role, or a function, which runs in a thread of the
-        driver."""
+        """Add work that delays nothing: a method of a role, or a function in a thread of the driver."""
         if not isinstance(work, MethodInFlow):
             return self._with(replace(function_node(work, reads, writes), background=True))
         return self._with(replace(work.node(reads, writes), background=True)) if work else self
@@ -135,14 +134,14 @@ class Flow(Graph):
         return draw_text(self, meshes)
 
     def svg(self, meshes: Meshes | None = None) -> str:
-        """Return the graph as a picture: left to right, a lane and a colour per mesh, without meshes per
-        role."""
+        """Return the graph as a picture, with a lane and a colour per mesh (without meshes: per role)."""
         return draw_svg(self, meshes)
 
 
 def _renumbered(node: Node, index: str) -> Node:
-    """Return the node of another actor. State that the role's class names is that of any actor; other names
-    mean the node's own actor."""
+    """Return the node of the actor with this index.
+
+    State that the role's class names is that of any actor; other names mean the node's own actor."""
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is None:

@@ -280,8 +280,10 @@ def declaration(role: str, method: str) -> RoleMethod[..., Any] | None:
 
 
 def writer_of(column: str, index: str = "") -> str | None:
-    """Return the call that writes a column, by the role with this actor index: "reference_2.log_probs".
-    None: no declared method writes the column."""
+    """Return the call that writes a column: "reference_2.log_probs". None: no declared method does.
+
+    Args:
+        index: actor index of the role that writes."""
     for kind, cls in _CLASSES.items():
         for name, declared in methods_of(cls).items():
             if column in (declared.writes or ()):

@@ -109,8 +109,9 @@ def _columns(graph: Graph, needs: Needs) -> Iterable[str]:
 
 
 def _reads(node: Node, needs: Needs) -> list[str]:
-    """Return the columns that the node reads, with those that its algorithm needs. Scores count as
-    rewards."""
+    """Return the columns that the node reads, with those that its algorithm needs.
+
+    Scores count as rewards."""
     reads = node.reads or ()
     declared = {base(column).replace("scores", "rewards") for column in reads}
     needed = needs.get((node.role, node.method), ())
