@@ -50,8 +50,8 @@ def _methods(graph: Graph) -> Iterable[str]:
             yield (
                 f"node ({node.name}): no columns are known for method "
                 f"({node.method}).{_near(node.method, known)} {which} "
-                "For one of your own, say what it reads= and writes=, or declare it with @method in its role's "
-                "class."
+                "For one of your own, say what it reads= and writes=, or declare it with @method in its "
+                "role's class."
             )
 
 
