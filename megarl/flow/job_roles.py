@@ -204,7 +204,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         """Do the source's part of `rollout.sync` on ranks without an engine."""
 
     @method()
-    def worst_tokens(self, count: int) -> list[dict[str, float]]:
+    def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
         """Return this rank's tokens where trainer and engine differ most."""
 
     @method(optional=True)

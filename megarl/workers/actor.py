@@ -180,7 +180,7 @@ class ActorRole(PolicyRole):
             "mismatch/kl": (gap.expm1() - gap).sum().item() / num_tokens,
         }
 
-    def worst_tokens(self, count: int) -> list[dict[str, float]]:
+    def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
         """The tokens of this rank where trainer and engine differ most, for the report of a failed gate."""
         if not self.model.reports:
             return []
