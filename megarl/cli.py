@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.config.errors import ConfigError, did_you_mean, raise_errors
 from megarl.runtime.process import exit_on_signals, ignore_signals_for_good
 from megarl.runtime.signing import SecretError
 
@@ -93,8 +93,8 @@ def train(argv: list[str]) -> int:
         from megarl.train import run_inline
 
         return run_inline(config)
-    from megarl.driver.__main__ import train_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.__main__ import train_job
+    from megarl.trainer.launch import launch
 
     return launch(config, argv, train_job)
 
@@ -110,8 +110,8 @@ def evaluate(argv: list[str]) -> int:
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)
-    from megarl.driver.evaluate import evaluate_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.evaluation import evaluate_job
+    from megarl.trainer.launch import launch
 
     return launch(config, argv, evaluate_job, "megarl.evaluate", new_run=False)
 
@@ -144,7 +144,7 @@ def check(argv: list[str]) -> int:
     report = examine(config, config.placement.nproc_per_node, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # before what is wrong, where both go to one place
-    raise_findings([*report.findings, *report.estimates])
+    raise_errors([*report.findings, *report.estimates])
     return 0
 
 

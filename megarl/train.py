@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.driver.restarts import attempt_under_torchrun, continued
+from megarl.trainer.restarts import attempt_under_torchrun, continued
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
 
@@ -25,7 +25,7 @@ InlineJob = Callable[..., None]
 
 
 def main(
-    argv: list[str], driver: str = "megarl.driver", inline_job: InlineJob | None = None, new_run: bool = True
+    argv: list[str], driver: str = "megarl.trainer", inline_job: InlineJob | None = None, new_run: bool = True
 ) -> int:
     """One rank's life. Returns the exit code.
 
@@ -101,10 +101,10 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
 def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool = True) -> int:
     """Driver and the only rank in one process: a debugger stands where the error is."""
     quiet_libraries()
-    from megarl.driver.__main__ import train_job
+    from megarl.trainer.__main__ import train_job
     from megarl.runtime.shutdown import run_job_in_process
-    from megarl.driver.executors import inline_ranks
-    from megarl.driver.preflight import read_inputs
+    from megarl.trainer.executors import inline_ranks
+    from megarl.trainer.preflight import read_inputs
 
     try:
         inputs = read_inputs(config, 1, new_run)

@@ -212,7 +212,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every
         row from the mesh's first rank."""
 
-    @method(writes=("tokens", "lengths"), optional=True)
+    @method(writes=("tokens",), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
         """Make dataset rows the samples of the step: the first node of supervised fine-tuning.
 

@@ -115,11 +115,11 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**functions))
 
     module(
-        "megarl.driver.launch",
+        "megarl.trainer.launch",
         launch=lambda config, *args, **kwargs: calls.append((config.run.save, *args, kwargs)) or 3,
     )
-    module("megarl.driver.__main__", train_job="the training")
-    module("megarl.driver.evaluate", evaluate_job="the evaluation")
+    module("megarl.trainer.__main__", train_job="the training")
+    module("megarl.trainer.evaluation", evaluate_job="the evaluation")
     module("megarl.train", run_inline=lambda config: calls.append(config.placement.executor) or 4)
     module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
@@ -194,7 +194,7 @@ def test_graph_draws_supervised_fine_tuning(job, capsys):
     assert cli.main(["graph", job, "--algorithm", "sft"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[1:2] + line[3:] for line in lines[1:-1]] == [
-        ["actor.receive_rows", "-", "tokens,", "lengths"],
+        ["actor.receive_rows", "-", "tokens"],
         ["actor.update", "tokens", "weights:actor"],
     ]
     assert lines[-1][2:] == ["actor.receive_rows", "->", "actor.update"]

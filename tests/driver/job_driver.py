@@ -21,7 +21,7 @@ from megarl.runtime.shutdown import Stopped, graceful_shutdown, run_job_in_proce
 from megarl.runtime.executor import Executor, RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
 from megarl.runtime.local_ranks import LocalRanks
-from megarl.driver.scheduler import Scheduler
+from megarl.trainer.scheduler import Scheduler
 from megarl.runtime.stop_request import StopRequested
 from megarl.runtime.torchrun import run_driver
 from megarl.flow import Flow, Node
