@@ -11,17 +11,26 @@ Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 
 import torch
 
-TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+from megarl.flow.columns import BATCH_COLUMNS, COLUMNS, TOKEN_COLUMNS
+
+_Columns = make_dataclass(
+    "_Columns",
+    [(name, torch.Tensor | None, field(default=None)) for name in BATCH_COLUMNS],
+    kw_only=True,
+)
+"""Has a field for every row of the table in megarl/flow/columns.py that a batch may lack."""
 
 
 @dataclass
-class Batch:
-    """B samples, T tokens. All tensors are on the CPU of the rank that holds them; columns not computed yet
-    are None."""
+class Batch(_Columns):
+    """B samples, T tokens. All tensors are on the CPU of the rank that holds them.
+
+    The token columns of megarl/flow/columns.py are fields too (`batch.old_log_probs`); those that are not
+    computed yet are None."""
 
     sample_ids: torch.Tensor
     """[B] int64, unique in the step; what the driver plans with."""
@@ -31,21 +40,6 @@ class Batch:
     """[B + 1] int64, where each sample begins in tokens."""
     response_mask: torch.Tensor
     """[T] bool, true on tokens that the policy produced (SFT: that it should produce)."""
-    rollout_log_probs: torch.Tensor | None = None
-    """[T] fp32, under the sampler; 0 where masked."""
-    old_log_probs: torch.Tensor | None = None
-    """[T] fp32, under the policy before this step's updates; 0 where masked."""
-    ref_log_probs: torch.Tensor | None = None
-    """[T] fp32, under the reference policy; 0 where masked."""
-    values: torch.Tensor | None = None
-    """[T] fp32, the critic's value of the state in which the token was chosen; 0 where masked."""
-    advantages: torch.Tensor | None = None
-    """[T] fp32; NaN where the sample's reward failed, 0 where masked."""
-    returns: torch.Tensor | None = None
-    """[T] fp32, what the critic learns to predict; NaN where the sample's reward failed, 0 where masked."""
-    routed_experts: torch.Tensor | None = None
-    """[T, layers, topk] uint8 or int16: the experts that the engine sent each token to in each layer;
-    anything in layers without experts."""
 
     @staticmethod
     def from_samples(
@@ -107,21 +101,19 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """The columns that are there, by name."""
-        return {
-            name: column
-            for name in (*TOKEN_COLUMNS, "routed_experts")
-            if (column := getattr(self, name)) is not None
-        }
+        """Return the columns that are there, by name."""
+        return {name: column for name in BATCH_COLUMNS if (column := getattr(self, name)) is not None}
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
-        """Store a [T] fp32 token column under its name, without its gradient, on the CPU.
+        """Store a [T] token column under its name, without its gradient, on the CPU.
 
-        Raises: ValueError for a name that is no token column, another shape or another dtype."""
+        Raises: ValueError for a name that is no token column, another shape or another dtype than the
+        table's."""
         check_column_names([name])
-        if column.shape != self.tokens.shape or column.dtype != torch.float32:
+        dtype = column_dtype(name)
+        if column.shape != self.tokens.shape or column.dtype != dtype:
             raise ValueError(
-                f"column {name} ({list(column.shape)} {column.dtype}) must be one torch.float32 per token, "
+                f"column {name} ({list(column.shape)} {column.dtype}) must be one {dtype} per token, "
                 f"{list(self.tokens.shape)}. Batch.scatter makes it from values of the response tokens."
             )
         setattr(self, name, column.detach().cpu())
@@ -160,6 +152,11 @@ class Batch:
 def expert_dtype(num_experts: int) -> torch.dtype:
     """Of the ids in routed_experts."""
     return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def column_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a column that has one number per token."""
+    return getattr(torch, COLUMNS[name].dtype)
 
 
 def check_column_names(names: Iterable[str]) -> None:

@@ -180,13 +180,6 @@ def graph(argv: list[str]) -> int:
     parser.add_argument("--svg", metavar="FILE", help="draw the flow into this file")
     options, rest = parser.parse_known_args(argv)
     config, meshes = _load_layout(rest, "megarl graph")
-    if not config.algorithm.needs_rollout:
-        raise ConfigError(
-            [
-                "--algorithm (sft): has no flow; a step is one update on rows of the data. Try "
-                "--algorithm grpo."
-            ]
-        )
     from megarl.algorithms.base import flow_of_actors
 
     flow = flow_of_actors(config, meshes)

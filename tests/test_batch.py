@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +131,61 @@ def test_columns_of_some_batches_only_are_refused():
     for batches in ([a, b], [b, a]):
         with pytest.raises(ValueError, match="column values is in some of the 2 batches only"):
             Batch.cat(batches)
+
+
+def test_a_token_column_is_one_row_of_the_table():
+    """A planted row is a field of batches, is exchanged, has its dtype, and has the writer that declares it."""
+    planted = """
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+path = Path("megarl/flow/columns.py").resolve()
+row = 'Column(name="versions", dtype="int32", holds="..."),'
+before = 'Column(name="ref_log_probs"'
+source = path.read_text()
+assert source.count(before) == 1
+
+class Planted(importlib.machinery.SourceFileLoader):
+    def get_code(self, name):
+        return compile(source.replace(before, row + before), str(path), "exec")
+
+spec = importlib.util.spec_from_loader("megarl.flow.columns", Planted("megarl.flow.columns", str(path)))
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        return spec if name == "megarl.flow.columns" else None
+sys.meta_path.insert(0, Finder)
+
+from megarl.batch import Batch
+from megarl.flow import Flow, Role, SymbolicRole, method
+from megarl.flow.columns import COMPUTED_COLUMNS
+from megarl.flow.role import writer_of
+from megarl.workers.exchange import bytes_per_token
+
+class Versions(Role, kind="versions_of"):
+    @method(reads=["tokens"], writes=["versions"])
+    def note(self) -> None: ...
+
+batch = Batch.from_samples([7, 8], [[5], [6]], [[1, 2], [3]])
+assert batch.versions is None and "versions" not in batch.columns
+batch.set_column("versions", torch.arange(5, dtype=torch.int32))
+try:
+    batch.set_column("versions", torch.zeros(5))
+except ValueError as error:
+    assert "must be one torch.int32 per token" in str(error)
+else:
+    raise AssertionError("a column of another dtype was taken")
+assert batch.select_samples([8]).versions.tolist() == [3, 4]
+assert Batch.cat([batch, batch]).versions.tolist() == [0, 1, 2, 3, 4] * 2
+assert "versions" in COMPUTED_COLUMNS and bytes_per_token(["tokens", "versions"]) == 12
+assert writer_of("versions", "_2") == "versions_of_2.note"
+actor, versions, other = (SymbolicRole(name) for name in ("actor", "versions_of", "other"))
+flow = actor.rollout().then(versions.note).then(other.read, reads=["versions"], writes=())
+assert flow.errors() == [] and "versions" in flow.text()
+"""
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", planted], check=True, timeout=120, cwd=root)

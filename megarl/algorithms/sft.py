@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import Algorithm, LossInputs
-from megarl.flow import Flow, Node
+from megarl.flow import Flow, symbolic_roles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,17 +19,14 @@ class SFT(Algorithm):
 
     needs_rollout: ClassVar[bool] = False
 
-    def flow(self, roles: Iterable[str]) -> Flow:
-        """One update on the next rows of the data."""
-        rows = Node(role="actor", method="receive_rows", reads=(), writes=("tokens",))
-        update = Node(
-            role="actor", method="update", reads=("tokens", "weights:actor"), writes=("weights:actor",)
-        )
-        return Flow([rows, update])
-
     @property
     def loss_reads(self) -> tuple[str, ...]:
         return ()
+
+    def flow(self, roles: Iterable[str]) -> Flow:
+        """Rows of the data become the samples of the step, and the actor learns from them."""
+        (actor,) = symbolic_roles("actor", present=roles)
+        return actor.receive_rows().update(actor, reads=("tokens", *self.loss_reads))
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean negative log-prob over the response tokens of the whole mini-batch. Metric:

@@ -42,8 +42,6 @@ class Column:
     """Where the values are. The driver reads those of its columns before it makes a call that needs them."""
     comes_with: str = ""
     """The column that stands for this one in flows: both are written by the same call."""
-    masked: bool = True
-    """0 where no response token is."""
 
 
 COLUMNS: dict[str, Column] = {
@@ -52,7 +50,6 @@ COLUMNS: dict[str, Column] = {
         Column(
             name="tokens",
             dtype="int64",
-            masked=False,
             holds="Prompt and response of each sample, one sample after another.",
         ),
         Column(
@@ -82,7 +79,6 @@ COLUMNS: dict[str, Column] = {
             dtype="uint8|int16",
             row=("layers", "topk"),
             comes_with="tokens",
-            masked=False,
             holds="Experts that the engine sent the token to in each layer; anything in dense layers.",
         ),
         Column(
@@ -102,17 +98,22 @@ COLUMNS: dict[str, Column] = {
     )
 }
 
-TOKEN_COLUMNS = tuple(column.name for column in COLUMNS.values() if column.per == "token")
-DRIVER_COLUMNS = tuple(column.name for column in COLUMNS.values() if column.on == "driver")
-"""Columns whose values come back to the driver. Who reads one is called when the values are there."""
+BATCH_COLUMNS = tuple(
+    name
+    for name, column in COLUMNS.items()
+    if column.per == "token" and name not in ("tokens", "response_mask")
+)
+"""Token columns that a batch may lack."""
+TOKEN_COLUMNS = tuple(name for name in BATCH_COLUMNS if not COLUMNS[name].row)
+"""Those of them that have one number per token. It is 0 on tokens that are not part of the response."""
+COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].comes_with)
+"""Those of them that a role computes from the samples. Exchanges bring them from mesh to mesh."""
 SAMPLED_COLUMNS = tuple(
-    name for name in TOKEN_COLUMNS if "tokens" in (name, COLUMNS[name].comes_with) and not COLUMNS[name].row
+    name for name, column in COLUMNS.items() if "tokens" in (name, column.comes_with) and not column.row
 )
 """Token columns that every sample has when it comes from the engine."""
-COMPUTED_COLUMNS = tuple(
-    name for name in TOKEN_COLUMNS if name != "tokens" and COLUMNS[name].comes_with != "tokens"
-)
-"""Token columns that a role computes from the samples. They are exchanged between meshes one by one."""
+DRIVER_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.on == "driver")
+"""Columns whose values come back to the driver. Who reads one is called when the values are there."""
 
 
 def is_state(column: str) -> bool:

@@ -51,8 +51,9 @@ def longest_chain(flow: Graph) -> list[str]:
 
 
 def draw_svg(flow: Graph, meshes: Meshes | None) -> str:
-    """Return an SVG: left to right by depth, a lane per mesh. An edge ends at the names of the columns that it
-    brings. Background nodes and state are dashed."""
+    """Return an SVG: left to right by depth, a lane per mesh.
+
+    An edge ends at the names of the columns that it brings. Background nodes and state are dashed."""
     edges = {
         node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns]
         for node in flow.nodes

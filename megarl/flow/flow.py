@@ -55,15 +55,16 @@ class Flow(Graph):
         return self._with(method.node(reads, writes)) if method else self
 
     def join(self, *methods: MethodInFlow | None) -> Flow:
-        """Add nodes, side by side as far as their columns allow. None, and methods of roles that the job
-        does not have, are left out."""
+        """Add nodes, side by side as far as their columns allow.
+
+        None, and methods of roles that the job does not have, are left out."""
         return self._with(*(method.node() for method in methods if method))
 
     def advantages(self, algorithm: HasAdvantages, actor: RoleInFlow | None = None) -> Flow:
-        """Add the algorithm's advantages, on the actor's ranks, after `actor.log_probs`, which is added if it
-        is missing.
+        """Add the algorithm's advantages, on the actor's ranks.
 
-        Scores of reward models count among the rewards."""
+        `actor.log_probs` is added before them if it is missing. Scores of reward models count among the
+        rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes or ())
         reads = [
             column
@@ -81,17 +82,16 @@ class Flow(Graph):
         )
 
     def update(self, role: RoleInFlow, reads: Iterable[str] | None = None) -> Flow:
-        """Add the role's optimizer updates. After an actor's update its engines, if there are any, get the
-        new weights.
+        """Add the role's optimizer updates, and after an actor's the synchronisation of its engines.
 
         Args:
             reads: columns that the loss takes; None: those that the role's class declares."""
         if not role:
             return self
-        kind, suffix = kind_and_suffix(role.name)
+        kind, index = kind_and_suffix(role.name)
         nodes = [Node(role=role.name, method="update", reads=None if reads is None else tuple(reads))]
-        if kind == "actor" and any(node.role == f"rollout{suffix}" for node in self.declared):
-            nodes.append(Node(role=f"rollout{suffix}", method="sync"))
+        if kind == "actor" and any(node.role == f"rollout{index}" for node in self.declared):
+            nodes.append(Node(role=f"rollout{index}", method="sync"))
         return self._with(*nodes)
 
     def background(
@@ -100,15 +100,14 @@ class Flow(Graph):
         reads: Iterable[str] | None = None,
         writes: Iterable[str] | None = None,
     ) -> Flow:
-        """Add work that delays nothing: a method of a role, or a function, which runs in a thread of the
-        driver."""
+        """Add work that delays nothing: a method of a role, or a function in a thread of the driver."""
         if not isinstance(work, MethodInFlow):
             return self._with(replace(function_node(work, reads, writes), background=True))
         return self._with(replace(work.node(reads, writes), background=True)) if work else self
 
-    def of_actor(self, suffix: str) -> Flow:
-        """Return the same step of another actor: every role with the actor's index, "_2"."""
-        return Flow(_renumbered(node, suffix) for node in self.declared) if suffix else self
+    def of_actor(self, index: str) -> Flow:
+        """Return the same step of another actor: every role gets the actor's index, "_2"."""
+        return Flow(_renumbered(node, index) for node in self.declared) if index else self
 
     def beside(self, *others: Flow) -> Flow:
         """Return one step with the nodes of all flows."""
@@ -135,21 +134,21 @@ class Flow(Graph):
         return draw_text(self, meshes)
 
     def svg(self, meshes: Meshes | None = None) -> str:
-        """Return the graph as a picture: left to right, a lane and a colour per mesh, without meshes per
-        role."""
+        """Return the graph as a picture, with a lane and a colour per mesh (without meshes: per role)."""
         return draw_svg(self, meshes)
 
 
-def _renumbered(node: Node, suffix: str) -> Node:
-    """Return the node of another actor. State that the role's class names is that of any actor; other names
-    mean the node's own actor."""
+def _renumbered(node: Node, index: str) -> Node:
+    """Return the node of the actor with this index.
+
+    State that the role's class names is that of any actor; other names mean the node's own actor."""
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is None:
             return None
-        return tuple(name + suffix if is_state(name) and not node.declares(name) else name for name in names)
+        return tuple(name + index if is_state(name) and not node.declares(name) else name for name in names)
 
-    name = "" if node.name == f"{node.role}.{node.method}" else node.name + suffix
+    name = "" if node.name == f"{node.role}.{node.method}" else node.name + index
     return replace(
-        node, role=node.role + suffix, name=name, reads=columns(node.reads), writes=columns(node.writes)
+        node, role=node.role + index, name=name, reads=columns(node.reads), writes=columns(node.writes)
     )

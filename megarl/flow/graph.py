@@ -27,8 +27,9 @@ Meshes = Mapping[str, HasRanks]
 
 
 class Graph:
-    """The nodes of a step. Their order counts where columns do not decide: between equals, and for state
-    (`weights:...`).
+    """The nodes of a step, with the edges between them.
+
+    The order of the nodes counts where columns do not decide: between equals, and for state.
 
     Args:
         declared: nodes with columns as roles and users name them. In `nodes` every column has the name that
@@ -40,15 +41,17 @@ class Graph:
         self.nodes = _resolve(self.declared)
 
     def rollout_source(self, role: str) -> str:
-        """Return the index of the rollout whose samples the role works on: the role's own index if a rollout
-        with it samples, else ""."""
+        """Return the index of the rollout whose samples the role works on.
+
+        It is the role's own index if a rollout with it samples, else ""."""
         index = kind_and_suffix(role)[1]
         return index if index in rollout_sources(self.declared) else ""
 
     @cached_property
     def dependencies(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Node -> the nodes it comes after -> the columns that it reads from each; () where it must only not
-        overtake a reader."""
+        """Node -> the nodes it comes after -> the columns that it reads from each.
+
+        () where a node must only not overtake a reader of the state that it writes."""
         needs: dict[str, dict[str, tuple[str, ...]]] = {node.name: {} for node in self.nodes}
         for index, node in enumerate(self.nodes):
             for column in node.reads or ():
@@ -61,16 +64,16 @@ class Graph:
         return needs
 
     def _writers(self, column: str, index: int) -> list[Node]:
-        """Return the last writer of a state column before node `index`, or all writers of any other
-        column."""
+        """Return the last writer of state before node `index`, or all writers of any other column."""
         if is_state(column):
             return [node for node in self.nodes[:index] if column in (node.writes or ())][-1:]
         return [node for i, node in enumerate(self.nodes) if column in (node.writes or ()) and i != index]
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Node -> length of the longest chain of nodes before it. The nodes of a cycle, and all behind it,
-        are missing."""
+        """Node -> length of the longest chain of nodes before it.
+
+        The nodes of a cycle, and all behind it, are missing."""
         depth: dict[str, int] = {}
         for _ in self.nodes:
             for name, needs in self.dependencies.items():

@@ -39,7 +39,7 @@ class TrainedRole(ModelRole):
 
     @method()
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest of the checkpoint that was begun; None: it is not complete yet."""
+        """Return the SHA-256 of the manifest of the checkpoint that was begun; None: it is incomplete."""
 
     @method()
     def damage_of_checkpoint(self, folder: str) -> str | None:
@@ -204,24 +204,25 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         """Do the source's part of `rollout.sync` on ranks without an engine."""
 
     @method()
-    def worst_tokens(self, count: int) -> list[dict[str, float]]:
+    def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
         """Return this rank's tokens where trainer and engine differ most."""
 
     @method(optional=True)
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every row
-        from the mesh's first rank."""
+        """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every
+        row from the mesh's first rank."""
 
-    @method(writes=("tokens", "lengths"), optional=True)
+    @method(writes=("tokens",), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Make dataset rows the samples of the step.
+        """Make dataset rows the samples of the step: the first node of supervised fine-tuning.
 
         Args:
-            visits: visit, which is the sample id -> dataset row."""
+            visits: visit, which is the sample id -> dataset row.
+            mini_batches: planned by the driver from the lengths that `load_dataset` returned."""
 
 
 class Data(RandomState, kind="data"):
-    """Brings samples and columns to the ranks that work on them. It is on every rank of a job that samples."""
+    """Moves samples and columns to the ranks that work on them. It is on every rank of a job that samples."""
 
     @method(reports=True)
     def distribute(

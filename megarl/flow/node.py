@@ -66,7 +66,7 @@ class Node:
         object.__setattr__(self, "name", self.name or f"{self.role}.{self.method}")
 
     def declaration(self) -> RoleMethod[..., Any] | None:
-        """What the role's class declares of the method. None: nothing, or a function of the driver."""
+        """Return what the role's class declares of the method. None: nothing, or a function of the driver."""
         return declaration(self.role, self.method) if self.function is None else None
 
     def _declared_columns(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -84,7 +84,9 @@ class Node:
         return kind_and_suffix(self.role)[1]
 
     def declares(self, column: str) -> bool:
-        """Whether the role's class names the column. State of the first actor then means that of any actor."""
+        """Whether the role's class names the column.
+
+        `weights:actor` then means the actor of the role's own index."""
         declared = self._declared_columns()
         return bool(declared and column in declared[0] + declared[1])
 
@@ -92,8 +94,9 @@ class Node:
 def function_node(
     function: Callable[..., Any], reads: Iterable[str] | None, writes: Iterable[str] | None
 ) -> Node:
-    """Make a node of a function of the driver. It reads and writes the arguments, else its @columns, else
-    nothing."""
+    """Make a node of a function of the driver.
+
+    It reads and writes what is given, else what its @columns say, else nothing."""
     own = getattr(function, "flow_columns", Columns((), ()))
     return Node(
         role=DRIVER,

@@ -233,16 +233,20 @@ class Role:
         return self._caller.call_on(self._ranks, self._name, method, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name}{'' if self._ranks is None else f', ranks={list(self._ranks)}'})"
+        some = "" if self._ranks is None else f", ranks={list(self._ranks)}"
+        return f"{type(self).__name__}({self._name}{some})"
 
     if not TYPE_CHECKING:  # a type checker would take every name for a method
 
         def __getattr__(self, name: str) -> object:
+            if name.startswith("_"):
+                raise AttributeError(name)
             known = methods_of(type(self))
             near = difflib.get_close_matches(name, known, n=1)
             raise AttributeError(
                 f"{self._name}.{name} is not declared in class {type(self).__name__}."
-                f"{f' Did you mean {near[0]}?' if near else ''} Declared: {', '.join(sorted(known)) or 'nothing'}. "
+                f"{f' Did you mean {near[0]}?' if near else ''} "
+                f"Declared: {', '.join(sorted(known)) or 'nothing'}. "
                 f'{self._name}.call("{name}", ...) calls a method that is not.'
             )
 
@@ -276,11 +280,13 @@ def declaration(role: str, method: str) -> RoleMethod[..., Any] | None:
     return methods_of(role_class(role)).get(method)
 
 
-def writer_of(column: str, suffix: str = "") -> str | None:
-    """Return the call that writes a column, by the role with this actor index: "reference_2.log_probs". None: no
-    declared method writes the column."""
+def writer_of(column: str, index: str = "") -> str | None:
+    """Return the call that writes a column: "reference_2.log_probs". None: no declared method does.
+
+    Args:
+        index: actor index of the role that writes."""
     for kind, cls in _CLASSES.items():
         for name, declared in methods_of(cls).items():
             if column in (declared.writes or ()):
-                return f"{kind}{suffix}.{name}"
+                return f"{kind}{index}.{name}"
     return None

@@ -17,8 +17,9 @@ from megarl.flow.node import Node
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A call that could be issued now: a node, or, if `columns`, the exchange that brings them from `source` to
-    the ranks of the node."""
+    """A call that could be issued now: a node, or an exchange.
+
+    An exchange has `columns`, and brings them from `source` to the ranks of the node."""
 
     node: Node
     ranks: frozenset[int]
@@ -87,8 +88,10 @@ class PreparedFlow:
 
 
 class FlowStep:
-    """One step of a flow. The scheduler marks the calls that it issues and those that end; `candidates` says
-    which may come next."""
+    """One step of a flow: what has been issued and what has ended.
+
+    The scheduler marks the calls that it issues and those that end; `candidates` says which may come next.
+    """
 
     def __init__(self, prepared: PreparedFlow, skipped: Collection[str]) -> None:
         self.prepared, self.skipped = prepared, frozenset(skipped)
@@ -130,8 +133,10 @@ class FlowStep:
         return sorted(found, key=lambda c: (c.node.background, c.node.function is not None))
 
     def _need(self, node: Node, need: str, columns: tuple[str, ...]) -> bool | Candidate:
-        """Return whether what the node needs of another is there, or will be by the order of calls on its
-        ranks; else the exchange that brings it there, if that is all that is missing."""
+        """Return whether the node can read what it needs of another.
+
+        It can if the columns are there, or will be by the order of calls on its ranks. If only an exchange is
+        missing, returns that."""
         prepared, source, ended = self.prepared, self.prepared.nodes[need], need in self.ended
         if need in self.skipped or node.name in self.skipped or node.function or source.function:
             return ended
@@ -148,16 +153,18 @@ class FlowStep:
         return ended or prepared.ranks[node.name] <= prepared.ranks[need]
 
     def _pass_over_skipped(self) -> None:
-        """End a skipped node when everything before it has ended, so that what comes after it still comes
-        after that."""
+        """End each skipped node when everything before it has ended.
+
+        So what comes after it still comes after that."""
         for name in sorted(self.skipped - self.ended, key=self.prepared.flow.depth.__getitem__):
             if self.prepared.flow.dependencies[name].keys() <= self.ended:
                 self.issued.add(name)
                 self.ended.add(name)
 
     def others_want(self, candidate: Candidate) -> bool:
-        """Whether a node of the critical path that does not wait for the candidate has still to be issued on
-        some of its ranks."""
+        """Whether another node of the critical path has still to be issued on some of the candidate's ranks.
+
+        Nodes that wait for the candidate do not count."""
         after = {candidate.node.name}
         if candidate.source is not None:  # all that wait for the same exchange
             shard_of, needs = self.prepared.shard_of, self.prepared.flow.dependencies

@@ -47,9 +47,9 @@ class SymbolicRole:
     def __getattr__(self, method: str) -> SymbolicMethod:
         if method.startswith("_"):
             raise AttributeError(f"{method} of role {self.name} is private: no flow can call it.")
-        kind, suffix = kind_and_suffix(self.name)
+        kind, index = kind_and_suffix(self.name)
         if (kind, method) == ("actor", "rollout"):
-            return SymbolicMethod(SymbolicRole(f"rollout{suffix}", self._present, self._trace), "generate")
+            return SymbolicMethod(SymbolicRole(f"rollout{index}", self._present, self._trace), "generate")
         return SymbolicMethod(self, method)
 
     def __repr__(self) -> str:
@@ -140,8 +140,9 @@ def background(
     reads: Iterable[str] | None = None,
     writes: Iterable[str] | None = None,
 ) -> Traced:
-    """Add work that delays nothing to a @dataflow function. It reads what it declares, else the columns of its
-    inputs."""
+    """Add work that delays nothing to a @dataflow function.
+
+    It reads what it declares, else the columns of its inputs."""
     traces = [given.trace for given in inputs if given]
     if isinstance(work, SymbolicMethod) and work.role._trace is not None:
         traces.append(work.role._trace)
@@ -165,8 +166,9 @@ def background(
 
 
 def dataflow(function: Callable[..., object]) -> Callable[..., Flow]:
-    """Turn a function of roles into a builder of its Flow: `function(present=meshes)`, or `function()` if the
-    job has all roles.
+    """Turn a function of roles into a builder of its Flow.
+
+    Call the builder with `present=meshes`, or without arguments if the job has all roles.
 
     Parameters without a default are roles, called by their names. The function runs once per build, with
     symbolic roles."""
@@ -182,6 +184,7 @@ def dataflow(function: Callable[..., object]) -> Callable[..., Flow]:
 
 
 def symbolic_roles(names: str, present: Container[str] | None = None) -> list[SymbolicRole]:
-    """Return the roles of these names, separated by blanks. Roles that are not in `present` (None: all are) are
-    left out of what is built with them."""
+    """Return the roles of these names, which are separated by blanks.
+
+    Roles that are not in `present` are left out of what is built with them; None: the job has all roles."""
     return [SymbolicRole(name, present is None or name in present) for name in names.split()]

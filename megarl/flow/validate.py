@@ -50,7 +50,8 @@ def _methods(graph: Graph) -> Iterable[str]:
             yield (
                 f"node ({node.name}): no columns are known for method "
                 f"({node.method}).{_near(node.method, known)} {which} "
-                "For one of your own, say what it reads= and writes=, or declare it with @method in a class of its role."
+                "For one of your own, say what it reads= and writes=, or declare it with @method in its "
+                "role's class."
             )
 
 
@@ -108,8 +109,9 @@ def _columns(graph: Graph, needs: Needs) -> Iterable[str]:
 
 
 def _reads(node: Node, needs: Needs) -> list[str]:
-    """Return the columns that the node reads, with those that its algorithm needs. Scores count as
-    rewards."""
+    """Return the columns that the node reads, with those that its algorithm needs.
+
+    Scores count as rewards."""
     reads = node.reads or ()
     declared = {base(column).replace("scores", "rewards") for column in reads}
     needed = needs.get((node.role, node.method), ())

@@ -69,7 +69,13 @@ class StepRunner:
             actor.admit(rows_of_actor, self.state.step)
             if not actor.config.algorithm.needs_rollout:
                 self._take_rows(suffix)
-        awaited = {node.name for node in flow.nodes if not node.background and any_in_driver(node.writes)}
+        awaited = {
+            node.name
+            for node in flow.nodes
+            if not node.background
+            and any_in_driver(node.writes)
+            and node.declaration() is not Actor.receive_rows  # the driver knows their lengths already
+        }
         self.results = self._scheduler.run(flow, until=awaited)
         return self.batches
 

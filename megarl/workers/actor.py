@@ -18,6 +18,7 @@ from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
+from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor
 from megarl.workers.implements import implements
 from megarl.workers.loss_probes import check_token_level, policy_weight
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADVANTAGE_COLUMNS = ("old_log_probs", "ref_log_probs", "values")
-"""The columns that an algorithm may compute advantages from."""
-_LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
+"""Token columns that an algorithm may make advantages of."""
 
 
 @implements(Actor)
@@ -108,7 +108,7 @@ class ActorRole(PolicyRole):
             "mismatch/kl": (gap.expm1() - gap).sum().item() / num_tokens,
         }
 
-    def worst_tokens(self, count: int) -> list[dict[str, float]]:
+    def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
         """Return the tokens where trainer and engine differ most, to report a failed log-prob gate."""
         if not self.model.reports:
             return []

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from megarl.batch import check_column_names
 from megarl.config.mesh import MeshSpec, replicas
 from megarl.batch_invariants import check_batch, check_digests
+from megarl.flow.columns import SAMPLED_COLUMNS
 from megarl.flow.job_roles import Data
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch, Sample, plan_route, ranks_of_samples
 from megarl.workers.exchange import (
-    ROLLOUT_COLUMNS,
     Formats,
     MissingRowsError,
     bytes_per_token,
@@ -106,7 +106,7 @@ class DataRole(RandomStateOfRank):
         num_tokens = sum(layout.lengths[sample] for sample in received)
         return {
             "batch/samples_moved": float(len(received)),
-            "batch/bytes_moved": float(bytes_per_token([*ROLLOUT_COLUMNS, *formats], formats) * num_tokens),
+            "batch/bytes_moved": float(bytes_per_token([*SAMPLED_COLUMNS, *formats], formats) * num_tokens),
         }
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> dict[str, float]:

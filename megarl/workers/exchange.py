@@ -16,17 +16,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch
+from megarl.batch import Batch, column_dtype
 from megarl.batch_invariants import Digests
+from megarl.flow.columns import SAMPLED_COLUMNS
 from megarl.invariants import InvariantError
 from megarl.packing import Route
 from megarl.workers.store import PackedSamples
 
 _BOUND_BY_TOKENS = ("tokens", "response_mask")  # one digest covers both
-_DTYPES = {
-    "tokens": torch.int64,
-    "response_mask": torch.bool,
-}  # all others that have one number per token are fp32
 
 Formats = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Column -> dtype and shape of a token's row, of columns that have more than one number per token."""
@@ -179,7 +176,7 @@ class _MessageFormat:
 
 
 def _format(name: str, formats: Formats | None) -> tuple[torch.dtype, tuple[int, ...]]:
-    return (formats or {}).get(name, (_DTYPES.get(name, torch.float32), ()))
+    return formats[name] if formats and name in formats else (column_dtype(name), ())
 
 
 def _rows_of_all(
@@ -206,10 +203,6 @@ def _rows_of(held: Batch, name: str, dtype: torch.dtype, row: tuple[int, ...]) -
     return dict(zip(held.sample_ids.tolist(), column.cpu().split(held.lengths.tolist()), strict=True))
 
 
-ROLLOUT_COLUMNS = ("tokens", "rollout_log_probs", "response_mask")
-"""The columns of a sample that comes from the engine."""
-
-
 def collect_samples(
     held: Sequence[PackedSamples],
     route: Route,
@@ -221,7 +214,7 @@ def collect_samples(
 
     They come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the batch, and
     the digests as the senders had them."""
-    columns, digests = move_rows(held, (*ROLLOUT_COLUMNS, *(formats or ())), route, wanted, lengths, formats)
+    columns, digests = move_rows(held, (*SAMPLED_COLUMNS, *(formats or ())), route, wanted, lengths, formats)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(
         sample_ids=torch.tensor(wanted, dtype=torch.int64), cu_seqlens=cu_seqlens, **columns

@@ -190,9 +190,18 @@ def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, w
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step.svg"]
 
 
+def test_graph_draws_supervised_fine_tuning(job, capsys):
+    assert cli.main(["graph", job, "--algorithm", "sft"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1:2] + line[3:] for line in lines[1:-1]] == [
+        ["actor.receive_rows", "-", "tokens"],
+        ["actor.update", "tokens", "weights:actor"],
+    ]
+    assert lines[-1][2:] == ["actor.receive_rows", "->", "actor.update"]
+
+
 def test_graph_refuses(tmp_path, job, capsys):
     for flags, told in (
-        (["--algorithm", "sft"], "--algorithm (sft): has no flow; "),
         (["--actor-ranks", "0-2"], "--actor-ranks (0-2): must be below"),
         (
             ["--svg", str(tmp_path / "no" / "a.svg")],

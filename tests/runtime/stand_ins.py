@@ -36,7 +36,7 @@ class Data(Role):
     def distribute(
         self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
     ):
-        self.state.plans[share] = mini_batches
+        self.state.plans[shard] = mini_batches
         return {"batch/samples_moved": 0.0}
 
     def exchange(self, columns: Sequence[str], source: str, destination: str):
