@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
-"""Token columns that an algorithm may make advantages of."""
+"""Token columns that an algorithm may compute advantages from."""
+_LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 
 
 @implements(Actor)
