@@ -126,7 +126,7 @@ def open_trainer(folder: Path, save: str) -> tuple[Trainer, Data, Actor]:
     progress = Progress(6, io.StringIO(), terminal=False)
     trainer = Trainer(job, started=Started(executor, inputs, 1, progress))
     buffer = trainer.state.first.buffer
-    buffer.staleness, admit = 1, buffer.admit
+    buffer.staleness, admit = 2, buffer.admit  # late once, and once more if they are sampled anew
     buffer.admit = lambda visits, _, step: admit(visits, {visit: group_size(visit) for visit in visits}, step)
     return trainer, data, actor
 
