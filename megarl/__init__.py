@@ -5,15 +5,15 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME = {
-    "Trainer": "megarl.driver.trainer",
-    "PPOTrainer": "megarl.driver.trainer",
-    "GRPOTrainer": "megarl.driver.trainer",
-    "load_config": "megarl.driver.configure",
-    "DeviceMap": "megarl.config.placement",
+    "Trainer": "megarl.trainer.trainer",
+    "PPOTrainer": "megarl.trainer.trainer",
+    "GRPOTrainer": "megarl.trainer.trainer",
+    "load_config": "megarl.trainer.configure",
+    "DeviceMap": "megarl.config.roles",
     "ConfigError": "megarl.config.errors",
     "RemoteError": "megarl.runtime.executor",
     "CallTimeout": "megarl.runtime.executor",
-    "GateError": "megarl.driver.gate",
+    "GateError": "megarl.trainer.gate",
     "symbolic_roles": "megarl.flow",
     "dataflow": "megarl.flow",
     "FlowError": "megarl.flow",

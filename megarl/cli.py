@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.config.errors import ConfigError, did_you_mean, raise_findings
+from megarl.config.errors import ConfigError, did_you_mean, raise_errors
 from megarl.runtime.process import exit_on_signals, ignore_signals_for_good
 from megarl.runtime.signing import SecretError
 
@@ -81,7 +81,7 @@ def train(argv: list[str]) -> int:
     process starts."""
     from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
-    from megarl.driver.executors import has_rank_processes
+    from megarl.trainer.executors import has_rank_processes
 
     config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
@@ -94,8 +94,8 @@ def train(argv: list[str]) -> int:
         from megarl.train import run_in_process
 
         return run_in_process(config)
-    from megarl.driver.__main__ import train_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.__main__ import train_job
+    from megarl.trainer.launch import launch
 
     return launch(config, argv, train_job)
 
@@ -104,7 +104,7 @@ def evaluate(argv: list[str]) -> int:
     """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
     from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
-    from megarl.driver.executors import has_rank_processes
+    from megarl.trainer.executors import has_rank_processes
 
     config = load_config(argv, _registry(), "megarl eval")
     check_everything(config, config.placement.nproc_per_node, new_run=False)
@@ -112,8 +112,8 @@ def evaluate(argv: list[str]) -> int:
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)
-    from megarl.driver.evaluate import evaluate_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.evaluation import evaluate_job
+    from megarl.trainer.launch import launch
 
     return launch(config, argv, evaluate_job, "megarl.evaluate", new_run=False)
 
@@ -146,7 +146,7 @@ def check(argv: list[str]) -> int:
     report = examine(config, config.placement.nproc_per_node, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # before what is wrong, where both go to one place
-    raise_findings([*report.findings, *report.estimates])
+    raise_errors([*report.findings, *report.estimates])
     return 0
 
 

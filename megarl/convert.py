@@ -28,12 +28,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check_parallel import MegatronRole, parallel_findings
-from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, megatron_mesh
+from megarl.config.rules_files import free_name
+from megarl.config.rules_layout import MegatronRole, parallel_errors
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.config.writing import obstacle
+from megarl.files.writing import obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("\n".join(problems) + "\n")
         return 2
     if through_megatron:
-        from megarl.driver.launch import launch_ranks
+        from megarl.trainer.launch import launch_ranks
 
         return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
     return convert(arguments)
@@ -151,7 +151,7 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
             problems.append(f"--{name.replace('_', '-')} ({getattr(arguments, name)}): must be at least 1.")
     if all((getattr(arguments, name) or 1) >= 1 for name in SIZES):
         shared = frozenset(field.name for field in fields(ParallelConfig))
-        problems += parallel_findings(MegatronRole("model", parallel_of(arguments), None, shape, shared))
+        problems += parallel_errors(MegatronRole("model", parallel_of(arguments), None, shape, shared))
     return problems
 
 
@@ -241,7 +241,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megarl.checkpoint.sources import CheckpointWeights, HFWeights, open_weights
-    from megarl.config.timeouts import group_timeout
+    from megarl.config.mesh import group_timeout
     from megarl.megatron.mesh import create_groups
     from megarl.megatron.policy import Policy
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint

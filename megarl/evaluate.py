@@ -10,9 +10,9 @@ from megarl.runtime.process import quiet_libraries
 
 
 def main(argv: list[str]) -> int:
-    from megarl.driver.evaluate import evaluate_job
+    from megarl.trainer.evaluation import evaluate_job
 
-    return run(argv, driver="megarl.driver.evaluate", in_process_job=evaluate_job, new_run=False)
+    return run(argv, driver="megarl.trainer.evaluation", in_process_job=evaluate_job, new_run=False)
 
 
 if __name__ == "__mp_main__":  # as in train.py

@@ -32,6 +32,8 @@ class Sample:
     """The response was cut at max_response_length."""
     digest: int | None = None
     """Of its tokens, see `megarl.invariants.digest`; None: nobody has made one."""
+    group: int = 0
+    """Visit of the prompt that it answers: samples of one group are compared with each other."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.driver.executors import has_rank_processes, open_executor
-from megarl.driver.restarts import attempt_under_torchrun, continued
+from megarl.trainer.executors import has_rank_processes, open_executor
+from megarl.trainer.restarts import attempt_under_torchrun, continued
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
 
@@ -27,7 +27,7 @@ InProcessJob = Callable[..., None]
 
 def main(
     argv: list[str],
-    driver: str = "megarl.driver",
+    driver: str = "megarl.trainer",
     in_process_job: InProcessJob | None = None,
     new_run: bool = True,
 ) -> int:
@@ -106,9 +106,9 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
 def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True) -> int:
     """Run the job with this process as its driver, on an executor that needs no ranks of `megarl.train`."""
     quiet_libraries()
-    from megarl.driver.__main__ import train_job
-    from megarl.driver.preflight import read_inputs
     from megarl.runtime.shutdown import run_job_in_process
+    from megarl.trainer.__main__ import train_job
+    from megarl.trainer.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
     try:

@@ -29,7 +29,7 @@ STARTERS = (
     "megarl.rewards.sandbox",
     "megarl.rewards.code",
     "megarl.runtime.local_ranks",
-    "megarl.driver.launch",
+    "megarl.trainer.launch",
     "megarl.doctor",
     "torch.multiprocessing",
 )

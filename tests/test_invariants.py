@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megarl.batch import Batch
-from megarl.driver.learner import Learner
-from megarl.driver.rollout_batch import RolloutBatch
+from megarl.trainer.actor_state import ActorState
+from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.batch_invariants import check_batch, check_column
 from megarl.invariants import (
     InvariantError,
@@ -305,7 +305,7 @@ def test_a_reward_is_bound_to_sample_group_and_tokens():
 
 
 def test_steps_without_a_reward_are_told():
-    learner = object.__new__(Learner)
+    learner = object.__new__(ActorState)
     learner.config, learner.actor, learner.zero_reward_steps = (
         SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2)),
         "actor",

@@ -27,7 +27,7 @@ DIRECT = re.compile(
         ("rewards/test_pool.py::test_a_reward_that_fails_costs_one_reward", "children"),
         ("kernels/test_gae.py::test_against_the_loop", None),
         (
-            "driver/test_restarts.py::test_it_goes_on_in_its_own_folder",
+            "trainer/test_restarts.py::test_it_goes_on_in_its_own_folder",
             None,
         ),  # has its own `job`, unlike conftest.py's
     ],

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.algorithms import REGISTRY
-from megarl.config.gate_limits import GateLimits
+from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.driver.gate import gate_finding
+from megarl.trainer.gate import gate_finding
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "reliability.md"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+from megarl.config.errors import Section
 from megarl.config.roles import configs_of_actors
 from megarl.flow import Flow, symbolic_roles
 from megarl.role_names import actor_suffix, kind_and_suffix
@@ -168,7 +169,7 @@ class ValueLossInputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Algorithm:
+class Algorithm(Section):
     """Base of all algorithms. A new one is a file with a subclass and a line in REGISTRY."""
 
     needs_rollout: ClassVar[bool] = True

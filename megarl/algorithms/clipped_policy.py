@@ -4,13 +4,13 @@ in the advantages."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
 from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
-from megarl.config.errors import require
+from megarl.config.errors import Fraction, NonNegative, Positive, above, at_least, below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,11 @@ class ClippedPolicy(Algorithm):
     policy_loss: Literal["ppo", "cispo"] = "ppo"
     """ppo: a clipped token has no gradient. cispo: the clip only bounds the ratio that weighs a token's
     gradient."""
-    clip_eps_low: float = 0.2
+    clip_eps_low: Fraction = 0.2
     """The policy ratio is clipped at 1 - this."""
-    clip_eps_high: float = 0.2
+    clip_eps_high: NonNegative = 0.2
     """The policy ratio is clipped at 1 + this."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float, above(1)] | None = None
     """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default:
     none."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
@@ -38,7 +38,7 @@ class ClippedPolicy(Algorithm):
     kl_mode: Literal["none", "loss", "reward"] = "none"
     """Where the KL to the reference policy is counted: nowhere, in the loss, or taken off the reward (ppo: of
     each token, grpo: of each response)."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, at_least(0), below(math.inf)] = 0.0
     """Factor of that KL; above 0 unless --kl-mode none. With --kl-controller adaptive, where it starts."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """KL estimate per token. k1 is meant for --kl-mode reward: in the loss its gradient is zero on average,
@@ -48,70 +48,43 @@ class ClippedPolicy(Algorithm):
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: after each step --kl-coef is raised if the KL of a response is above --kl-target, and lowered
     if it is below."""
-    kl_target: float = 6.0
+    kl_target: Annotated[float, above(0), below(math.inf)] = 6.0
     """For --kl-controller adaptive: nats per response, by --kl-estimator."""
-    kl_horizon: int = 10000
+    kl_horizon: Annotated[int, above(0)] = 10000
     """For --kl-controller adaptive: by how many samples --kl-coef follows. A step of n samples changes it by
     at most 0.2 n / this."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, above(-math.inf), below(math.inf)] = 0.0
     """Factor of the mean entropy, which is subtracted from the loss."""
-    tis_clip: float | None = None
+    tis_clip: Positive | None = None
     """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's,
     this). Default: none."""
 
-    def __post_init__(self) -> None:
-        self._require()
-
-    def _require(
-        self,
-        at_least: Mapping[str, float] = {},
-        above: Mapping[str, float] = {},
-        at_most: Mapping[str, float] = {},
-        rules: Iterable[tuple[bool, str, str]] = (),
-    ) -> None:
-        """The checks of `require` for the fields above and for a subclass's, reported together."""
-        require(
-            self,
-            at_least={"clip_eps_low": 0, "clip_eps_high": 0, "kl_coef": 0, **at_least},
-            at_most={"clip_eps_low": 1, **at_most},
-            above={
-                "clip_ratio_c": 1,
-                "tis_clip": 0,
-                "entropy_coef": -math.inf,
-                "kl_target": 0,
-                "kl_horizon": 0,
-                **above,
-            },
-            below={"kl_coef": math.inf, "entropy_coef": math.inf, "kl_target": math.inf},
-            rules=[
-                (self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
-                (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
-                (
-                    (self.kl_mode == "none") == (self.kl_coef == 0),
-                    "kl_coef",
-                    "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
-                    if self.kl_mode == "none"
-                    else f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001.",
-                ),
-                (
-                    not self.kl_straight_through or self.kl_mode == "loss",
-                    "kl_straight_through",
-                    "needs --kl-mode loss. Leave it out.",
-                ),
-                (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
-                (
-                    self.kl_controller != "adaptive" or self.kl_mode != "none",
-                    "kl_controller",
-                    "needs --kl-mode loss or reward. Leave it out.",
-                ),
-                (
-                    self.policy_loss != "cispo" or self.clip_ratio_c is None,
-                    "clip_ratio_c",
-                    "is not for --policy-loss cispo. Leave it out.",
-                ),
-                *rules,
-            ],
-        )
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        if self.kl_mode == "none":
+            kl_coef_rule = "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
+        else:
+            kl_coef_rule = f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."
+        return [
+            (self.policy_loss in ("ppo", "cispo"), "policy_loss", "must be ppo or cispo."),
+            (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
+            ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef", kl_coef_rule),
+            (
+                not self.kl_straight_through or self.kl_mode == "loss",
+                "kl_straight_through",
+                "needs --kl-mode loss. Leave it out.",
+            ),
+            (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
+            (
+                self.kl_controller != "adaptive" or self.kl_mode != "none",
+                "kl_controller",
+                "needs --kl-mode loss or reward. Leave it out.",
+            ),
+            (
+                self.policy_loss != "cispo" or self.clip_ratio_c is None,
+                "clip_ratio_c",
+                "is not for --policy-loss cispo. Leave it out.",
+            ),
+        ]
 
     @property
     def needs_reference(self) -> bool:

@@ -31,6 +31,7 @@ from megarl.algorithms.base import (
     advantage_metrics,
 )
 from megarl.algorithms.clipped_policy import ClippedPolicy
+from megarl.config.errors import Fraction, Natural, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,25 +43,18 @@ class PPO(ClippedPolicy):
 
     needs_critic: ClassVar[bool] = True
 
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount of rewards per token."""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """Decay of generalized advantage estimation per token: 1 trusts rewards alone, 0 the critic's next value
     alone."""
     whiten_advantages: bool = True
     """Give the advantages of each step mean 0 and variance 1 over all tokens."""
-    value_clip_eps: float | None = 0.2
+    value_clip_eps: Positive | None = 0.2
     """The critic learns nothing from a token whose value moved further than this from that before the step.
     none: no such clip."""
-    critic_warmup_iters: int = 0
+    critic_warmup_iters: Natural = 0
     """So many first steps update the critic alone. The actor's learning-rate schedule begins after them."""
-
-    def __post_init__(self) -> None:
-        self._require(
-            at_least={"gamma": 0, "gae_lambda": 0, "critic_warmup_iters": 0},
-            at_most={"gamma": 1, "gae_lambda": 1},
-            above={"value_clip_eps": 0},
-        )
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.flow import Flow, Node
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +18,14 @@ class SFT(Algorithm):
     """supervised fine-tuning"""
 
     needs_rollout: ClassVar[bool] = False
+
+    def flow(self, roles: Iterable[str]) -> Flow:
+        """One update on the next rows of the data."""
+        rows = Node(role="actor", method="receive_rows", reads=(), writes=("tokens",))
+        update = Node(
+            role="actor", method="update", reads=("tokens", "weights:actor"), writes=("weights:actor",)
+        )
+        return Flow([rows, update])
 
     @property
     def loss_reads(self) -> tuple[str, ...]:

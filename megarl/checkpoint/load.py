@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, 
 from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Box, Rectangle, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
-from megarl.config.model_function import differences
+from megarl.config.hf_config import differences
 
 
 class Checkpoint:

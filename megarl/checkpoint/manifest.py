@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.rectangles import Box, tiling_problem, whole
-from megarl.config.checkpoint_folders import MANIFEST
-from megarl.config.checkpoint_json import file_digest, read_json, write_json
+from megarl.files.checkpoints import MANIFEST, file_digest, read_json, write_json
 
 VERSION, _FORM = 1, "megarl checkpoint"
 WEIGHTS = "weights"

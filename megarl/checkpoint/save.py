@@ -16,7 +16,7 @@ from megarl.checkpoint.manifest import CheckpointError, Manifest, Part, StoredTe
 from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Box, Rectangle, tiling_problem
 from megarl.checkpoint.tensor_file import Entry, write_tensors
-from megarl.config.checkpoint_json import sync_folder
+from megarl.files.checkpoints import sync_folder
 
 
 class Offer(NamedTuple):

@@ -14,9 +14,8 @@ from megarl.checkpoint.manifest import WEIGHTS, CheckpointError, check_tensors
 from megarl.checkpoint.rectangles import Box, matrix_size
 from megarl.checkpoint.tensor_file import TensorFile
 from megarl.checkpoint.torch_dist import MegatronWeights, megatron_folder
-from megarl.config.checkpoint_folders import MANIFEST
-from megarl.config.hf_config import ModelShape
-from megarl.config.model_function import function_fields
+from megarl.config.hf_config import ModelShape, function_fields
+from megarl.files.checkpoints import MANIFEST
 from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.hf_folder import names_left_out, read_folder
 from megarl.reshard.transfer import note_prediction_tensors

@@ -22,9 +22,8 @@ from megarl.checkpoint.save import publish as publish_checkpoint
 from megarl.checkpoint.save import start_folder
 from megarl.checkpoint.sources import WeightSource
 from megarl.checkpoint.tensor_file import Entry, write_tensors
-from megarl.config.checkpoint_json import sync_folder
-from megarl.config.hf_config import ModelShape
-from megarl.config.model_function import function_fields
+from megarl.config.hf_config import ModelShape, function_fields
+from megarl.files.checkpoints import sync_folder
 from megarl.reshard import transfer
 from megarl.reshard.atlas import KEPT_IN_FP32, hf_sizes
 from megarl.reshard.hf_folder import INDEX

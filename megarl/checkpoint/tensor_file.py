@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.rectangles import matrix_size
-from megarl.config.tensor_header import TensorFileError, read_header
-from megarl.config.writing import writing
+from megarl.files.tensor_header import TensorFileError, read_header
+from megarl.files.writing import writing
 
 DTYPES = {
     "F64": torch.float64,

@@ -9,12 +9,12 @@ from pathlib import Path
 from megarl.checks.fits import gb
 from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
 from megarl.checks.sizes import canonical_elements, megatron_held
-from megarl.config.check_paths import free_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, actor_meshes
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import free_name
 from megarl.config.schema import LoRAConfig, TrainConfig
-from megarl.config.writing import obstacle
+from megarl.files.writing import obstacle
 
 
 def save_findings(config: TrainConfig) -> Iterator[str]:

@@ -18,8 +18,8 @@ from megarl.checks.memory import (
     phase_bytes,
     roles_of,
 )
-from megarl.config.check import job_findings
-from megarl.config.check_parallel import divisors
+from megarl.config.check import job_errors
+from megarl.config.errors import divisors
 from megarl.config.schema import TrainConfig
 
 _SPLIT = ("actor", "critic", "reference", "reward")
@@ -69,7 +69,7 @@ def _made_to_fit(
     fits = _shortage(parts, machine, ranks_per_node) is None and not list(
         _cache_findings(config, parts, machine)
     )
-    return flags if fits and not job_findings(config, world_size, new_run) else None
+    return flags if fits and not job_errors(config, world_size, new_run) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ from megarl.checks.memory import Parts, estimate
 from megarl.checks.preview import preview
 from megarl.checks.syncs import sync_findings, unplanned
 from megarl.checks.weights import weight_findings
-from megarl.config.check import job_findings
-from megarl.config.check_actors import of_all_actors
-from megarl.config.check_checkpoints import checkpoint_notes
-from megarl.config.errors import raise_findings
+from megarl.config.check import job_errors, of_all_actors
+from megarl.config.errors import raise_errors
+from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import checkpoint_notes
 from megarl.config.schema import TrainConfig
-from megarl.config.versions import version_notes
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def check_everything(
     """Raise ConfigError with everything that is wrong. What is only estimated not to fit is logged as a
     warning."""
     report = examine(config, world_size, new_run, ranks_per_node)
-    raise_findings(report.findings)
+    raise_errors(report.findings)
     for finding in report.estimates:
         logger.warning("by an estimate of the activations this job does not fit. %s", finding)
 
@@ -64,7 +63,7 @@ def examine(
         new_run: --save is going to be written, so it must be free and have room.
         ranks_per_node: ranks of this machine. Default: all.
         machine: default: this one."""
-    findings = job_findings(config, world_size, new_run)
+    findings = job_errors(config, world_size, new_run)
     previews = {suffix: preview(of_actor) for suffix, of_actor in configs_of_actors(config).items()}
     of_data = iter(previews.values())
     findings += of_all_actors(config, lambda _: next(of_data).findings)
@@ -118,7 +117,7 @@ def _gpu_findings(
     if machine.num_gpus is None or ranks <= machine.num_gpus:
         return
     fewer = range(machine.num_gpus, 0, -1) if ranks == world_size else ()
-    fitting = next((n for n in fewer if not job_findings(config, n, new_run)), None)
+    fitting = next((n for n in fewer if not job_errors(config, n, new_run)), None)
     advice = f"Try --nproc-per-node {fitting}."
     if fitting is None:
         advice = "Use a machine with more, or smaller parallel sizes and lists of ranks."

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.gpus import visible_gpus
+from megarl.config.installed import visible_gpus
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _NVIDIA_SMI_S = 3.0

@@ -10,18 +10,18 @@ from megarl.checks.activations import role_activations
 from megarl.checks.machine import Machine
 from megarl.checks.sizes import aliased_elements, engine_held, megatron_held
 from megarl.config.hf_config import ModelShape
-from megarl.config.kv_cache import (
+from megarl.config.mesh import MeshSpec, actor_meshes, engine_mode, parallel_of
+from megarl.config.reward_models import reward_models, value_model_shape
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
+from megarl.reshard.report import ITEMSIZE
+from megarl.rollout.kv_cache import (
     CPU_BLOCK_SIZE,
     GPU_BLOCK_SIZE,
     cpu_kv_cache_bytes,
     most_sequences,
     sequence_bytes,
 )
-from megarl.config.mesh import MeshSpec, actor_meshes, engine_mode, parallel_of
-from megarl.config.reward_models import reward_models, value_model_shape
-from megarl.config.roles import configs_of_actors
-from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
-from megarl.reshard.report import ITEMSIZE
 
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 """Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32

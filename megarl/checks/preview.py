@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.check_paths import DATA_SUFFIXES
 from megarl.config.errors import ConfigError, did_you_mean
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+from megarl.config.rules_files import DATA_SUFFIXES
 from megarl.config.schema import TrainConfig
 from megarl.data.columns import parse_row
 from megarl.data.encoder import PromptEncoder

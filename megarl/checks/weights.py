@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.check_actors import of_all_actors
+from megarl.config.check import of_all_actors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.schema import TrainConfig

@@ -1,82 +1,156 @@
-"""Configuration errors: everything that is wrong is collected first and reported at once."""
+"""Errors of a configuration, which are reported all at once, and the rules of single fields."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import itertools
+import math
+import operator
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+_MOST_LOOKED_AT = 1000
+"""Names in a folder among which a similar one is looked for."""
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration. `findings` holds one line per error: flag (value): rule [place]."""
+    """A configuration that breaks rules; `errors` holds one line per error: flag (value): rule [place]."""
 
-    def __init__(self, findings: Sequence[str]) -> None:
-        self.findings = tuple(findings)
-        head = [] if len(findings) == 1 else [f"{len(findings)} configuration errors:"]
-        super().__init__("\n".join(head + [line if not head else f"  - {line}" for line in findings]))
+    def __init__(self, errors: Sequence[str]) -> None:
+        self.errors = tuple(errors)
+        head = [] if len(errors) == 1 else [f"{len(errors)} configuration errors:"]
+        super().__init__("\n".join(head + [line if not head else f"  - {line}" for line in errors]))
 
 
 class FieldErrors(ValueError):
-    """Fields of one dataclass that break their own rule. `findings` holds (field, value, rule)."""
+    """Fields of one dataclass that break their own rules; `errors` holds (field, value, rule) of each."""
 
-    def __init__(self, findings: Sequence[tuple[str, object, str]]) -> None:
-        self.findings = tuple(findings)
-        super().__init__("; ".join(f"{name} ({value}): {rule}" for name, value, rule in findings))
+    def __init__(self, errors: Sequence[tuple[str, object, str]]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("; ".join(f"{name} ({value}): {rule}" for name, value, rule in errors))
 
 
-def require(
-    node: object,
-    at_least: Mapping[str, float] = {},
-    above: Mapping[str, float] = {},
-    at_most: Mapping[str, float] = {},
-    below: Mapping[str, float] = {},
-    rules: Iterable[tuple[bool, str, str]] = (),
-) -> None:
-    """One-field checks of a dataclass, all reported together.
+class Bound(typing.NamedTuple):
+    """A bound of a number, for the annotation of a field: `lr: Annotated[float, at_least(0)]`."""
+
+    words: str
+    holds: Callable[[float, float], bool]  # false for NaN
+    limit: float
+
+    def error(self, value: float, default: object) -> str | None:
+        """Return the rule that the value breaks, with advice: the default or the limit. None if it holds."""
+        if self.holds(value, self.limit):
+            return None
+        has_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+        if has_number and self.holds(default, self.limit):
+            advice = f"Try {default:g}."
+        else:
+            advice = f"Try {self.limit:g}." if self.words.startswith("at") else "Leave it out."
+        return f"must be {self.words} {self.limit:g}. {advice}"
+
+
+at_least = functools.partial(Bound, "at least", operator.ge)
+above = functools.partial(Bound, "above", operator.gt)
+at_most = functools.partial(Bound, "at most", operator.le)
+below = functools.partial(Bound, "below", operator.lt)
+Count = Annotated[int, at_least(1)]
+Natural = Annotated[int, at_least(0)]
+NonNegative = Annotated[float, at_least(0)]
+Positive = Annotated[float, above(0)]
+Fraction = Annotated[float, at_least(0), at_most(1)]
+PositiveFraction = Annotated[float, above(0), at_most(1)]
+Decay = Annotated[float, at_least(0), below(1)]
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, object]:
+    """Return the resolved annotations of a dataclass, with their bounds."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def bounds_in(hint: object) -> Iterator[Bound]:
+    """Yield the bounds of an annotation, `X | None` included."""
+    yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Bound))
+    for argument in typing.get_args(hint):
+        if typing.get_origin(hint) is not typing.Annotated:
+            yield from bounds_in(argument)
+
+
+def require(node: object, *rules: tuple[bool, str, str]) -> None:
+    """Check the fields of a dataclass, each by the bounds in its annotation; None is within all bounds.
 
     Args:
-        node: the dataclass instance; fields that are None are not checked.
-        at_least, above, at_most, below: bound by field name.
         rules: (holds, field, rule) for what is not a bound.
-    Raises: FieldErrors, a ValueError.
+    Raises: FieldErrors, a ValueError, with all that is wrong.
     """
-    findings, default = (
-        [],
-        {f.name: f.default for f in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {},
-    )
-    bounds = [
-        (at_least, "at least", lambda value, bound: value >= bound),
-        (above, "above", lambda value, bound: value > bound),
-        (at_most, "at most", lambda value, bound: value <= bound),
-        (below, "below", lambda value, bound: value < bound),
-    ]
-    for fields, words, holds in bounds:
-        for name, bound in fields.items():
-            value = getattr(node, name)
-            if value is not None and not holds(value, bound):  # written so that NaN breaks every bound
-                findings.append(
-                    (name, value, f"must be {words} {bound:g}.{_try(default.get(name), bound, words, holds)}")
-                )
-    findings += [(name, getattr(node, name), rule) for holds, name, rule in rules if not holds]
-    if findings:
-        raise FieldErrors(findings)
+    errors = []
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        for bound in bounds_in(field_types(type(node))[field.name]) if value is not None else ():
+            if error := bound.error(value, field.default):
+                errors.append((field.name, value, error))
+    errors += [(name, getattr(node, name), rule) for holds, name, rule in rules if not holds]
+    if errors:
+        raise FieldErrors(errors)
 
 
-def _try(default: object, bound: float, words: str, holds: Callable[[float, float], bool]) -> str:
-    """' Try 0.95.': the default, or the bound itself where it is allowed."""
-    if isinstance(default, (int, float)) and not isinstance(default, bool) and holds(default, bound):
-        return f" Try {default:g}."
-    return f" Try {bound:g}." if words.startswith("at") else " Leave it out."
+class Section:
+    """Base of the dataclasses of the configuration: an instance is checked when it is made."""
+
+    __slots__ = ()
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        """Return (holds, field, rule) of the fields' rules that are not bounds."""
+        return ()
+
+    def __post_init__(self) -> None:
+        require(self, *self.field_rules())
 
 
-def raise_findings(findings: Sequence[str]) -> None:
-    """Raises: ConfigError that lists the findings, if there are any."""
-    if findings:
-        raise ConfigError(findings)
+def raise_errors(errors: Sequence[str]) -> None:
+    """Raise ConfigError that lists the errors, if there are any."""
+    if errors:
+        raise ConfigError(errors)
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: float = 0.6) -> str:
-    """' Did you mean --lr?', or '' when nothing comes near. `cutoff`: how alike the names must be, from 0 to
-    1."""
+    """Return ' Did you mean --lr?', or '' if no name is similar.
+
+    Args:
+        cutoff: how alike the names must be, from 0 to 1."""
     near = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
+
+
+def try_numbers(values: Iterable[int], near: int) -> str:
+    """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' if there are none."""
+    nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
+    return f" Try {' or '.join(map(str, nearest))}." if nearest else ""
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def nearest_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
+    """Return the path in the same folder that fits and has the most similar name; None if nothing fits."""
+    try:
+        beside = list(itertools.islice(path.parent.iterdir(), _MOST_LOOKED_AT))
+        found = sorted(one for one in beside if one != path and fits(one))
+    except OSError:
+        return None
+    return max(
+        found, key=lambda one: difflib.SequenceMatcher(None, one.name, path.name).ratio(), default=None
+    )
+
+
+def try_path(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
+    """Return ' Try data/train.jsonl.' with the nearest path that fits, or what else to do."""
+    found = nearest_path(path, fits)
+    return f" Try {found}." if found is not None else f" {otherwise}"

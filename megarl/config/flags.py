@@ -1,4 +1,4 @@
-"""The dataclass tree as flags: one table of name -> Flag, built from the schema and the chosen algorithm."""
+"""The configuration tree as flags: a table of name -> Flag, and the way from words to a value and back."""
 
 from __future__ import annotations
 
@@ -6,33 +6,43 @@ import ast
 import dataclasses
 import functools
 import itertools
+import json
 import re
+import shlex
 import sys
+import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
-from megarl.config.checkpoint_flags import CheckpointConfig
+from megarl.config.args_file import Word
+from megarl.config.errors import field_types
+from megarl.config.installed import visible_gpus
 from megarl.config.roles import KINDS
-from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from megarl.config.values import Kind, kind_of_hint
+from megarl.config.schema import (
+    CheckpointConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RankCount,
+    RunConfig,
+    TrainConfig,
+)
 
-# Sections whose flags carry a prefix. Every other section's flags are its field names.
 PREFIXES = {"rollout": "rollout-"}
+"""Section -> prefix of its flags. The flags of every other section are its field names."""
 
 
 def _dataclass_in(hint: object) -> type | None:
-    """The dataclass of an annotation `X` or `X | None`."""
+    """Return the dataclass of an annotation `X` or `X | None`."""
     if typing.get_origin(hint) is tuple:
         return None
     return next((cls for cls in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(cls)), None)
 
 
 SECTIONS: dict[str, type] = {
-    name: cls
-    for name, hint in typing.get_type_hints(TrainConfig).items()
-    if (cls := _dataclass_in(hint)) is not None
+    name: cls for name, hint in field_types(TrainConfig).items() if (cls := _dataclass_in(hint)) is not None
 }
 OF_ROLES: dict[type, dict[str, str]] = {
     ParallelConfig: {"actor": "actor", "reference": "reference", "critic": "critic", "reward": "reward"},
@@ -44,28 +54,135 @@ name in front that one."""
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Roles that a role's own flags set too: the reference is the actor as it was."""
-_PLACEMENT_OF_JOB = (
-    "nproc_per_node",
-    "executor",
-    "num_actors",
-    "pools",
-    "offload_ahead_bytes",
-    "call_timeout_s",
-)
+_PLACEMENT_OF_JOB = "nproc_per_node executor num_actors pools offload_ahead_bytes call_timeout_s".split()
 OF_JOB = frozenset(
     {
         ("batch", "train_iters"),
         *(("placement", name) for name in _PLACEMENT_OF_JOB),
         *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
-        *(
-            ("run", field.name)
-            for field in dataclasses.fields(RunConfig)
-            if not field.name.startswith("gate_")
-        ),
+        *(("run", f.name) for f in dataclasses.fields(RunConfig) if not f.name.startswith("gate_")),
     }
 )
 """(section, field) of what all actors share."""
 _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """The type of a flag.
+
+    Args:
+        bases: of bool, int, low-high, float, json, str: tried in this order.
+        choices: the accepted values, if there are only a few.
+        many: the container of a flag that takes several words.
+        one_or_many: a single word gives the bare value, several give the container.
+        optional: the unquoted word `none` gives None.
+    """
+
+    bases: tuple[str, ...] = ("str",)
+    choices: tuple[object, ...] = ()
+    many: type | None = None
+    one_or_many: bool = False
+    optional: bool = False
+
+    @property
+    def is_bool(self) -> bool:
+        return self.bases == ("bool",) and self.many is None
+
+    @property
+    def metavar(self) -> str:
+        """The placeholder of the value in --help."""
+        if self.is_bool:
+            return ""
+        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else "|".join(self.bases).upper()
+        return f"{one} ..." if self.many else one
+
+    def parse(self, words: Sequence[Word]) -> object:
+        """Return the value of the words after a flag. Raises: ValueError(rule) without the flag's name."""
+        if self.optional and len(words) == 1 and words[0] == Word("none"):
+            return None
+        if self.many and not (self.one_or_many and len(words) == 1):
+            return self.many(self._parse_one(word.text) for word in words)
+        if not words:
+            raise ValueError("needs a value.")
+        if len(words) > 1:
+            raise ValueError(f"takes one value, not {len(words)}. Quote a value that has spaces.")
+        return self._parse_one(words[0].text)
+
+    def _parse_one(self, text: str) -> object:
+        for choice in self.choices:
+            if text == str(choice):
+                return choice
+        for base in () if self.choices else self.bases:
+            try:
+                return _PARSERS[base][1](text)
+            except ValueError:
+                continue
+        if self.choices:
+            accepted = f"one of {', '.join(map(str, self.choices))}"
+        else:
+            accepted = " or ".join(_PARSERS[base][0] for base in self.bases)
+        raise ValueError(f"must be {accepted}{', or none' if self.optional else ''}.")
+
+
+def _parse_json(text: str) -> dict[str, object]:
+    if not text.lstrip().startswith("{"):
+        raise ValueError("not an object")
+    return json.loads(text)
+
+
+def _parse_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("not a boolean")
+    return text == "true"
+
+
+def _parse_int(text: str) -> int:
+    if "_" in text:  # int() takes 1_000; vLLM's and Megatron's parsers print it back differently
+        raise ValueError("not an integer")
+    return int(text)
+
+
+def _parse_low_high(text: str) -> int:
+    low, high = map(_parse_int, text.split("-"))
+    if not 1 <= low <= high:
+        raise ValueError("not a range")
+    gpus = visible_gpus()
+    return min(max(gpus, low), high) if gpus else high
+
+
+_PARSERS = {
+    "bool": ("true or false", _parse_bool),
+    "int": ("a whole number", _parse_int),
+    "low-high": ("a range like 1-8", _parse_low_high),
+    "float": ("a number", float),
+    "json": ("a JSON object", _parse_json),
+    "str": ("text", str),
+}
+"""Base of a Kind -> (what errors call it, its parser)."""
+
+
+def kind_of_hint(hint: object) -> Kind:
+    """Return the kind of a resolved annotation. Raises: TypeError for what no flag can carry."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return kind_of_hint(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        members = [argument for argument in arguments if argument is not type(None)]
+        if len(members) == 1:
+            return replace(kind_of_hint(members[0]), optional=len(members) < len(arguments))
+    elif origin is typing.Literal:
+        return Kind(choices=arguments)
+    elif origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return replace(kind_of_hint(arguments[0]), many=tuple)
+    elif hint is RankCount:
+        return Kind(bases=("int", "low-high"))
+    elif hint in (bool, int, float, str):
+        return Kind(bases=(hint.__name__,))
+    raise TypeError(
+        f"no flag can carry {hint}; use bool, int, float, str, Literal, tuple[X, ...], or one of "
+        "these or None"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +194,7 @@ class Flag:
         targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of
             two flags the one with fewer targets holds.
         required: it has no default.
-        help: the string under the field.
+        owner: the dataclass of the field; None if the schema does not know it.
     """
 
     name: str
@@ -85,39 +202,45 @@ class Flag:
     kind: Kind
     default: object = None
     required: bool = False
-    help: str = ""
+    owner: type | None = None
+
+    @property
+    def help(self) -> str:
+        """The string under the field, on one line. Sources are read only here, as reading takes long."""
+        return field_docs(self.owner).get(self.targets[0][1], "") if self.owner is not None else ""
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether all actors share the value."""
+        return OF_JOB.issuperset(self.targets)
+
+
+def flag_name(field: str, prefix: str = "") -> str:
+    """Return the flag of a field, without the dashes."""
+    return prefix + field.replace("_", "-")
 
 
 def number_and_name(name: str) -> tuple[int, str]:
-    """Which actor a flag is about, and the flag as it is without the number: (2, "critic-lr") of critic-2-lr,
-    (1, "lr") of lr."""
+    """Return (2, "critic-lr") of critic-2-lr: the number of the actor and the rest; (1, "lr") of lr."""
     match = _NUMBERED.fullmatch(name)
     return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
 
 
 def numbered(name: str, number: int) -> str:
-    """The flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
+    """Return the flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
+    if number == 1:
+        return name
     kind, _, rest = name.partition("-")
-    return (
-        name
-        if number == 1
-        else f"{kind}-{number}-{rest}"
-        if kind in KINDS and rest
-        else f"actor-{number}-{name}"
-    )
-
-
-def flag_name(field: str, prefix: str = "") -> str:
-    return prefix + field.replace("_", "-")
+    return f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
 
 
 def build_flags(algorithm: type | None) -> dict[str, Flag]:
-    """All flags by name, in the order of the schema.
+    """Return all flags by name, in the order of the schema.
 
     Args:
         algorithm: the chosen algorithm's dataclass; None leaves its flags out.
-    Raises: TypeError if two fields claim one flag or a field's type fits no flag: mistakes of ours, not of
-        the user.
+    Raises: TypeError if two fields claim one flag or a field's type fits no flag: mistakes of the author of a
+        dataclass, not of its user.
     """
     flags: dict[str, Flag] = {}
     for flag in _all_flags(algorithm):
@@ -145,38 +268,49 @@ def _all_flags(algorithm: type | None) -> Iterator[Flag]:
 def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator[Flag]:
     for flag in section_flags("", cls):
         field = flag.targets[0][1]
-        yield dataclasses.replace(
-            flag, name=flag_name(field, prefix), targets=tuple((section, field) for section in sections)
-        )
+        targets = tuple((section, field) for section in sections)
+        yield replace(flag, name=flag_name(field, prefix), targets=targets)
 
 
 @functools.cache
 def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
-    """The flags of one dataclass. Dict fields are left out: flags that the schema does not know go there."""
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    """Return the flags of one dataclass. Its dicts hold flags that the schema does not know."""
+    hints = field_types(cls)
     flags = []
     for field in dataclasses.fields(cls):
         if typing.get_origin(hints[field.name]) is dict:
             continue
-        required = field.default is MISSING and field.default_factory is MISSING
-        default = (
-            None if required else field.default if field.default is not MISSING else field.default_factory()
-        )
         flags.append(
             Flag(
                 name=flag_name(field.name, PREFIXES.get(section, "")),
                 targets=((section, field.name),),
                 kind=kind_of_hint(hints[field.name]),
-                default=default,
-                required=required,
-                help=docs.get(field.name, ""),
+                default=_default(field),
+                required=is_required(field),
+                owner=cls,
             )
         )
     return tuple(flags)
 
 
+def is_required(field: dataclasses.Field) -> bool:
+    """Whether a field has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _default(field: dataclasses.Field) -> object:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def algorithm_name(cls: type) -> str:
+    """Return the value of --algorithm that chooses a class: its `name`, or the class's in lower case."""
+    return getattr(cls, "name", cls.__name__.lower())
+
+
 def algorithm_flags(algorithms: Mapping[str, type]) -> dict[str, list[str]]:
-    """Flag name -> names of the algorithms that have it."""
+    """Return flag name -> names of the algorithms that have it."""
     owners: dict[str, list[str]] = {}
     for name, cls in algorithms.items():
         for field in dataclasses.fields(cls):
@@ -185,7 +319,7 @@ def algorithm_flags(algorithms: Mapping[str, type]) -> dict[str, list[str]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass and of its base classes, on one line."""
+    """Return the string literal under each field of a dataclass and of its base classes, on one line."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         source = getattr(sys.modules.get(base.__module__), "__file__", None)
@@ -202,13 +336,35 @@ def _docs_by_class(source: str) -> dict[str, dict[str, str]]:
 
 def _docs_in(node: ast.ClassDef) -> dict[str, str]:
     docs = {}
-    for field, text in itertools.pairwise(node.body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-            and isinstance(text.value.value, str)
-        ):
-            docs[field.target.id] = " ".join(text.value.value.split())
+    for pair in itertools.pairwise(node.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
     return docs
+
+
+def format_flag(name: str, value: object) -> str:
+    """Return one line of an args file that parses back to `value`."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)
+    words = value if isinstance(value, (tuple, list)) else [value]
+    return " ".join([f"--{name}", *map(_format_one, words)])
+
+
+def _format_one(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return _quoted(json.dumps(value))
+    if isinstance(value, str):
+        plain = shlex.quote(value)
+        return plain if plain[0] not in "-@" and plain != "none" else _quoted(value)
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\"'\"'") + "'"

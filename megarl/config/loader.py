@@ -1,5 +1,6 @@
-"""argv -> TrainConfig. Precedence: defaults < args files < command line. Every error is collected and all are
-reported at once.
+"""From the command line to TrainConfig; all errors are reported at once.
+
+Precedence: defaults < args files < command line.
 
 Example: load_config(["--algorithm", "grpo", "@configs/sums.args", "--lr", "1e-5"], REGISTRY)"""
 
@@ -9,41 +10,60 @@ import difflib
 import itertools
 import re
 import sys
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from megarl.config.argsfile import Occurrence, Reader
-from megarl.config.check_paths import unreachable_paths
-from megarl.config.errors import FieldErrors, did_you_mean, raise_findings
+from megarl.config.args_file import Occurrence, Reader
+from megarl.config.errors import FieldErrors, did_you_mean, raise_errors
 from megarl.config.flags import (
-    OF_JOB,
     OF_ROLES,
     ROLES,
     SECTIONS,
     Flag,
+    Kind,
     algorithm_flags,
+    algorithm_name,
     build_flags,
+    is_required,
     number_and_name,
     numbered,
 )
-from megarl.config.passthrough import find_engine_flag, find_transformer_flag, passthrough_names
+from megarl.config.other_flags import (
+    FLAG_OF,
+    REASON_OF,
+    find_engine_flag,
+    find_transformer_flag,
+    our_name,
+    passthrough_names,
+)
 from megarl.config.roles import absent_roles
+from megarl.config.rules_files import unreachable_paths
 from megarl.config.schema import TrainConfig
-from megarl.config.synonyms import FLAG_OF, REASON_OF, our_name
-from megarl.config.write import algorithm_name, write_args
-
-__all__ = ["load_config", "write_args"]
-
-Target = tuple[str, str]
 
 
-class Setting(typing.NamedTuple):
-    """A flag's value and where it was written. `valid` is False if the words had no value of the flag's
-    type."""
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag as it was written, with the number of its actor and its name without the number."""
+
+    occurrence: Occurrence
+    number: int
+    name: str
+
+    @property
+    def chooses_algorithm(self) -> bool:
+        return self.name in ("algorithm", "actor-algorithm")
+
+    def error(self, text: str) -> str:
+        """Return a line that says what is wrong, with the flag before and its place behind it."""
+        return f"{self.occurrence}: {text} [{self.occurrence.place}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A field's value and the flag that set it; not `valid` if the words had no value of the flag's type."""
 
     value: object
-    occurrence: Occurrence
+    given: Given
     valid: bool = True
 
 
@@ -67,59 +87,45 @@ def load_config(
                 f"ClassVar[str] = {name!r}"
             )
     if not {"--help", "-h"}.isdisjoint(argv):
-        from megarl.config.help import help_text  # only a reader needs it
+        from megarl.config.render import help_text  # only a reader needs it
 
         sys.stdout.write(help_text(algorithms, prog))
         raise SystemExit(0)
     reader = Reader()
     reader.read(argv)
-    loaders = [_Loader(reader.occurrences, algorithms)]
-    loaders += [
-        _Loader(reader.occurrences, algorithms, number) for number in range(2, loaders[0].num_actors + 1)
-    ]
-    sections = [loader.sections() for loader in loaders]
-    errors = [
-        *reader.errors,
-        *_without_actor(reader.occurrences, len(loaders)),
-        *(error for loader in loaders for error in loader.errors),
-    ]
-    raise_findings(list(dict.fromkeys(errors)))
-    first, *others = sections
-    config = TrainConfig(**first, others=tuple(TrainConfig(**of_actor) for of_actor in others))
-    raise_findings(list(unreachable_paths(config)))
+    given = [Given(occurrence, *number_and_name(occurrence.name)) for occurrence in reader.occurrences]
+    loaders = [_Loader(given, algorithms)]
+    count = loaders[0].num_actors
+    loaders += [_Loader(given, algorithms, number) for number in range(2, count + 1)]
+    actors = [loader.sections() for loader in loaders]
+    errors = list(reader.errors)
+    for one in given:
+        if one.number > count:
+            advice = f"Try --num-actors {one.number}."
+            errors.append(one.error(f"there is no actor {one.number}, as --num-actors is {count}. {advice}"))
+    errors += [error for loader in loaders for error in loader.errors]
+    raise_errors(list(dict.fromkeys(errors)))
+    first, *others = actors
+    config = TrainConfig(**first, others=tuple(TrainConfig(**other) for other in others))
+    raise_errors(list(unreachable_paths(config)))
     return config
 
 
-def _without_actor(occurrences: Sequence[Occurrence], num_actors: int) -> Iterator[str]:
-    for occurrence in occurrences:
-        if (number := number_and_name(occurrence.name)[0]) > num_actors:
-            yield (
-                f"{occurrence}: there is no actor {number}, as --num-actors is {num_actors}. Try "
-                f"--num-actors {number}. [{occurrence.place}]"
-            )
-
-
 class _Loader:
-    """The configuration of one actor: from the flags that are about all of them, and those with its number,
-    which count more.
+    """Makes the configuration of one actor from flags without a number, and those with its number.
 
-    Of the second actor and so on nothing is said about a flag without a number: the first's loader has."""
+    Errors of flags without a number are reported by the first actor's loader alone."""
 
-    def __init__(
-        self, occurrences: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1
-    ) -> None:
-        self.algorithms, self.number, self.errors = algorithms, number, []
-        of_all_or_mine = [
-            occurrence for occurrence in occurrences if number_and_name(occurrence.name)[0] in (1, number)
-        ]
-        self.algorithm = self._choose_algorithm(of_all_or_mine)
+    def __init__(self, given: Sequence[Given], algorithms: Mapping[str, type], number: int = 1) -> None:
+        self.algorithms, self.number = algorithms, number
+        self.errors: list[str] = []
+        of_actor = [one for one in given if one.number in (1, number)]
+        self.algorithm = self._choose_algorithm([one for one in of_actor if one.chooses_algorithm])
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
-        self.settings: dict[Target, Setting] = {}
-        self.given: dict[str, Occurrence] = {}
-        self._set_all(
-            [occurrence for occurrence in of_all_or_mine if not self._chooses_algorithm(occurrence)]
-        )
+        self.settings: dict[tuple[str, str], Setting] = {}
+        self.given: dict[str, Given] = {}
+        self._set_all([one for one in of_actor if not one.chooses_algorithm])
 
     @property
     def num_actors(self) -> int:
@@ -127,113 +133,90 @@ class _Loader:
         return min(max(setting.value, 1), 64) if setting is not None and setting.valid else 1
 
     def sections(self) -> dict[str, object | None]:
-        """The fields of TrainConfig. What is wrong with them is in `errors`."""
+        """Return the fields of TrainConfig; what is wrong with them is in `errors`."""
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
         self._leave_out_absent_roles(sections)
-        return sections | {"transformer": self._extra("transformer")}
-
-    def _is_mine(self, occurrence: Occurrence) -> bool:
-        return number_and_name(occurrence.name)[0] == self.number
+        return sections | {"transformer": self._passed_through("transformer")}
 
     def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
-        """None for the sections of roles that the actor has not; a flag of such a role is an error."""
+        """Set the sections of roles that the actor has not to None; a flag of such a role is an error."""
         if sections.get("algorithm") is None or sections.get("reward_models") is None:
             return  # what is wrong with them is reported
-        for role, reason in absent_roles(
-            sections["algorithm"], sections["reward_models"].reward_model
-        ).items():
+        reward_models = sections["reward_models"].reward_model
+        for role, reason in absent_roles(sections["algorithm"], reward_models).items():
             own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
             sections |= dict.fromkeys(own)
             if role == "rollout":  # one args file may serve several algorithms
                 continue
-            for name, occurrence in self.given.items():
+            for name, given in self.given.items():
                 flag = self.flags.get(name)
-                says_something = (
-                    flag is not None
-                    and self._is_mine(occurrence)
-                    and self.settings[flag.targets[0]].value != flag.default
-                )
-                if (
-                    says_something
-                    and name.startswith(f"{role}-")
-                    and flag.targets[0][0] in (*own, "placement", "model")
-                ):
-                    self.errors.append(
-                        f"{occurrence}: {reason}, so there is no {role} role. Leave it out. "
-                        f"[{occurrence.place}]"
-                    )
+                if flag is None or given.number != self.number or not name.startswith(f"{role}-"):
+                    continue
+                section = flag.targets[0][0]
+                is_default = self.settings[flag.targets[0]].value == flag.default
+                if section in (*own, "placement", "model") and not is_default:
+                    self.errors.append(given.error(f"{reason}, so there is no {role} role. Leave it out."))
 
-    def _chooses_algorithm(self, occurrence: Occurrence) -> bool:
-        return number_and_name(occurrence.name)[1] in ("algorithm", "actor-algorithm")
-
-    def _choose_algorithm(self, occurrences: list[Occurrence]) -> type | None:
-        names = ", ".join(self.algorithms)
-        chosen = [occurrence for occurrence in occurrences if self._chooses_algorithm(occurrence)]
-        for first, second in itertools.pairwise(chosen):
+    def _choose_algorithm(self, chosen: list[Given]) -> type | None:
+        for first, second in itertools.pairwise(one.occurrence for one in chosen):
             if (first.level, first.name) == (second.level, second.name):
                 self.errors.append(_given_twice(first, second))
+        names = ", ".join(self.algorithms)
         if not chosen:
             self.errors.append(f"--algorithm is required: one of {names}.")
             return None
-        last = max(chosen, key=lambda occurrence: (occurrence.level, number_and_name(occurrence.name)))
-        name = last.words[0].text if len(last.words) == 1 else ""
+        last = max(chosen, key=lambda one: (one.occurrence.level, one.number, one.name))
+        words = last.occurrence.words
+        name = words[0].text if len(words) == 1 else ""
         if name not in self.algorithms:
-            self.errors.append(
-                f"{last}: must be one of {names}.{did_you_mean(name, self.algorithms, prefix='')} "
-                f"[{last.place}]"
-            )
+            advice = did_you_mean(name, self.algorithms, prefix="")
+            self.errors.append(last.error(f"must be one of {names}.{advice}"))
         return self.algorithms.get(name)
 
-    def _set_all(self, occurrences: list[Occurrence]) -> None:
-        """Lower levels first; within a level, flags of all actors before this one's, and flags of more roles
-        before flags of fewer. So the last value holds."""
-        found = [
-            (*pair, occurrence) for occurrence in occurrences if (pair := self._find(occurrence)) is not None
-        ]
-        found.sort(key=lambda item: (item[2].level, number_and_name(item[2].name)[0], -len(item[0].targets)))
-        seen: dict[tuple[int, int, str], tuple[bool, Occurrence]] = {}
-        for flag, negated, occurrence in found:
-            key = (occurrence.level, number_and_name(occurrence.name)[0], flag.name)
+    def _set_all(self, given: list[Given]) -> None:
+        """Set the fields of all flags, in an order in which the last value holds.
+
+        Lower levels come first; within a level, flags of all actors before this one's, and flags of more
+        roles before flags of fewer."""
+        found = [(*pair, one) for one in given if (pair := self._find(one)) is not None]
+        found.sort(key=lambda item: (item[2].occurrence.level, item[2].number, -len(item[0].targets)))
+        seen: dict[tuple[int, int, str], tuple[bool, Given]] = {}
+        for flag, negated, one in found:
+            key = (one.occurrence.level, one.number, flag.name)
             if key in seen:
                 before_negated, before = seen[key]
-                self.errors.append(
-                    _given_twice(before, occurrence)
-                    if negated == before_negated
-                    else _contradiction(before, occurrence)
-                )
+                report = _given_twice if negated == before_negated else _contradiction
+                self.errors.append(report(before.occurrence, one.occurrence))
                 continue
-            seen[key] = negated, occurrence
-            setting = self._parse(flag, negated, occurrence)
-            self.given[flag.name] = occurrence
+            seen[key] = negated, one
+            setting = self._parse(flag, negated, one)
+            self.given[flag.name] = one
             self.settings |= {target: setting for target in flag.targets}
 
-    def _find(self, occurrence: Occurrence) -> tuple[Flag, bool] | None:
-        """The flag and whether it was negated (--no-flag). None: unknown or refused, and reported."""
-        number, name = number_and_name(occurrence.name)
+    def _find(self, given: Given) -> tuple[Flag, bool] | None:
+        """Return the flag and whether it was negated (--no-flag), or None: it is wrong, and reported."""
+        number, name = given.number, given.name
         found, is_negated = self._resolve(name)
-        if (
-            number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-")
-        ):  # has no form per role
-            found, is_negated = self._resolve(name.replace("actor-", "", 1))
-        if isinstance(found, Flag) and number > 1 and OF_JOB.issuperset(found.targets):
-            found = f"is the whole job's. Leave it out, or try --{found.name}{_value(occurrence)} instead."
+        if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):
+            found, is_negated = self._resolve(name.replace("actor-", "", 1))  # has no form per role
+        if isinstance(found, Flag) and number > 1 and found.is_of_job:
+            value = given.occurrence.value
+            found = f"is the whole job's. Leave it out, or try --{found.name}{value} instead."
         if isinstance(found, Flag):
             return found, is_negated
+        may_be_right = self.algorithm is None and name.removeprefix("no-") in self.owners
         if (
-            self.algorithm is None
-            and name.removeprefix("no-") in self.owners
-            or not self._is_mine(occurrence)
-        ):
-            # a missing --algorithm is reported, and this flag may well be right; or the first actor's loader
-            # judges it
+            may_be_right or number != self.number
+        ):  # a missing --algorithm is reported, or another loader judges
             return None
-        refused = f"{found}{'' if 'eave' in found else f' Leave --{occurrence.name} out.'}" if found else ""
-        self.errors.append(f"{occurrence}: {refused or self._unknown(name, occurrence)} [{occurrence.place}]")
+        if found and "eave" not in found:
+            found = f"{found} Leave --{given.occurrence.name} out."
+        self.errors.append(given.error(found or self._unknown(given)))
         return None
 
     def _resolve(self, name: str) -> tuple[Flag | str | None, bool]:
-        """The flag of this name, why it is refused, or None; and whether the name negates it."""
+        """Return the flag of a name, why it is refused, or None; and whether the name negates it."""
         found = self._lookup(name)
         if not isinstance(found, Flag) and name.startswith("no-"):
             positive = self._lookup(name.removeprefix("no-"))
@@ -248,162 +231,125 @@ class _Loader:
         if name in self.owners:
             owners = " and ".join(self.owners[name])
             return f"is a flag of {owners}, which --algorithm does not choose. Leave it out."
-        if name.startswith("rollout-"):
-            return find_engine_flag(name)
-        return find_transformer_flag(name)
+        return find_engine_flag(name) if name.startswith("rollout-") else find_transformer_flag(name)
 
-    def _unknown(self, name: str, occurrence: Occurrence) -> str:
+    def _unknown(self, given: Given) -> str:
+        """Return what a flag that does not exist was probably meant to be."""
+        name, value = given.name, given.occurrence.value
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
-            return (
-                f"has no {role}- form. Try "
-                f"--{numbered(name.removeprefix(f'{role}-'), self.number)}{_value(occurrence)} instead."
-            )
-        if found := self._elsewhere(name, occurrence):
+            flag = numbered(name.removeprefix(f"{role}-"), self.number)
+            return f"has no {role}- form. Try --{flag}{value} instead."
+        if found := self._elsewhere(name, value):
             return found
         if name.startswith("rollout-no-"):
-            return (
-                "no such "
-                f"flag.{did_you_mean('no-rollout-' + name.removeprefix('rollout-no-'), self._names())}"
-            )
-        return (
-            "no such "
-            f"flag.{did_you_mean(occurrence.name, self._names()) or ' Leave it out; --help lists all.'}"
-        )
+            written = f"no-rollout-{name.removeprefix('rollout-no-')}"
+            return f"no such flag.{did_you_mean(written, self._names())}"
+        near = did_you_mean(given.occurrence.name, self._names())
+        return f"no such flag.{near or ' Leave it out; --help lists all.'}"
 
-    def _elsewhere(self, name: str, occurrence: Occurrence) -> str | None:
-        """What a flag of another framework is called here."""
+    def _elsewhere(self, name: str, value: str) -> str | None:
+        """Return what a flag of another framework is called here."""
         name = our_name(name)
         if name in REASON_OF:
             return f"no such flag: {REASON_OF[name]}. Leave it out."
         ours = FLAG_OF.get(name)
-        if ours is None or any(
-            flag not in self.flags and flag != "algorithm" for flag in re.findall(r"--([\w-]+)", ours)
-        ):
+        if ours is None or set(re.findall(r"--([\w-]+)", ours)) - {*self.flags, "algorithm"}:
             return None
-        first, space, rest = ours.partition(" ")
-        return (
-            "no such flag. Try "
-            f"--{numbered(first.removeprefix('--'), self.number)}{space}{rest.replace('{}', _value(occurrence).strip())} instead."
-        )
+        first, space, rest = ours.removeprefix("--").partition(" ")
+        rest = rest.replace("{}", value.strip())
+        return f"no such flag. Try --{numbered(first, self.number)}{space}{rest} instead."
 
     def _names(self) -> list[str]:
-        """Every flag that could be meant; the schema's come first, as the nearest of equals is the first."""
-        names = [
-            numbered(name, self.number)
-            for name in (*self.flags, "algorithm", *self.owners, *passthrough_names())
-        ]
-        return names + [
-            f"no-{numbered(name, self.number)}" for name, flag in self.flags.items() if flag.kind.is_bool
+        """Return every flag that could be meant, the schema's first: the nearest of equals is the first."""
+        names = [*self.flags, "algorithm", *self.owners, *passthrough_names()]
+        negated = [name for name, flag in self.flags.items() if flag.kind.is_bool]
+        return [numbered(name, self.number) for name in names] + [
+            f"no-{numbered(name, self.number)}" for name in negated
         ]
 
-    def _parse(self, flag: Flag, negated: bool, occurrence: Occurrence) -> Setting:
+    def _parse(self, flag: Flag, negated: bool, given: Given) -> Setting:
+        words, name = given.occurrence.words, self._name(flag)
+        if flag.kind.is_bool and not words:
+            return Setting(not negated, given)
         try:
-            if flag.kind.is_bool and not occurrence.words:
-                return Setting(not negated, occurrence)
-            if flag.kind.is_bool and not (
-                flag.kind.optional and not negated and occurrence.words[0].text == "none"
-            ):
-                raise ValueError(f"takes no value. Write --{self._name(flag)} or --no-{self._name(flag)}.")
-            value = flag.kind.parse(occurrence.words)
+            if flag.kind.is_bool and (negated or not flag.kind.optional or words[0].text != "none"):
+                raise ValueError(f"takes no value. Write --{name} or --no-{name}.")
+            return Setting(flag.kind.parse(words), given)
         except ValueError as error:
-            self.errors.append(f"{occurrence}: {error}{_try(flag, occurrence)} [{occurrence.place}]")
-            return Setting(None, occurrence, valid=False)
-        return Setting(value, occurrence)
+            self.errors.append(given.error(f"{error}{_try(flag, given.occurrence)}"))
+            return Setting(None, given, valid=False)
 
     def _build(self, section: str, cls: type) -> object | None:
-        """One node of the tree. With a missing or invalid field it gets None there, so that its other rules
-        still report."""
+        """Return one node of the tree; None if a rule is broken.
+
+        A missing or invalid field is None there, so that the other rules of the node still report."""
         values, complete = {}, True
         for field in fields(cls):
             setting = self.settings.get((section, field.name))
-            required = field.default is MISSING and field.default_factory is MISSING
+            required = is_required(field)
             if setting is None and required and self.number == 1:
-                self.errors.append(
-                    f"--{self._flag_of(section, field.name)} is required: "
-                    f"{self._help_of(section, field.name)}"
-                )
+                flag = self._flag_of(section, field.name)
+                self.errors.append(f"--{flag.name} is required: {flag.help}")
             if setting is None and required or setting is not None and not setting.valid:
                 values[field.name], complete = None, False
             elif setting is not None:
                 values[field.name] = setting.value
         if section == "rollout":
-            values["engine_args"] = self._extra("engine_args")
+            values["engine_args"] = self._passed_through("engine_args")
         if section == "algorithm" and not complete:
             return None
         try:
             return cls(**values)
         except FieldErrors as error:
-            self.errors += [self._rule_error(section, *finding) for finding in error.findings]
+            self.errors += [self._rule_error(section, *rule) for rule in error.errors]
         except ValueError as error:
             self.errors.append(f"--{section}: {error}")
         return None
 
-    def _extra(self, section: str) -> dict[str, object]:
-        return {
-            field: setting.value
-            for (owner, field), setting in self.settings.items()
-            if owner == section and setting.valid
-        }
+    def _passed_through(self, section: str) -> dict[str, object]:
+        """Return the valid values of vLLM's engine arguments or of Megatron's TransformerConfig."""
+        found = {name: setting for (owner, name), setting in self.settings.items() if owner == section}
+        return {name: setting.value for name, setting in found.items() if setting.valid}
 
     def _rule_error(self, section: str, field: str, value: object, rule: str) -> str:
-        setting = self.settings.get((section, field))
-        if setting is None:
-            return f"--{self._flag_of(section, field)} ({value}): {rule}"
-        return f"{setting.occurrence}: {rule} [{setting.occurrence.place}]"
-
-    def _flag_of(self, section: str, field: str) -> str:
-        """With the actor's number if any flag of the section has it; else the first actor's loader says the
-        same."""
+        if (setting := self.settings.get((section, field))) is not None:
+            return setting.given.error(rule)
+        flag = self._flag_of(section, field)
+        # if no flag of the section has the actor's number, the first actor's loader says the same
         mine = any(
-            of == section and self._is_mine(setting.occurrence) for (of, _), setting in self.settings.items()
+            of == section and setting.given.number == self.number
+            for (of, _), setting in self.settings.items()
         )
-        return next(
-            (
-                self._name(flag) if mine else flag.name
-                for flag in self.flags.values()
-                if (section, field) in flag.targets
-            ),
-            field,
-        )
+        return f"--{self._name(flag) if mine else flag.name} ({value}): {rule}"
+
+    def _flag_of(self, section: str, field: str) -> Flag:
+        found = (flag for flag in self.flags.values() if (section, field) in flag.targets)
+        return next(found, Flag(name=field, targets=((section, field),), kind=Kind()))
 
     def _name(self, flag: Flag) -> str:
-        """As this actor's flag is written."""
-        return flag.name if OF_JOB.issuperset(flag.targets) else numbered(flag.name, self.number)
-
-    def _help_of(self, section: str, field: str) -> str:
-        return next(flag.help for flag in self.flags.values() if (section, field) in flag.targets)
-
-
-def _value(occurrence: Occurrence) -> str:
-    """' 1 2' of --flag 1 2."""
-    return "".join(f" {word.text}" for word in occurrence.words)
+        """Return the flag's name as it is written for this actor."""
+        return flag.name if flag.is_of_job else numbered(flag.name, self.number)
 
 
 def _try(flag: Flag, occurrence: Occurrence) -> str:
-    """' Try cosine.': the nearest of a few choices, else the default, else to leave the flag out."""
+    """Return ' Try cosine.': the nearest of a few choices, else the default, else to leave the flag out."""
     choices = [str(choice) for choice in flag.kind.choices]
-    near = [
-        near[0] for word in occurrence.words if (near := difflib.get_close_matches(word.text, choices, n=1))
-    ]
-    if near and len(near) == len(occurrence.words):
-        return f" Try {' '.join(dict.fromkeys(near))}."
+    near = [difflib.get_close_matches(word.text, choices, n=1) for word in occurrence.words]
+    if near and all(near):
+        return f" Try {' '.join(dict.fromkeys(match[0] for match in near))}."
     if flag.kind.is_bool:
         return ""  # the rule says how to write it
     if flag.required:
-        return {("int",): " Try 100."}.get(flag.kind.bases, "")
+        return " Try 100." if flag.kind.bases == ("int",) else ""
     values = flag.default if isinstance(flag.default, tuple) else (flag.default,)
-    return (
-        " Leave it out."
-        if None in values or not values or not flag.kind.bases
-        else f" Try {' '.join(map(str, values))}."
-    )
+    if None in values or not values or not flag.kind.bases:
+        return " Leave it out."
+    return f" Try {' '.join(map(str, values))}."
 
 
 def _given_twice(first: Occurrence, second: Occurrence) -> str:
-    values = " and ".join(
-        " ".join(word.text for word in occurrence.words) or "no value" for occurrence in (first, second)
-    )
+    values = " and ".join(occurrence.value[1:] or "no value" for occurrence in (first, second))
     return f"--{first.name} ({values}): is given twice. Keep one [{first.place}; {second.place}]"
 
 

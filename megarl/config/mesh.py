@@ -1,4 +1,4 @@
-"""A role's mesh: a list of ranks and its parallel sizes. Pure arithmetic, so the driver can plan with it.
+"""The mesh of a role: a list of ranks and its parallel sizes. Pure arithmetic, for plans of the driver.
 
 Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid
 of their own over the same ranks of each pipeline stage: etp fastest, then ep, then edp."""
@@ -8,17 +8,41 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
-from megarl.config.placement import role_ranks
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import configs_of_actors, role_ranks
 from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.role_names import actor_suffix, kind_and_suffix
 
 
+_DRIVER_FIRST_S = 60.0
+"""A rank waits this much longer than a call may take. The driver, which may have started later, then speaks
+first: it knows who hangs."""
+
+
+def group_timeout(call_timeout_s: float) -> timedelta:
+    """Return the longest wait in a collective of a job whose calls may take `call_timeout_s`.
+
+    Every process group is made with it."""
+    return timedelta(seconds=call_timeout_s + _DRIVER_FIRST_S)
+
+
+def replicas_fit(num_ranks: int, tp: int, cp: int = 1, pp: int = 1) -> bool:
+    """Whether ranks can be split into data-parallel replicas (or engines) of tp x cp x pp ranks."""
+    return num_ranks % (tp * cp * pp) == 0
+
+
+def experts_fit(ranks_per_stage: int, ep: int, etp: int) -> bool:
+    """Whether the ranks of a pipeline stage can be split into grids of ep x etp ranks."""
+    return ranks_per_stage % (ep * etp) == 0
+
+
 @dataclass(frozen=True)
 class MeshSpec:
-    """Where a role lives. `ranks[i]` has the coordinates of index i; the data-parallel size is what is left.
+    """The ranks of a role and how they are split; the data-parallel size is what is left.
+
+    `ranks[i]` has the coordinates of index i.
 
     Example: MeshSpec((0, 1, 2, 3), tp=2) is two data-parallel replicas, (0, 1) and (2, 3).
 
@@ -50,7 +74,7 @@ class MeshSpec:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}_parallel_size ({size}) must be at least 1.")
-        if len(self.ranks) % (self.tp * self.cp * self.pp):
+        if not replicas_fit(len(self.ranks), self.tp, self.cp, self.pp):
             raise ValueError(
                 f"{len(self.ranks)} ranks cannot be split into tensor_model_parallel_size ({self.tp}) x "
                 f"context_parallel_size ({self.cp}) x pipeline_model_parallel_size ({self.pp})"
@@ -60,11 +84,10 @@ class MeshSpec:
                 f"virtual_pipeline_model_parallel_size ({self.vpp}) needs "
                 "pipeline_model_parallel_size above 1. Try 2."
             )
-        if self.ranks_per_stage % (self.expert_tp * self.ep):
+        if not experts_fit(self.ranks_per_stage, self.ep, self.expert_tp):
             raise ValueError(
                 f"the {self.ranks_per_stage} ranks of a pipeline stage cannot be split into "
-                "expert_tensor_parallel_size "
-                f"({self.expert_tp}) x expert_model_parallel_size ({self.ep})"
+                f"expert_tensor_parallel_size ({self.expert_tp}) x expert_model_parallel_size ({self.ep})"
             )
 
     @property
@@ -81,12 +104,12 @@ class MeshSpec:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes by name, fastest-varying first."""
+        """Return the sizes by name, fastest-varying first."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
 
     @property
     def expert_shape(self) -> dict[str, int]:
-        """The same for the grid of the experts."""
+        """Return the sizes of the grid of the experts, as `shape` does."""
         return {
             "etp": self.expert_tp,
             "ep": self.ep,
@@ -95,18 +118,17 @@ class MeshSpec:
         }
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """In both grids; they share pp."""
+        """Return the coordinates of a rank in both grids; they share pp."""
         return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(
             self.ranks.index(rank), self.expert_shape
         )
 
     def ranks_where(self, **fixed: int) -> tuple[int, ...]:
-        """Ranks whose coordinates match, e.g. ranks_where(dp=0): the model-parallel block of the first
-        replica."""
+        """Return the ranks whose coordinates match, e.g. ranks_where(dp=0): the first replica."""
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
     def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
-        """Ranks with the same coordinates as `rank`, except along the varied names, which are of one grid."""
+        """Return the ranks with the coordinates of `rank`, except along the varied names of one grid."""
         grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
         mine = self.coordinates(rank)
         return self.ranks_where(**{name: mine[name] for name in grid if name not in varied})
@@ -120,6 +142,7 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
 
 
 def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
+    """Return the mesh of a role that Megatron runs."""
     return MeshSpec(
         ranks,
         parallel.tensor_model_parallel_size,
@@ -132,9 +155,11 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
 
 
 def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
-    """Role -> key of the share of a step's data that it works on: the first role of the same actor on the
-    same ranks with the same sizes (but for those of the experts and of virtual pipelines, which do not say
-    who has which sample). Actors have columns of their own, also of the same samples.
+    """Return role -> key of its batch shard: roles with one key have the same samples on each rank.
+
+    The key is the first role of the same actor on the same ranks with the same sizes. Those of the experts
+    and of virtual pipelines do not count, as they do not say who has which sample. Actors have columns of
+    their own, also of the same samples.
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference
     "actor", critic "critic"."""
@@ -147,8 +172,10 @@ def share_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each data-parallel replica, those of its last pipeline stage only if asked:
-    `mesh.ranks_where(dp=i)` for all i at once."""
+    """Return the ranks of each data-parallel replica: `mesh.ranks_where(dp=i)` for all i at once.
+
+    Args:
+        last_stage: only the ranks of the last pipeline stage."""
     blocks: list[list[int]] = [[] for _ in range(mesh.dp)]
     for index, rank in enumerate(mesh.ranks):
         at = _coordinates(index, mesh.shape)
@@ -158,8 +185,7 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Every role of the job and where it lives, in the order in which they are set up: the first actor's, the
-    second's, ..."""
+    """Return every role of the job -> its mesh, in the order in which they are set up: actor by actor."""
     return {
         f"{role}{suffix}": mesh
         for suffix, of_actor in configs_of_actors(config).items()
@@ -168,7 +194,9 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Those of one actor, without its number. Rules score samples where they were made."""
+    """Return the meshes of one actor's roles, without its number.
+
+    Rules score samples where they were made."""
     backend_of = {model.name: model.backend for model in reward_models(config)}
     meshes: dict[str, MeshSpec] = {}
     for role, ranks in role_ranks(config, world_size).items():
@@ -184,24 +212,25 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
-    """Role -> the ranks that have it: those of its mesh; `data`, which moves samples and columns between
-    meshes, is on all."""
+    """Return role -> the ranks that have it: those of its mesh.
+
+    `data`, which moves samples and columns between meshes, is on all."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
     return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
 
 
 def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
-    """Those that work on shares of a step; the engines and their rules have what they sampled."""
+    """Return the roles that work on batch shards; the engines and their rules have what they sampled."""
     return [role for role in meshes if kind_and_suffix(role)[0] not in ("rollout", "reward")]
 
 
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
-    """Of a Megatron role, by its actor's configuration; reward models share theirs."""
+    """Return the parallel sizes of a role that Megatron runs; reward models share theirs."""
     return getattr(config, kind_and_suffix(role)[0].removesuffix("_model"))
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
-    """'in-process' or 'out-of-process': what --rollout-engine of one actor means on this many ranks."""
+    """Return 'in-process' or 'out-of-process': what --rollout-engine of one actor means."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
     everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))

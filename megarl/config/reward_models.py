@@ -1,30 +1,34 @@
-"""Which reward models a job has, and what runs each: the --reward-model flags and the folders' config.json,
-read together."""
+"""The reward models of a job, what runs each of them, and the rules about rewards.
+
+Read are the --reward-model flags, the folders' config.json and the judge's template; no weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
+from megarl.config.flags import flag_name
 from megarl.config.hf_config import FAMILIES, ModelShape
-from megarl.config.schema import TrainConfig
+from megarl.config.schema import DataConfig, RewardModelConfig, TrainConfig
 from megarl.role_names import suffix_of
 
-_CLASSIFIER, _LANGUAGE_MODEL = (
-    "ForSequenceClassification",
-    ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
-)
+_CLASSIFIER = "ForSequenceClassification"
+_LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 GROUND_TRUTH = "{ground_truth}"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSpec:
-    """One of --reward-model."""
+    """One model of --reward-model."""
 
     name: str
-    """Of its role, without its actor's number: reward_model, reward_model_2, ..."""
+    """Name of its role, without its actor's number: reward_model, reward_model_2, ..."""
     path: str
     backend: str
     """megatron, transformers or judge."""
@@ -32,39 +36,30 @@ class RewardModelSpec:
 
 
 def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
-    """In the order of --reward-model, for a configuration that `check` accepts."""
+    """Return the reward models in the order of --reward-model, for a configuration that `check` accepts."""
     given = config.reward_models
-    count = len(given.reward_model)
-    backends = (
-        given.reward_model_backend * count
-        if len(given.reward_model_backend) == 1
-        else given.reward_model_backend
-    )
-    return [
-        RewardModelSpec(
-            f"reward_model{suffix_of(index)}",
-            path,
-            find_backend(path) if backend == "auto" else backend,
-            weight,
-        )
-        for index, (path, backend, weight) in enumerate(
-            zip(given.reward_model, backends, given.reward_model_weights or (1.0,) * count, strict=True)
-        )
-    ]
+    weights = given.reward_model_weights or (1.0,) * len(given.reward_model)
+    models = []
+    for path, backend, weight in zip(given.reward_model, _backends(given), weights, strict=True):
+        backend = find_backend(path) if backend == "auto" else backend
+        models.append(RewardModelSpec(f"reward_model{suffix_of(len(models))}", path, backend, weight))
+    return models
+
+
+def _backends(given: RewardModelConfig) -> tuple[str, ...]:
+    """Return the words of --reward-model-backend; one word is for all models."""
+    backends = given.reward_model_backend
+    return backends * len(given.reward_model) if len(backends) == 1 else backends
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
-    """Whether --reward or --reward-function takes part: always without reward models, else if one of them was
-    given."""
-    return (
-        not config.reward_models.reward_model
-        or config.data.reward is not None
-        or config.data.reward_function is not None
-    )
+    """Whether a rule scores responses: always without reward models, else if a rule is given."""
+    is_given = config.data.reward is not None or config.data.reward_function is not None
+    return is_given or not config.reward_models.reward_model
 
 
 def needs_ground_truth(config: TrainConfig) -> bool:
-    """Whether every row of the data must have one. A user's own function may do without."""
+    """Whether every row of the data must have a ground truth. A user's own function may do without."""
     if uses_rule_reward(config) and config.data.reward_function is None:
         return True
     template = config.reward_models.judge_template
@@ -72,7 +67,7 @@ def needs_ground_truth(config: TrainConfig) -> bool:
 
 
 def find_backend(path: str) -> str:
-    """What --reward-model-backend auto means for a folder.
+    """Return what --reward-model-backend auto means for a folder.
 
     Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a
     classifier nor a language model."""
@@ -82,47 +77,38 @@ def find_backend(path: str) -> str:
         return "megatron" if _is_trainable(config, path) else "transformers"
     if architecture.endswith(_LANGUAGE_MODEL):
         return "judge"
-    raise ConfigError(
-        [
-            f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor "
-            f"*ForCausalLM, but {architecture}, so "
-            "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge."
-        ]
+    text = (
+        f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor *ForCausalLM, but "
+        f"{architecture}, so what runs it cannot be chosen by it. Add --reward-model-backend transformers or "
+        "judge."
     )
+    raise ConfigError([text])
 
 
 def read_model_config(path: str) -> dict[str, object]:
-    """Raises: ConfigError naming the flag."""
-    file = Path(path) / "config.json"
+    """Return the config.json of a reward model. Raises: ConfigError naming the flag."""
+    head = f"--reward-model ({path}):"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            [
-                f"--reward-model ({path}): must be a Hugging Face model folder, but config.json "
-                "cannot be read: "
-                f"{error.strerror}."
-            ]
-        ) from error
+        reason = f"must be a Hugging Face model folder, but config.json cannot be read: {error.strerror}."
+        raise ConfigError([f"{head} {reason}"]) from error
     except ValueError as error:
-        raise ConfigError([f"--reward-model ({path}): config.json is not JSON: {error}."]) from error
+        raise ConfigError([f"{head} config.json is not JSON: {error}."]) from error
     if not isinstance(config, dict):
-        raise ConfigError([f"--reward-model ({path}): config.json must hold a JSON object."])
+        raise ConfigError([f"{head} config.json must hold a JSON object."])
     return config
 
 
 def value_model_shape(path: str) -> ModelShape:
-    """Of a reward model for the megatron backend. Raises: ConfigError for what Megatron's model cannot be."""
+    """Return the shape of a reward model. Raises: ConfigError if Megatron cannot run it."""
     return ModelShape.load(path, value_head=True)
 
 
 def num_labels(config: dict[str, object]) -> int:
-    """As transformers counts them: names of labels if config.json has any, else 2."""
-    return (
-        len(config["id2label"])
-        if isinstance(config.get("id2label"), dict)
-        else int(config.get("num_labels", 2))
-    )
+    """Return the number of labels as transformers counts: names of labels if config.json has any, else 2."""
+    names = config.get("id2label")
+    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
 
 
 def _is_trainable(config: dict[str, object], path: str) -> bool:
@@ -133,3 +119,156 @@ def _is_trainable(config: dict[str, object], path: str) -> bool:
     except ConfigError:  # a key that Megatron's model would ignore; transformers does not
         return False
     return True
+
+
+def reward_errors(config: TrainConfig) -> Iterator[str]:
+    """Yield a line per rule that the rewards and reward models break."""
+    if config.data.reward != "code":
+        unset = DataConfig(train_data=config.data.train_data)
+        names = ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code")
+        yield from _without_effect(config.data, unset, names, "--reward code")
+    yield from _reward_models(config)
+
+
+def _reward_models(config: TrainConfig) -> Iterator[str]:
+    given, default = config.reward_models, RewardModelConfig()
+    names = [field.name for field in dataclasses.fields(default)]
+    if not given.reward_model:
+        yield from _without_effect(given, default, names, "--reward-model")
+        return
+    if not config.algorithm.needs_rollout:
+        yield (
+            f"--reward-model ({' '.join(given.reward_model)}): has no effect, as this algorithm "
+            "samples nothing. Leave it out."
+        )
+        return
+    yield from _counts(given)
+    judged = False
+    for path, backend in zip(given.reward_model, _backends(given)):
+        try:
+            found = find_backend(path) if backend == "auto" else backend
+            yield from _model(path, found, read_model_config(path), config)
+            if found == "judge":
+                judged = True
+                yield from _judge_length(path, given)
+        except ConfigError as error:
+            yield from error.errors
+            judged = True  # it may be one
+    if judged:
+        yield from _judge(given)
+    else:
+        of_judge = [name for name in names if name.startswith("judge_")]
+        yield from _without_effect(given, default, of_judge, "a --reward-model that is a judge")
+
+
+def _without_effect(given: object, default: object, names: Iterable[str], need: str) -> Iterator[str]:
+    """Yield a line per field that was set and means nothing without another flag."""
+    for name in names:
+        if (value := getattr(given, name)) != getattr(default, name):
+            yield f"--{flag_name(name)} ({_words(value)}): has no effect without {need}. Leave it out."
+
+
+def _counts(given: RewardModelConfig) -> Iterator[str]:
+    count, weights = len(given.reward_model), given.reward_model_weights
+    if weights is not None and len(weights) != count:
+        yield (
+            f"--reward-model-weights ({_words(weights)}): must be one number per --reward-model "
+            f"({count}). Try {_words([1.0] * count)}."
+        )
+    if weights is not None and not all(map(math.isfinite, weights)):
+        yield (
+            f"--reward-model-weights ({_words(weights)}): must be finite numbers. Try "
+            f"{_words([1.0] * count)}."
+        )
+    if len(given.reward_model_backend) not in (1, count):
+        yield (
+            f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or "
+            f"one per --reward-model ({count}). "
+            "Try auto."
+        )
+
+
+def _model(path: str, backend: str, model: dict[str, object], config: TrainConfig) -> Iterator[str]:
+    if not any(Path(path).glob("*.safetensors")):
+        yield (
+            f"--reward-model ({path}): holds no *.safetensors. Other formats can run code when "
+            "they are read; convert it first."
+        )
+    if backend != "judge" and (labels := num_labels(model)) != 1:
+        yield (
+            f"--reward-model ({path}): must have one label, its score, and has {labels}. Give a "
+            "model with num_labels 1."
+        )
+    if backend == "megatron":
+        yield from _shape_errors(path, config)
+
+
+def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
+    try:
+        shape = value_model_shape(path)
+    except ConfigError as error:
+        yield from (
+            f"--reward-model ({path}), --reward-model-backend megatron: {reason}" for reason in error.errors
+        )
+        return
+    longest, limit = (
+        config.sampling.max_prompt_length + config.sampling.max_response_length,
+        shape.max_position_embeddings,
+    )
+    if longest > limit:
+        yield (
+            f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and "
+            "--max-prompt-length "
+            f"({config.sampling.max_prompt_length}) + --max-response-length "
+            f"({config.sampling.max_response_length}) = {longest}. "
+            "Make them shorter."
+        )
+
+
+def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
+    limit = read_model_config(path).get("max_position_embeddings")
+    if isinstance(limit, int) and given.judge_max_tokens >= limit:
+        yield (
+            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the "
+            f"{limit} tokens that {path} can take. "
+            f"Try {limit // 4}."
+        )
+
+
+def _judge(given: RewardModelConfig) -> Iterator[str]:
+    template, pattern = given.judge_template, given.judge_score_pattern
+    if template is not None:
+        yield from _template(Path(template))
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"--judge-score-pattern ({pattern}): is not a regular expression: {error}."
+    else:
+        if groups != 1:
+            yield (
+                f"--judge-score-pattern ({pattern}): must have one group, the number, and has "
+                f"{groups}. Try 'Score: (\\d+)'."
+            )
+    bounds = given.judge_score_range
+    if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
+        yield f"--judge-score-range ({_words(bounds)}): must be two numbers, the lower one first. Try 0 10."
+    if given.judge_max_model_len is not None and given.judge_max_model_len <= given.judge_max_tokens:
+        yield (
+            f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens "
+            f"({given.judge_max_tokens}), which "
+            "is a part of it. Leave it out."
+        )
+
+
+def _template(file: Path) -> Iterator[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"--judge-template ({file}): cannot be read: {getattr(error, 'strerror', None) or error}."
+        return
+    if "{response}" not in text:
+        yield f"--judge-template ({file}): must hold {{response}}, which the response takes the place of."
+
+
+def _words(values: object) -> str:
+    return " ".join(map(str, values)) if isinstance(values, (tuple, list)) else str(values)

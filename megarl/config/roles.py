@@ -1,14 +1,16 @@
-"""Which roles a job has."""
+"""The roles of a job and the ranks of each, by flags like 0-3,6 or by names of pools of ranks."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.role_names import suffix_of
+from megarl.config.schema import TrainConfig
+from megarl.role_names import kind_and_suffix, suffix_of
 
 if TYPE_CHECKING:
     from megarl.config.hf_config import ModelShape
-    from megarl.config.schema import TrainConfig
 
 KINDS = ("actor", "reference", "critic", "reward", "rollout")
 """As flags call them, in the order in which they are set up. `reward` stands for all reward models."""
@@ -20,7 +22,7 @@ def tells_experts(config: TrainConfig, shape: ModelShape) -> bool:
 
 
 def absent_roles(algorithm: object, reward_models: tuple[str, ...]) -> dict[str, str]:
-    """Kind of role that an actor has not -> why. The actor is never absent.
+    """Return kind of role that an actor has not -> why. The actor is never absent.
 
     Args:
         algorithm: an instance of one of megarl/algorithms.
@@ -34,12 +36,6 @@ def absent_roles(algorithm: object, reward_models: tuple[str, ...]) -> dict[str,
     return {role: reason for role, reason in reasons.items() if reason}
 
 
-def present_roles(config: TrainConfig) -> list[str]:
-    """The other KINDS."""
-    absent = absent_roles(config.algorithm, config.reward_models.reward_model)
-    return [kind for kind in KINDS if kind not in absent]
-
-
 def trains_in_fp32(config: TrainConfig) -> bool:
     """Whether some actor's weights are fp32: its log-probs are then compared with an engine's at fp32
     rounding."""
@@ -47,6 +43,129 @@ def trains_in_fp32(config: TrainConfig) -> bool:
 
 
 def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
-    """Suffix of each actor -> the configuration as this actor and the roles of its number see it, their
-    numbers left out."""
+    """Return suffix of each actor -> its configuration, as if it were the only actor."""
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Return ranks in ascending order. Example: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
+
+    Raises: ValueError for what is no such list, for a rank that is named twice or out of order, and for one
+    outside the world.
+    """
+    advice = f"Try {f'0-{world_size - 1}' if world_size > 1 else '0'}."
+    ranks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
+        if match is None:
+            raise ValueError(f"ranks ({text}): must be ranks and ranges of ranks, like 0-3 or 0,2. {advice}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or ranks and first <= ranks[-1]:
+            raise ValueError(f"ranks ({text}): must ascend, each rank once. {advice}")
+        if last >= world_size:
+            raise ValueError(f"ranks ({text}): must be below the number of ranks ({world_size}). {advice}")
+        ranks += range(first, last + 1)
+    return tuple(ranks)
+
+
+def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
+    """Return name -> its list of ranks as text, from ("train=0-3", "serve=4").
+
+    Raises: ValueError for what is not name=ranks, and for a name that is given twice or could be a list of
+    ranks."""
+    named: dict[str, str] = {}
+    for pool in pools:
+        name, equals, text = pool.partition("=")
+        if not equals or not name.isidentifier() or name in named:
+            raise ValueError(f"pools ({pool}): must be name=ranks, each name once. Try train=0-3.")
+        named[name] = text
+    return named
+
+
+class DeviceMap:
+    """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]).
+
+    A role that is left out goes where its flag's default puts it. Roles: actor, critic, reference, reward,
+    rollout, and those of further actors: DeviceMap(actor=[0], actor_2=[1], rollout=[0], rollout_2=[1]).
+    `reward` may hold a list of ranks per reward model: reward=[[2], [3]].
+
+    Raises: TypeError for another role."""
+
+    def __init__(self, **ranks: Sequence[int] | Sequence[Sequence[int]] | None) -> None:
+        for role in ranks:
+            if kind_and_suffix(role)[0] not in KINDS:
+                raise TypeError(
+                    f"DeviceMap has no role ({role}): {', '.join(KINDS)}, or one of these with a "
+                    "number, like actor_2."
+                )
+        self.ranks = {role: of_role for role, of_role in ranks.items() if of_role is not None}
+
+    def flags(self) -> list[str]:
+        """Return the same as command-line flags."""
+        flags = []
+        for role, ranks in self.ranks.items():
+            lists = ranks if ranks and not isinstance(ranks[0], int) else [ranks]
+            flags += [f"--{role.replace('_', '-')}-ranks", *(",".join(map(str, one)) for one in lists)]
+        return flags
+
+
+def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
+    """Return role -> its ranks, None where its flag is wrong, and what is wrong.
+
+    Roles are those that one actor has, in the order in which they are set up: actor, reference, critic,
+    reward models, rollout. Rule rewards live where the rollouts are."""
+    errors: list[str] = []
+    try:
+        pools = parse_pools(config.placement.pools)
+    except ValueError as error:
+        pools = None
+        errors.append(f"--{error}")
+
+    def ranks_of(role: str, text: str | None) -> tuple[int, ...] | None:
+        if pools is None:
+            return None
+        if text is None:
+            return tuple(range(world_size))
+        try:
+            return parse_ranks(pools.get(text, text), world_size)
+        except ValueError as error:
+            is_unknown_pool = pools and text not in pools and text.isidentifier()
+            known = f" Pools: {', '.join(pools)}." if is_unknown_pool else ""
+            pool = f"{role}-ranks is pool {text}, whose " if text in pools else f"{role}-"
+            errors.append(f"--{pool}{error}{known}")
+            return None
+
+    placed = {role: ranks_of(role.partition("_model")[0], text) for role, text in _rank_flags(config)}
+    if "reference" in placed and config.placement.reference_ranks is None:
+        placed["reference"] = placed["actor"]
+    given, count = config.placement.reward_ranks, len(config.reward_models.reward_model)
+    if count and len(given) > 1 and len(given) != count:
+        errors.append(
+            f"--reward-ranks ({' '.join(given)}): must be one list for all reward models, or one for each of "
+            f"the {count}. Try --reward-ranks {given[0]}."
+        )
+        placed |= {role: None for role in placed if role.startswith("reward_model")}
+    return placed, errors
+
+
+def _rank_flags(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
+    """Yield (role, what its --...-ranks flag says) of every role that the actor has."""
+    placement = config.placement
+    absent = absent_roles(config.algorithm, config.reward_models.reward_model)
+    for kind in KINDS:
+        if kind in absent:
+            continue
+        if kind != "reward":
+            yield kind, getattr(placement, f"{kind}_ranks")
+            continue
+        count, given = len(config.reward_models.reward_model), placement.reward_ranks
+        lists = given if len(given) > 1 else (*given, None)[:1] * count
+        yield from zip([f"reward_model{suffix_of(index)}" for index in range(count)], lists)
+
+
+def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:
+    """Return the roles' ranks as `place` does. Raises: ValueError with all that is wrong."""
+    placed, errors = place(config, world_size)
+    if errors:
+        raise ValueError("\n".join(errors))
+    return placed

@@ -12,8 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.config.installed import apex_finding, megatron_finding
-from megarl.config.versions import pins
+from megarl.config.installed import apex_error, megatron_error, pins
 
 PACKAGES = (
     "torch",
@@ -50,7 +49,7 @@ def version_findings(found: Mapping[str, str]) -> list[str]:
             "vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where "
             "there is no GPU."
         )
-    return [*wrong, *filter(None, (megatron_finding(), apex_finding()))]
+    return [*wrong, *filter(None, (megatron_error(), apex_error()))]
 
 
 def _version(package: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from megarl.config.writing import writing
+from megarl.files.writing import writing
 from megarl.loggers.base import Samples
 
 METRICS = "metrics.jsonl"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from megarl.config.writing import writing
+from megarl.files.writing import writing
 from megarl.loggers.base import LoggerContext, Samples, flags_of
 
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megarl.config.installed import megatron_finding
+from megarl.config.installed import megatron_error
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.mesh import second_channel
 
@@ -59,7 +59,7 @@ def fix_megatron() -> tuple[str, ...]:
     """Apply what this machine needs, once per process. Returns the names of the fixes.
 
     Raises: RuntimeError for another version of Megatron-Core than the one that they were written for."""
-    if (finding := megatron_finding()) is not None:
+    if (finding := megatron_error()) is not None:
         raise RuntimeError(finding)
     applied = [fix for fix in FIXES if not (fix.on_cpu_only and torch.cuda.is_available())]
     with cpu_megatron():

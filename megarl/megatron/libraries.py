@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from megarl.config.installed import apex_finding
+from megarl.config.installed import apex_error
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.transformer_engine import transformer_engine_version
 
@@ -25,7 +25,7 @@ def libraries() -> dict[str, str]:
     with cpu_megatron():
         from megatron.core.optimizer import Adam
 
-    apex = "none" if importlib.util.find_spec("apex") is None else apex_finding() or "NVIDIA's"
+    apex = "none" if importlib.util.find_spec("apex") is None else apex_error() or "NVIDIA's"
     return {
         "transformer_engine": transformer_engine_version() or "none",
         "apex": apex,

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.config.schema import OFFLOAD_PARTS
+from megarl.config.role_sections import OFFLOAD_PARTS
 
 PIECE_BYTES = 256 << 20
 """Size of one allocation of pinned memory. PyTorch rounds an allocation up to a power of two, which in one

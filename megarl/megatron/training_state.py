@@ -21,7 +21,7 @@ from megarl.checkpoint.manifest import WEIGHTS
 from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
-from megarl.config.model_function import function_fields
+from megarl.config.hf_config import function_fields
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.offload import local
 from megarl.megatron.trained_model import TrainedModel

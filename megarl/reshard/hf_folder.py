@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.tensor_header import HeaderEntry, TensorFileError, read_header
+from megarl.files.tensor_header import HeaderEntry, TensorFileError, read_header
 from megarl.reshard.atlas import OUTPUT, VALUE_HEAD, hf_sizes, layer_prefix
 
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LoRAConfig
-from megarl.config.writing import writing
+from megarl.files.writing import writing
 from megarl.reshard.atlas import VALUE_HEAD, Atlas, LocalParam, Piece, hf_sizes
 from megarl.reshard.lora_atlas import peft_atlas
 from megarl.reshard.plan import make_plan

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.writing import writing
+from megarl.files.writing import writing
 from megarl.reshard.atlas import KEPT_IN_FP32, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes
 from megarl.reshard.copier import CopyPlan
 from megarl.reshard.hf_folder import (

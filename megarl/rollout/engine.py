@@ -23,10 +23,9 @@ import torch.distributed as dist
 from megarl.batch import expert_dtype
 from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
-from megarl.config.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
+from megarl.config.mesh import group_timeout
 from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
-from megarl.config.timeouts import group_timeout
 from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
@@ -38,6 +37,7 @@ from megarl.reshard.transports.choose import ranks_per_node
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
 from megarl.rollout.names import BACKEND, CPU_NORMS
 from megarl.rollout.plugin import check_version, register
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.config.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.config.schema import TrainConfig
 from megarl.runtime.abort import AbortableEngine
 from megarl.rollout.draws import draw_arguments
@@ -25,6 +24,7 @@ from megarl.rollout.environment import (
     sweep_shared_memory,
     undisturbed,
 )
+from megarl.rollout.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
 from megarl.rollout.plugin import check_version, register
 from megarl.rollout.processes import UNIPROC, EngineDied, EngineProcesses, visible_devices
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def start_driver(
-    argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.driver"
+    argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.trainer"
 ) -> subprocess.Popen:
     """Start the driver beside rank 0: `python -P -m module argv`. Call it on rank 0's main thread; hand the
     result to `serve`.

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, promised_weight
 from megarl.batch import MicroBatch
-from megarl.config.gate_limits import GateLimits
+from megarl.batch_invariants import check_column
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import OptimizerConfig, TrainConfig
-from megarl.batch_invariants import check_column
+from megarl.gate_limits import GateLimits
 from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megarl.checkpoint.rank_group import RankGroup
 from megarl.checkpoint.rectangles import Rectangle
 from megarl.checkpoint.save import SavePlan, publish
-from megarl.config.checkpoint_folders import MANIFEST
-from megarl.config.checkpoint_json import file_digest
+from megarl.files.checkpoints import MANIFEST, file_digest
 from megarl.runtime.process import WRITES_CHECKPOINT
 
 if TYPE_CHECKING:

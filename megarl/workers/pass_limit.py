@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from megarl.config.gate_limits import FP32, HALF, rounding_unit
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
+from megarl.gate_limits import FP32, HALF, rounding_unit
 from megarl.megatron.loss_check import PassLimit
 
 SAME_KERNELS = PassLimit(of_mean=False, limit=0.0, reason="both passes run the same kernels")

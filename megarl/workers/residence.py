@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.config.schema import OFFLOAD_PARTS
+from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.role_names import kind_and_suffix
 
 if TYPE_CHECKING:

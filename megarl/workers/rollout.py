@@ -165,6 +165,7 @@ class RolloutRole:
                 self.holders,
                 truncated=o.finish_reason == "length",
                 digest=digest(p, o.token_ids),
+                group=s // n,
             )
             for s, p, o in zip(sample_ids, prompts, outputs, strict=True)
         ]

@@ -13,11 +13,17 @@ import torch.distributed as dist
 from megarl.batch import expert_dtype
 from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec, engine_mode, role_meshes, share_keys, training_data_roles
+from megarl.config.mesh import (
+    MeshSpec,
+    engine_mode,
+    group_timeout,
+    role_meshes,
+    share_keys,
+    training_data_roles,
+)
 from megarl.config.reward_models import reward_models
 from megarl.config.roles import configs_of_actors, tells_experts, trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.config.timeouts import group_timeout
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.transformer_engine import transformer_engine_problem, transformer_engine_version
 from megarl.role_names import TRAINED_KINDS, actor_suffix, kind_and_suffix

@@ -29,7 +29,8 @@ from megarl.checkpoint.rectangles import whole
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import OFFLOAD_PARTS, LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.role_sections import OFFLOAD_PARTS
+from megarl.config.schema import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.initialize import initial_adapters
 from megarl.megatron.mesh import create_groups

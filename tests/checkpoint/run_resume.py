@@ -25,12 +25,13 @@ from megarl.algorithms import REGISTRY
 from megarl.checkpoint import save as save_module
 from megarl.config.loader import load_config
 from megarl.convert import main as convert
-from megarl.driver.checkpoints import NoWholeCheckpoint
+from megarl.trainer.checkpointer import NoWholeCheckpoint
 from megarl.runtime.executor import RemoteError
-from megarl.driver.executors import inline_ranks
-from megarl.driver.job import Job, open_job
-from megarl.driver.loop import train_sft
-from megarl.driver.preflight import read_inputs
+from megarl.trainer.executors import inline_ranks
+from megarl.trainer.loop import train as run_loop
+from megarl.trainer.own_ranks import Started
+from megarl.trainer.preflight import read_inputs
+from megarl.trainer.trainer import Trainer
 from megarl.loggers.console import Progress
 from sums.files import make_sums
 
@@ -38,8 +39,10 @@ NUM_ROWS = 40  # five steps are a pass, so a cursor that began anew would show
 
 
 @contextlib.contextmanager
-def opened(out: Path, save: str, *flags: str, rows: Path | None = None) -> Iterator[tuple[Job, io.StringIO]]:
-    """A job that was not trained yet, and what it tells."""
+def opened(
+    out: Path, save: str, *flags: str, rows: Path | None = None
+) -> Iterator[tuple[Trainer, io.StringIO]]:
+    """A job that was set up and restored, and what it reports."""
     config = load_config(
         [
             "--algorithm",
@@ -72,13 +75,14 @@ def opened(out: Path, save: str, *flags: str, rows: Path | None = None) -> Itera
     )
     inputs, told = read_inputs(config, 1), io.StringIO()
     shown = Progress(config.batch.train_iters, told, terminal=False)
-    with inline_ranks(config) as executor, open_job(executor, config, inputs, 1, shown) as job:
-        yield job, told
+    with inline_ranks(config) as executor:
+        with Trainer(config, started=Started(executor, inputs, 1, shown)) as trainer:
+            yield trainer, told
 
 
 def train(out: Path, save: str, steps: int, *flags: str, rows: Path | None = None) -> str:
-    with opened(out, save, "--train-iters", str(steps), *flags, rows=rows) as (job, told):
-        train_sft(job)
+    with opened(out, save, "--train-iters", str(steps), *flags, rows=rows) as (trainer, told):
+        run_loop(trainer)
     return told.getvalue()
 
 
@@ -143,20 +147,18 @@ def damaged(out: Path) -> dict[str, dict[str, object]]:
         run = out / "damaged" / name
         shutil.copytree(out / "parts_after_5", run)
         damage(run / "checkpoints" / "step_000005")
-        with opened(out, f"damaged/{name}", "--train-iters", "8", "--load", str(run)) as (job, told):
-            job.set_up()
+        with opened(out, f"damaged/{name}", "--train-iters", "8", "--load", str(run)) as (trainer, told):
             report[name] = {
-                "step": job.checkpoints.restore(),
+                "step": trainer.step,
                 "told": told.getvalue(),
-                "rows": job.first.cursor.next_rows(3),
+                "rows": trainer.state.first.cursor.next_rows(3),
             }
     run = out / "damaged" / "flipped"  # its step 5 is set aside now
     DAMAGES["flipped"](run / "checkpoints" / "step_000003")
     before = sorted(str(path) for path in run.rglob("*"))
     try:
-        with opened(out, "damaged/flipped", "--train-iters", "8", "--load", str(run)) as (job, _):
-            job.set_up()
-            job.checkpoints.restore()
+        with opened(out, "damaged/flipped", "--train-iters", "8", "--load", str(run)):
+            pass
     except NoWholeCheckpoint as error:
         report["all"] = {
             "told": str(error),
@@ -176,35 +178,30 @@ def held_up(out: Path) -> list[str]:
         return real(path, entries)
 
     with (
-        opened(out, "held", "--train-iters", "4") as (job, _),
+        opened(out, "held", "--train-iters", "4") as (trainer, _),
         unittest.mock.patch.object(save_module, "write_tensors", slow),
     ):
-        actor = job.role("actor")
-        job.set_up()
-        lengths = actor.load_dataset().first()
-        for step in job.steps():
-            visits = job.first.cursor.next_visits(8)
-            actor.receive_rows(visits, job.plan_visits(visits, lengths))
-            job.finish_sft_step(step, visits.values(), lengths, actor.update())
+        for step in trainer.steps():
+            trainer.update(trainer.rollout())
             events.append(f"step {step}")
             events += [
                 f"visible {path.name}" for path in sorted((out / "held" / "checkpoints").glob("step_*"))
             ]
             if step == 1:
-                job.checkpoints.save(step)
+                trainer.save_checkpoint()
                 while not events.count("write begins"):
                     pass
             if step == 3:
                 released.set()
-                job.checkpoints.wait()
+                trainer.checkpointer.wait()
     return [event for event, _ in itertools.groupby(events)]
 
 
 def failed_after_writing(out: Path) -> list[str]:
     """All files are written, but the driver has not asked yet when something else ends the job."""
-    with contextlib.suppress(KeyError), opened(out, "failed", "--train-iters", "4") as (job, _):
-        job.set_up()
-        job.checkpoints.save(1)
+    with contextlib.suppress(KeyError), opened(out, "failed", "--train-iters", "4") as (trainer, _):
+        trainer.update(trainer.rollout())
+        trainer.save_checkpoint()
         while not (out / "failed" / "checkpoints" / ".step_000001.partial" / "actor").is_dir():
             pass
         raise KeyError("of the user's loop")

@@ -15,7 +15,7 @@ from megarl.checkpoint.load import Checkpoint, load
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import Box, Rectangle
 from megarl.checkpoint.save import save
-from megarl.config.checkpoint_folders import MANIFEST
+from megarl.files.checkpoints import MANIFEST
 
 VALUES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

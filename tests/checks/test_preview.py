@@ -13,7 +13,7 @@ from megarl.algorithms import REGISTRY
 from megarl.checks.job import examine
 from megarl.checks.machine import Machine
 from megarl.checks.preview import NUM_ROWS, preview
-from megarl.config import versions
+from megarl.config import installed
 from megarl.config.loader import load_config
 from megarl.data.hf_tokenizer import HFTokenizer
 from megarl.data.quick_tokenizer import load_quickly
@@ -184,7 +184,7 @@ def test_templates(findings, tmp_path):
 
 def test_the_report(job, monkeypatch):  # noqa: F811
     config = load_config([job], REGISTRY)
-    monkeypatch.setattr(versions, "pins", lambda: {"torch": "1.0"})
+    monkeypatch.setattr(installed, "pins", lambda: {"torch": "1.0"})
     report = examine(config, 2, machine=Machine(10**11))
     assert report.findings == () and any(
         line.startswith("note: torch ") and "tested with 1.0" in line for line in report.lines
@@ -196,4 +196,4 @@ def test_the_report(job, monkeypatch):  # noqa: F811
 
 def test_versions_are_the_pinned_ones():
     pins = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert all(f'"{library}=={versions.pins()[library]}"' in pins for library in versions.LIBRARIES)
+    assert all(f'"{library}=={installed.pins()[library]}"' in pins for library in installed.LIBRARIES)

@@ -14,10 +14,10 @@ import pytest
 from megarl.algorithms import REGISTRY
 from megarl.checks.disk import save_findings
 from megarl.config.loader import load_config
-from megarl.config.writing import obstacle
+from megarl.files.writing import obstacle
 from tests.config.conftest import job, write_model  # noqa: F401
 
-ASK = "import sys\nfrom megarl.config.writing import obstacle\nprint(obstacle(sys.argv[1]))"
+ASK = "import sys\nfrom megarl.files.writing import obstacle\nprint(obstacle(sys.argv[1]))"
 
 
 def dangling(folder: Path) -> Path:
@@ -112,7 +112,7 @@ def test_permissions_of_another_user(tmp_path):
     script = "\n".join(
         [
             "import os, sys",
-            "from megarl.config.writing import obstacle",
+            "from megarl.files.writing import obstacle",
             "os.setgid(65534)",
             "os.setuid(65534)",
             "print(obstacle('/megarl/run'))",

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
-from megarl.config.tensor_header import ITEMSIZE
+from megarl.files.tensor_header import ITEMSIZE
 from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.hf_folder import is_sequence_classifier
 

@@ -46,7 +46,7 @@ def findings_of(argv: Argv) -> list[str]:
     try:
         config = load_config(words_of(argv), REGISTRY)
     except ConfigError as error:
-        return list(error.findings)
+        return list(error.errors)
     return list(examine(config, config.placement.nproc_per_node, machine=MACHINE).findings)
 
 

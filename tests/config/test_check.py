@@ -8,12 +8,12 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config.check import check, raise_findings
-from megarl.config.errors import ConfigError
+from megarl.config.check import check
+from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec, role_meshes
-from megarl.config.placement import parse_ranks
+from megarl.config.roles import parse_ranks
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ RULES = {
         3,
         {"num_attention_heads": 6, "ffn_hidden_size": 384, "vocab_size": 192},
         "--rollout-tensor-parallel-size (3): must divide the model's key-value heads (2), or be a "
-        "multiple. Try 1 or 2.",
+        "multiple of them. Try 1 or 2.",
         "--num-prompts 3 --num-samples-per-prompt 2 --global-batch-size 6",
     ),
     "rollout ranks": (
@@ -765,9 +765,9 @@ def test_all_findings_at_once_and_without_a_shape(job):
         "--train-data",
     ]
     with pytest.raises(ConfigError) as caught:
-        raise_findings(found)
+        raise_errors(found)
     assert isinstance(caught.value, ValueError) and all(line in str(caught.value) for line in found)
-    raise_findings([])
+    raise_errors([])
 
 
 def test_what_is_accepted_makes_meshes(job):

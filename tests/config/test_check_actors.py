@@ -11,7 +11,7 @@ from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.mesh import role_meshes, share_keys
-from megarl.config.placement import DeviceMap
+from megarl.config.roles import DeviceMap
 
 TWO = "--num-actors 2 --nproc-per-node 2"
 APART = "--actor-ranks 0 --rollout-ranks 0 --actor-2-ranks 1 --rollout-2-ranks 1"
@@ -26,7 +26,7 @@ def findings(config) -> tuple[str, ...]:
     try:
         check_job(config, 2)
     except ConfigError as error:
-        return error.findings
+        return error.errors
     return ()
 
 

@@ -115,11 +115,11 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**functions))
 
     module(
-        "megarl.driver.launch",
+        "megarl.trainer.launch",
         launch=lambda config, *args, **kwargs: calls.append((config.run.save, *args, kwargs)) or 3,
     )
-    module("megarl.driver.__main__", train_job="the training")
-    module("megarl.driver.evaluate", evaluate_job="the evaluation")
+    module("megarl.trainer.__main__", train_job="the training")
+    module("megarl.trainer.evaluation", evaluate_job="the evaluation")
     module("megarl.train", run_in_process=lambda config: calls.append(config.placement.executor) or 4)
     module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)

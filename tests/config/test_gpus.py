@@ -12,7 +12,7 @@ import pytest
 from megarl.algorithms import REGISTRY
 from megarl.checks.job import examine
 from megarl.checks.machine import Machine, this_machine
-from megarl.config import gpus
+from megarl.config import installed
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 
@@ -30,8 +30,8 @@ def machine(tmp_path, monkeypatch):
             ("nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))) if count else ()
         ):
             (devices / name).touch()
-        monkeypatch.setattr(gpus, "_DEVICES", devices)
-        monkeypatch.setattr(gpus.importlib.metadata, "version", lambda name: torch)
+        monkeypatch.setattr(installed, "_DEVICES", devices)
+        monkeypatch.setattr(installed.importlib.metadata, "version", lambda name: torch)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -56,13 +56,13 @@ def machine(tmp_path, monkeypatch):
 def test_gpus_are_counted_as_cuda_counts_them(machine, count, visible, expected):
     """A number that is not there ends the list: CUDA's documentation of CUDA_VISIBLE_DEVICES."""
     machine(count, visible)
-    assert gpus.visible_gpus() == expected
+    assert installed.visible_gpus() == expected
     assert (this_machine().has_gpu, this_machine().num_gpus) == (expected > 0, expected or None)
 
 
 def test_a_cpu_build_of_pytorch_sees_none(machine):
     machine(4, torch="2.13.0+cpu")
-    assert gpus.visible_gpus() == 0
+    assert installed.visible_gpus() == 0
 
 
 @pytest.mark.parametrize("count, expected", [(0, 2), (1, 1), (2, 2), (8, 2)])

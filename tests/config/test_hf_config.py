@@ -636,7 +636,7 @@ def test_refused(config, line, write_model):
     folder = write_model(config)
     with pytest.raises(ConfigError) as caught:
         ModelShape.load(folder)
-    assert caught.value.findings[0].startswith(line) and caught.value.findings[0].endswith(
+    assert caught.value.errors[0].startswith(line) and caught.value.errors[0].endswith(
         f"[{folder / 'config.json'}]"
     )
 
@@ -646,7 +646,7 @@ def test_every_finding_of_one_file(write_model):
         ModelShape.load(
             write_model({**QWEN2, "hidden_act": "gelu", "rope_scaling": {"type": "yarn"}, "vocab_size": 0})
         )
-    assert len(caught.value.findings) == 3
+    assert len(caught.value.errors) == 3
 
 
 def test_unused_sliding_window_and_dropout_are_no_reason_to_refuse(write_model):

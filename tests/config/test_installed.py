@@ -11,16 +11,16 @@ import sys
 
 import pytest
 
-from megarl.config.flags import section_flags
-from megarl.config.installed import engine_args, kind_of_annotation, transformer_config
-from megarl.config.passthrough import (
+from megarl.config.flags import Kind, section_flags
+from megarl.config.installed import engine_args, transformer_config
+from megarl.config.other_flags import (
     ENGINE_REFUSED,
     TRANSFORMER_REFUSED,
     find_engine_flag,
     find_transformer_flag,
+    kind_of_annotation,
 )
 from megarl.config.schema import RolloutConfig
-from megarl.config.values import Kind
 
 REAL = """
 import argparse, dataclasses, json
@@ -65,7 +65,8 @@ def test_types_are_those_of_the_parser_of_vllm(real):
     engine checks)."""
     flags, compared = real[2], 0
     for name in engine_args().annotations.keys() & flags.keys() - OWN_FORM:
-        kind, (is_bool, many, choices) = engine_args().kind(name), flags[name]
+        (is_bool, many, choices), installed = flags[name], engine_args()
+        kind = kind_of_annotation(installed.annotations[name], installed.aliases)
         assert kind.is_bool == is_bool and (kind.many is not None) == many, name
         if kind.choices:
             assert sorted(map(str, kind.choices)) == sorted(map(str, choices)), name

@@ -13,9 +13,10 @@ from typing import ClassVar, Literal
 import pytest
 
 from megarl.algorithms import REGISTRY, Algorithm
-from megarl.config.errors import ConfigError, require
+from megarl.config.errors import ConfigError, NonNegative
 from megarl.config.flags import SECTIONS, section_flags
-from megarl.config.loader import load_config, write_args
+from megarl.config.loader import load_config
+from megarl.config.render import write_args
 from megarl.config.schema import (
     BatchConfig,
     DataConfig,
@@ -35,7 +36,7 @@ class Alpha(Algorithm):
 
     needs_critic: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True
-    clip: float = 0.2
+    clip: NonNegative = 0.2
     """How far the ratio may go."""
     mode: Literal["none", "some"] = "none"
     """What to do; `none` is a choice here, not the absence of one."""
@@ -43,9 +44,6 @@ class Alpha(Algorithm):
     """Two numbers, or none although that is not the default."""
     scale: bool = True
     """Scale."""
-
-    def __post_init__(self):
-        require(self, at_least={"clip": 0})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +77,7 @@ def load(*args):
 def errors(*args, required=True):
     with pytest.raises(ConfigError) as caught:
         load_config([*(REQUIRED if required else []), *args], ALGORITHMS)
-    return caught.value.findings
+    return caught.value.errors
 
 
 def write(folder, name, text):
@@ -344,7 +342,7 @@ def test_flags_of_one_actor():
 def test_wrong_flags_of_one_actor(flags, message):
     with pytest.raises(ConfigError) as error:
         load(*flags.split())
-    assert len(error.value.findings) == 1 and error.value.findings[0].startswith(message)
+    assert len(error.value.errors) == 1 and error.value.errors[0].startswith(message)
 
 
 def test_written_arguments_name_every_field(tmp_path):

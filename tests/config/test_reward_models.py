@@ -9,12 +9,19 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.config.check_offload import offload_findings
-from megarl.config.check_rewards import reward_findings
+from megarl.config.check import check
 from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.config.reward_models import find_backend, needs_ground_truth, reward_models, uses_rule_reward
+from megarl.config.reward_models import (
+    find_backend,
+    needs_ground_truth,
+    reward_errors,
+    reward_models,
+    uses_rule_reward,
+)
+from megarl.config.rules_layout import Job
+from megarl.config.rules_training import offload
 
 HAS_VALUE_HEAD = "value_head" in {field.name for field in dataclasses.fields(ModelShape)}
 QWEN3 = {
@@ -101,7 +108,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("flags", RIGHT)
 def test_what_is_right(parsed, flags):
-    assert list(reward_findings(parsed(flags))) == []
+    assert list(reward_errors(parsed(flags))) == []
 
 
 WRONG = {
@@ -163,18 +170,19 @@ WRONG = {
     ],
 )
 def test_what_can_be_offloaded_of_models_that_megatron_does_not_run(parsed, flags, finding):
-    assert list(offload_findings(parsed(flags), [], None)) == ([finding] if finding else [])
+    job = Job(parsed(flags), None, None, 1, {})
+    assert list(offload(job)) == ([finding] if finding else [])
 
 
 @pytest.mark.parametrize("flags", WRONG)
 def test_every_rule(parsed, flags):
-    assert list(reward_findings(parsed(flags))) == [WRONG[flags]]
+    assert list(reward_errors(parsed(flags))) == [WRONG[flags]]
 
 
 def test_weights_that_could_run_code_are_refused(parsed, tmp_path):
     config = parsed("--reward-model bert")
     (tmp_path / "bert" / "model.safetensors").rename(tmp_path / "bert" / "pytorch_model.bin")
-    [finding] = reward_findings(config)
+    [finding] = reward_errors(config)
     assert finding.startswith("--reward-model (bert): holds no *.safetensors.")
 
 
@@ -188,3 +196,11 @@ def test_one_field_rules(parsed):
         with pytest.raises(ConfigError) as caught:
             parsed(f"--reward-model lm {flags}")
         assert flags.split()[0] in str(caught.value)
+
+
+def test_ranks_for_another_number_of_models_are_an_error_and_no_more(parsed):
+    flags = "--reward-model lm lm lm --reward-ranks 0 1 --actor-offload parameters --reshard-double-buffer"
+    assert (
+        "--reward-ranks (0 1): must be one list for all reward models, or one for each of the 3. "
+        "Try --reward-ranks 0."
+    ) in check(parsed(flags), None, 2)

@@ -373,8 +373,8 @@ def test_jobs_of_a_page(page, checkout):
             text = text.replace(words, others)
         told = run(text, checkout, f"{command.typed}\nq\n" if command.typed else "")
         if command.typed:  # stopped where the page says, with what it says
-            assert "loop.py(26)" in told and "-> training.update(batch)" in told, told
-            assert "p step" not in command.typed or (
+            assert "loop.py(23)" in told and "-> trainer.update(batch)" in told, told
+            assert "p trainer.step" not in command.typed or (
                 "(1, RolloutBatch(step 1, 16 samples" in told and "Batch(sample_ids=tensor(" in told
             ), told
     if any(

@@ -31,8 +31,8 @@ def rank_main(seconds: str, folder: str, *argv: str) -> int:
 def driver_main(seconds: str, folder: str, *argv: str) -> int:
     from megarl.algorithms import REGISTRY
     from megarl.config.loader import load_config
-    from megarl.driver.__main__ import train_job
-    from megarl.driver.launch import launch
+    from megarl.trainer.__main__ import train_job
+    from megarl.trainer.launch import launch
 
     config = load_config(list(argv), REGISTRY)
     return launch(config, [seconds, folder, *argv], train_job, "slow_rollout")

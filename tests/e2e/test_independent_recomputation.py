@@ -85,6 +85,8 @@ def check(job: Job, start: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         start, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+    # transformers gives the padding token's embedding no gradient. An answer may hold that token like any other.
+    model.get_input_embeddings().padding_idx = None
     loss = 0.0
     for sample in samples:
         ids, start_at = (

@@ -332,7 +332,7 @@ def test_the_same_failure_uses_up_the_restarts(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--gate-max-abs", "1e-12", "--max-restarts", "2", timeout=500)
     assert job.returncode == 1
     told = [line for line in job.output.splitlines() if line.startswith("[driver]")]
-    failed = "[driver] failed at step 1: megarl.driver.gate.GateError: "
+    failed = "[driver] failed at step 1: megarl.trainer.gate.GateError: "
     beginning = "from the beginning: there is no checkpoint yet."
     assert [line.startswith(failed) for line in told] == [True, False, True, False, True]
     again = "It was the same failure as before, at the same step, and nothing was saved since."

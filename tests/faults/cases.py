@@ -34,7 +34,7 @@ IN_ENGINE = {
     "sync": ("megarl.rollout.weight_transfer:MegarlWeightTransferEngine.receive_weights", 3, "rollout sync"),
 }
 IN_DRIVER = {
-    "rollout": ("megarl.driver.step:StepHost._plan", 2, ""),
+    "rollout": ("megarl.trainer.step_runner:StepRunner._take_samples", 2, ""),
 }
 IN_REWARD_PROCESS = {"reward": ("megarl.rewards.base:judge", 6, "")}
 STARTS = ("join", "start")

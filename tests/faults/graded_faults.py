@@ -47,7 +47,7 @@ class Bench:
 
     def __init__(self, training) -> None:
         import megarl
-        from megarl.driver.gate import exceeded
+        from megarl.trainer.gate import exceeded
 
         actor, reward = megarl.symbolic_roles("actor reward")
         self.role = training.job.executor.roles["actor"]

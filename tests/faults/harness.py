@@ -137,7 +137,7 @@ class Job:
         """The process of the job that is "rank 1", "driver", "engine" or "reward process"."""
         found = [pid for pid in self.alive() if _who(pid) == who]
         if who == "driver":  # beside rank 0, or the process that was started
-            found = [pid for pid in found if b"megarl.driver" in _cmdline(pid)] or [self.launcher.pid]
+            found = [pid for pid in found if b"megarl.trainer" in _cmdline(pid)] or [self.launcher.pid]
         assert found, f"no {who} among {[self.describe(pid) for pid in self.alive()]}"
         return found[0]
 

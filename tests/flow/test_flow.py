@@ -221,28 +221,28 @@ def test_a_missing_node_is_named_also_where_only_the_algorithm_of_the_job_needs_
     )  # scores are rewards
 
 
-class Judge(Role, kind="judge"):
+class Grader(Role, kind="grader"):
     @method(reads=["tokens", "lengths"], writes=["rewards"])
     def judge(self) -> None: ...
 
 
 def test_methods_of_ones_own():
     actor = SymbolicRole("actor")
-    declared = actor.rollout().then(SymbolicRole("judge").judge)
+    declared = actor.rollout().then(SymbolicRole("grader").judge)
     assert declared.nodes[1].reads == ("tokens", "lengths") and declared.nodes[1].writes == ("rewards",)
     said = actor.rollout().then(SymbolicRole("other").judge, reads=("tokens", "lengths"), writes=("rewards",))
     assert [(n.reads, n.writes) for n in said.nodes] == [(n.reads, n.writes) for n in declared.nodes]
 
     @dataflow
-    def traced(actor, judge):
-        judge.judge(actor.rollout())
+    def traced(actor, grader):
+        grader.judge(actor.rollout())
 
     @dataflow
     def traced_by_name(actor, other):
         other.judge(actor.rollout(), writes=("rewards",))
 
     assert traced() == declared and traced_by_name() == said
-    declared.advantages(GRPO).update(actor).validate(dict.fromkeys(["actor", "rollout", "judge"], mesh(0)))
+    declared.advantages(GRPO).update(actor).validate(dict.fromkeys(["actor", "rollout", "grader"], mesh(0)))
 
 
 def test_background_work():

@@ -14,14 +14,15 @@ import pytest
 from hypothesis import strategies as st
 
 from megarl.algorithms import REGISTRY
-from megarl.config.argsfile import Reader
+from megarl.config.args_file import Reader
 from megarl.config.check import check_job
 from megarl.config.errors import ConfigError
 from megarl.config.flags import Flag, build_flags
-from megarl.config.loader import load_config, write_args
+from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec, role_meshes
-from megarl.config.passthrough import passthrough_names
-from megarl.config.placement import parse_pools, parse_ranks
+from megarl.config.other_flags import passthrough_names
+from megarl.config.render import write_args
+from megarl.config.roles import parse_pools, parse_ranks
 from megarl.config.schema import TrainConfig
 from tests.config.conftest import QWEN3
 from tests.fuzz.cases import fuzz, may_refuse

@@ -17,8 +17,7 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import Box, Rectangle
 from megarl.checkpoint.save import save
 from megarl.checkpoint.tensor_file import TensorFile, TensorFileError
-from megarl.config.checkpoint_folders import MANIFEST, JobFileError, read_job, write_job
-from megarl.config.checkpoint_json import file_digest
+from megarl.files.checkpoints import MANIFEST, JobFileError, file_digest, read_job, write_job
 from megarl.loggers.json_lines import cut_after
 from tests.fuzz.cases import fuzz, may_refuse
 from tests.fuzz.damage import damaged, damages, edited, edits, json_values

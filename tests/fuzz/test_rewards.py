@@ -246,7 +246,7 @@ def test_programs_in_the_sandbox(folder: Path, response: str, truth: str) -> Non
 
 @fuzz(st.lists(answers, min_size=8, max_size=8), quick=0, full=80)
 def test_a_pool_answers_in_time(folder: Path, drawn: list[str]) -> None:
-    """Eight at a time, through pickles and pipes: what the C code under SymPy does not let go of is
+    """Eight at a time, through messages and pipes: what the C code under SymPy does not let go of is
     killed."""
     with RewardPool(DataConfig(train_data=("x",), reward="math", reward_timeout_s=20), num_workers=1) as pool:
         verdicts = pool.score([RewardSample("math", answer, "17") for answer in drawn])

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
-from megarl.config.schema import OFFLOAD_PARTS, ModelConfig, OptimizerConfig, ParallelConfig
-from megarl.megatron.mesh import create_groups
+from megarl.config.role_sections import OFFLOAD_PARTS
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.initialize import random_weights
+from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.transformer_engine import uses_transformer_engine
 from megarl.reshard.megatron_atlas import megatron_atlases

@@ -77,7 +77,7 @@ def drain(master: int, chunks: list[bytes]) -> None:
 
 def test_off_a_terminal_nothing_heavy_is_imported():
     code = (
-        "import sys, megarl.driver.run, megarl.runtime.torchrun; from megarl.loggers.console import "
+        "import sys, megarl.trainer.run_folder, megarl.runtime.torchrun; from megarl.loggers.console import "
         "Progress; Progress(1).note('x'); "
         "print([m for m in ('torch', 'rich', 'tensorboard', 'numpy', 'transformers') if m in sys.modules])"
     )

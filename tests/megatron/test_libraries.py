@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.installed import apex_finding
+from megarl.config.installed import apex_error
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.megatron.libraries import libraries
 from megarl.megatron.model import transformer_config
@@ -32,18 +32,18 @@ def apex(tmp_path, monkeypatch):
 
 
 def test_an_apex_of_another_kind_is_told_by_name(apex):
-    assert apex_finding() is None  # none is installed
+    assert apex_error() is None  # none is installed
     apex()
     assert (
-        "is not NVIDIA's, as it has no apex.optimizers" in apex_finding()
-        and "pip uninstall apex" in apex_finding()
+        "is not NVIDIA's, as it has no apex.optimizers" in apex_error()
+        and "pip uninstall apex" in apex_error()
     )
-    assert libraries()["apex"] == apex_finding()
+    assert libraries()["apex"] == apex_error()
 
 
 def test_nvidias_apex_passes(apex):
     apex("optimizers")
-    assert apex_finding() is None and libraries()["apex"] == "NVIDIA's"
+    assert apex_error() is None and libraries()["apex"] == "NVIDIA's"
 
 
 def shape() -> ModelShape:

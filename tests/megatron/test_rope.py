@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.config.rope import rope_findings, rope_parameters, scaling
+from megarl.config.hf_families import rope_errors, rope_parameters, scaling
 from megarl.megatron.rope import attention_factor, inverse_frequencies
 
 HEAD_DIM = 64
@@ -56,7 +56,7 @@ CASES = {
 
 def ours(parameters: dict) -> tuple[torch.Tensor, float]:
     rope = rope_parameters({"rope_parameters": parameters, "max_position_embeddings": 1024})
-    assert not list(rope_findings(rope))
+    assert not list(rope_errors(rope))
     return inverse_frequencies(rope["rope_theta"], HEAD_DIM, scaling(rope)), attention_factor(scaling(rope))
 
 

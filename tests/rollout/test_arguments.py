@@ -18,7 +18,6 @@ import torch
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import engine_args
-from megarl.config.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
 from megarl.config.schema import (
     BatchConfig,
     DataConfig,
@@ -32,6 +31,7 @@ from megarl.config.schema import (
 )
 from megarl.rollout.engine import engine_arguments, routed_experts
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
 from tests.rollout import jobs
 
 SHAPE = ModelShape(

@@ -21,9 +21,9 @@ from megarl.runtime.shutdown import Stopped, graceful_shutdown, run_job_in_proce
 from megarl.runtime.executor import Executor, RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
 from megarl.runtime.local_ranks import LocalRanks
-from megarl.driver.executors import rank_description
-from megarl.driver.scheduler import Scheduler
-from megarl.driver.stop_request import StopRequest, StopRequested
+from megarl.trainer.executors import rank_description
+from megarl.trainer.scheduler import Scheduler
+from megarl.trainer.stop_request import StopRequest, StopRequested
 from megarl.runtime.torchrun import run_driver
 from megarl.flow import Flow, Node
 from megarl.runtime.abort import ABORT

@@ -13,7 +13,7 @@ from tests.runtime.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S
 
 HERE = Path(__file__).parent
 LAUNCH_RANKS = (
-    "import sys; from megarl.driver.launch import launch_ranks; sys.exit(launch_ranks([], 2, 'dying'))"
+    "import sys; from megarl.trainer.launch import launch_ranks; sys.exit(launch_ranks([], 2, 'dying'))"
 )
 
 

@@ -11,10 +11,10 @@ from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from sums.files import make_sums
-from megarl.driver import executors
-from megarl.driver.__main__ import train_job
-from megarl.driver.executors import has_rank_processes, interfaces_of, open_executor, register_executor
-from megarl.driver.preflight import read_inputs
+from megarl.trainer import executors
+from megarl.trainer.__main__ import train_job
+from megarl.trainer.executors import has_rank_processes, interfaces_of, open_executor, register_executor
+from megarl.trainer.preflight import read_inputs
 from megarl.runtime.executor import RemoteError
 from tests.runtime.stand_ins import RankState, Trained, build_stand_ins
 from tests.runtime.thread_executor import ThreadExecutor

@@ -21,7 +21,7 @@ from moved_storages import MovedStorages
 from megarl.algorithms import REGISTRY
 from megarl.batch import Batch
 from megarl.config.loader import load_config
-from megarl.config.schema import OFFLOAD_PARTS
+from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.flow import FlowError
 from megarl.packing import Sample, plan_mini_batches
 from megarl.workers.data_plane import Share

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megarl
-from megarl.config.mesh import MeshSpec
-from megarl.config.timeouts import group_timeout
+from megarl.config.mesh import MeshSpec, group_timeout
 from megarl.megatron import mesh as megatron_mesh
 from megarl.workers import worker
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.schema import TRANSPORTS
+from megarl.config.role_sections import TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)

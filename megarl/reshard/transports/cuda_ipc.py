@@ -17,8 +17,8 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
 
     device_uuid: str
     """Device numbers differ between processes that see other devices."""
-    handle: tuple[bytes | None, int, int, bytes, int, bytes, bool]
-    """Arguments of UntypedStorage._new_shared_cuda after the device."""
+    handle: tuple[bytes | None, int, int, bytes | None, int, bytes | None, bool | None]
+    """Arguments of UntypedStorage._new_shared_cuda after the device; None in those of an empty storage."""
     num_bytes: int
 
 

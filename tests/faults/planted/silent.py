@@ -120,7 +120,7 @@ def rewards_shifted_in_the_pool(module) -> None:
     wrap(module.RewardRole, "score", score)
 
 
-@planted("driver", "megarl.driver.step")
+@planted("driver", "megarl.trainer.scores")
 def rewards_shifted_in_the_driver(module) -> None:
     """Each sample gets the reward of the one before it, when scores become rewards."""
     wrap(module, "combine_rewards", lambda original, *arguments: shifted(original(*arguments)))
@@ -218,7 +218,7 @@ def response_mask_shifted_by_one(module) -> None:
 # Samples and the plan.
 
 
-@planted("driver", "megarl.driver.step")
+@planted("driver", "megarl.trainer.step_runner")
 def a_sample_dropped_from_the_plan(module) -> None:
     """No rank trains on one sample; the counts that the loss is divided by do without it."""
     from dataclasses import replace

@@ -1,0 +1,167 @@
+"""Args files: flags in a text file, as one would type them.
+
+`#` starts a comment, shell quotes group a value (also over several lines), `@other.args` includes another
+file, relative to the one that names it. A file's own flags override those of the files that it includes, and
+the command line overrides all files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+_SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
+_WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
+_PART = re.compile(
+    r"""\\(?P<escaped>.)|"(?P<double>(?:\\.|[^"\\])*)"|'(?P<single>[^']*)'|(?P<plain>[^"'\\]+)""", re.DOTALL
+)
+_ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+COMMAND_LINE = "command line"
+
+
+class Word(NamedTuple):
+    """A word of the command line or of an args file; a quoted word of a file is always a value."""
+
+    text: str
+    quoted: bool = False
+
+
+@dataclass(slots=True)
+class Occurrence:
+    """A flag as it was written.
+
+    Args:
+        name: without the dashes.
+        place: file:line, or command line.
+        level: a higher level overrides a lower one; each reading of a file is one level, the command line is
+            the highest.
+        words: the words between this flag and the next.
+    """
+
+    name: str
+    place: str
+    level: int = 0
+    words: list[Word] = field(default_factory=list)
+
+    @property
+    def value(self) -> str:
+        """The words behind the flag, with a space before each: ' 1 2' of --flag 1 2."""
+        return "".join(f" {word.text}" for word in self.words)
+
+    def __str__(self) -> str:
+        """Return the head of an error: --lr (abc)."""
+        return f"--{self.name} ({self.value[1:]})" if self.words else f"--{self.name}"
+
+
+class Reader:
+    """Collects the flags of a command line and of the args files in it.
+
+    After `read`, `occurrences` holds the flags with their levels, and `errors` what could not be read."""
+
+    def __init__(self) -> None:
+        self.occurrences: list[Occurrence] = []
+        self.errors: list[str] = []
+        self._level = 0
+
+    def read(self, argv: Iterable[str]) -> None:
+        self._read_words(((Word(text), COMMAND_LINE) for text in argv), Path(), ())
+
+    def _read_words(
+        self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]
+    ) -> None:
+        """Group words into flags. Included files are read on the way, so they end up on lower levels."""
+        own: list[Occurrence] = []
+        current: Occurrence | None = None
+        for word, place in words:
+            text = word.text
+            if _NO_TEXT.search(text):  # no path has a zero byte, and no args file can say what is not UTF-8
+                self._error(f"{text!r}: has a zero byte, or is not UTF-8", place)
+            elif not word.quoted and text.startswith("@"):
+                self._include(text[1:], folder, place, including)
+                current = None
+            elif not word.quoted and _is_flag(text):
+                name, equals, value = text.removeprefix("--").partition("=")
+                current = Occurrence(name, place, words=[Word(value)] if equals else [])
+                if text.startswith("--"):
+                    own.append(current)
+                else:
+                    rule = "flags start with two dashes. A value that starts with one: --flag=value"
+                    self._error(f"{text}: {rule}", place)
+            elif current is not None:
+                current.words.append(word)
+            else:
+                self._error(f"{text!r} follows no flag. Flags start with --, args files with @", place)
+        self._level += 1
+        for occurrence in own:
+            occurrence.level = self._level
+        self.occurrences += own
+
+    def _error(self, text: str, place: str) -> None:
+        self.errors.append(f"{text} [{place}]")
+
+    def _include(self, name: str, folder: Path, place: str, including: tuple[Path, ...]) -> None:
+        path = folder / name
+        try:
+            resolved = path.resolve()
+        except RuntimeError:  # links in a circle
+            self._error(f"@{name!r}: is not the path of a file", place)
+            return
+        if resolved in including:
+            chain = " -> ".join(file.name for file in (*including, resolved))
+            self._error(f"@{name}: the file includes itself: {chain}", place)
+            return
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
+            self._error(f"@{name}: cannot read {path}: {reason}", place)
+            return
+        self._read_words(self._split(text, str(path)), path.parent, (*including, resolved))
+
+    def _split(self, text: str, path: str) -> Iterator[tuple[Word, str]]:
+        """Yield the words of an args file with their places; an unclosed quote ends it with an error."""
+        position = _SKIP.match(text).end()
+        counted, line = 0, 1
+        while position < len(text):
+            counted, line = position, line + text.count("\n", counted, position)
+            place = f"{path}:{line}"
+            match = _WORD.match(text, position)
+            if match is None:
+                rest = text[position:]
+                unclosed = "a quote that is opened here is never closed"
+                rule = "a backslash with nothing after it" if rest == "\\" else unclosed
+                self._error(f"{rest.splitlines()[0]!r}: {rule}", place)
+                return
+            yield Word(_unquoted(match.group()), match.group()[0] in "'\""), place
+            position = _SKIP.match(text, match.end()).end()
+            if position == match.end() < len(text):
+                self._error(f"{match.group()!r}: a quote that is opened after this is never closed", place)
+                return
+
+
+def _unquoted(word: str) -> str:
+    """Return a word as a shell reads it; a backslash at the end of a line joins it with the next one."""
+    text = ""
+    for part in _PART.finditer(word):
+        if part["double"] is not None:
+            text += _ESCAPED_IN_DOUBLE_QUOTES.sub(lambda match: match[1].strip("\n"), part["double"])
+        elif part["escaped"] is not None:
+            text += part["escaped"].strip("\n")
+        else:
+            text += part["single"] or part["plain"] or ""
+    return text
+
+
+def _is_flag(text: str) -> bool:
+    """Whether a word is a flag; negative numbers and a single dash are values."""
+    if not text.startswith("-") or text == "-":
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,385 @@
+"""Flags beyond the schema: vLLM's engine arguments, Megatron's TransformerConfig, other frameworks' names.
+
+Engine arguments stand behind --rollout-. They and the fields of TransformerConfig are checked against the
+installed class. A field that megarl itself decides is refused, with the flag that decides it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megarl.config.flags import Flag, Kind, flag_name
+from megarl.config.installed import InstalledClass, engine_args, syntax_tree, transformer_config
+
+# Why an engine argument cannot be set -> the arguments, * for anything. The first match counts.
+ENGINE_REFUSED = {
+    "the engine runs the actor's model. Set --model.": """
+        model model_weights hf_config_path hf_overrides config_format model_class_overrides revision
+        code_revision hf_token download_dir""",
+    "the model is a folder, and no code from it is run.": "trust_remote_code",
+    "the engine takes its weights from the actor, not from files.": """
+        load_format model_loader_extra_config ignore_patterns safetensors_* use_tqdm_on_load
+        pt_load_map_location weight_transfer_config""",
+    "megarl tokenizes. Set --tokenizer-model.": """
+        tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init""",
+    "every sample gets a key of its own from --seed.": "seed",
+    (
+        "speculative decoding is not supported yet: which drafts it accepts is not drawn by a sample's key."
+    ): """
+        speculative_config spec_*""",
+    "it is --max-prompt-length + --max-response-length.": "max_model_len",
+    "the trainer needs processed_logprobs: after the temperature, over the sampled distribution.": """
+        logprobs_mode""",
+    "sampling is set by --temperature, --top-p, --top-k and --stop.": """
+        generation_config override_generation_config""",
+    "the engine runs inside megarl's workers.": """
+        distributed_executor_backend worker_cls worker_extension_cls""",
+    "--rollout-ranks places the engines.": """
+        master_addr master_port nnodes node_rank device_ids data_parallel_*""",
+    "the engine generates text.": "runner convert enable_prompt_embeds pooler_config",
+    "quantized rollout weights are not supported yet.": """
+        quantization quantization_config allow_deprecated_quantization""",
+    "the engine gets adapters merged: train them with --lora-rank.": """
+        enable_lora lora_* max_loras max_lora_rank""",
+    "putting the engine to sleep is not supported yet.": "enable_sleep_mode sleep_*",
+    "an engine can split over tensor-parallel ranks only, in this version.": """
+        pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size
+        enable_expert_parallel""",
+}
+
+# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal
+# value is taken from a flag.
+_SHAPE_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups group_query_attention",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "layernorm_epsilon norm_epsilon",
+    "rope_theta": "rotary_base",
+    "rope_scaling": "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
+    "hidden_act": "activation_func swiglu gated_linear_unit",
+    "tie_word_embeddings": "untie_embeddings_and_output_weights",
+    "sliding_window": "window_size",
+}
+
+# As ENGINE_REFUSED, for TransformerConfig, with names of Megatron's own training arguments.
+TRANSFORMER_REFUSED = {
+    f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another "
+    "--model.": fields
+    for key, fields in _SHAPE_KEYS.items()
+} | {
+    "the shape comes from --model's config.json. Change it there, or use another --model.": """
+        num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size
+        vocab_size max_position_embeddings normalization layernorm_epsilon norm_epsilon
+        layernorm_zero_centered_gamma apply_layernorm_1p add_bias_linear disable_bias_linear
+        add_qkv_bias gated_linear_unit swiglu activation_func* glu_linear_offset qk_layernorm
+        qk_l2_norm rotary_* rope_* use_rotary_position_embeddings position_embedding_type
+        no_rope_freq mrope_section window_size window_attn_skip_freq softmax_scale softmax_type
+        attention_output_gate apply_residual_connection_post_layernorm group_query_attention
+        untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
+    (
+        "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have "
+        "not, and flex was never tried."
+    ): """
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend""",
+    "every token goes to all of its experts: a dropped one would have other log-probs in the engine.": """
+        moe_expert_capacity_factor moe_token_dropping moe_token_drop_policy
+        moe_pad_expert_input_to_capacity""",
+    "the router sees what the engine's sees.": "moe_input_jitter_eps moe_router_force_load_balancing",
+    "set --moe-routing-replay.": "moe_enable_routing_replay",
+    "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",
+    "overlapping the experts' communication is not supported yet.": """
+        overlap_moe_* delay_wgrad_compute ep_overlap_*""",
+    "this kind of layer is not supported yet.": """
+        mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_*
+        heterogeneous_block_specs""",
+    (
+        "keys and values of packed sequences go round the ranks of --context-parallel-size in one way "
+        "only (p2p)."
+    ): """
+        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
+        cp_comm_type""",
+    "set --virtual-pipeline-model-parallel-size, the number of model chunks per stage.": """
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank""",
+    "a pipeline whose stages differ in their number of layers is not supported yet.": """
+        pipeline_model_parallel_layout num_layers_in_*_pipeline_stage
+        account_for_*_in_pipeline_split""",
+    "the pipeline's schedule decides it.": """
+        microbatch_group_size_per_vp_stage overlap_p2p_* batch_p2p_* use_ring_exchange_p2p""",
+    "float16 training is not supported. Use --bf16, or fp32.": "fp16",
+    (
+        "weights stay in bf16, which the sync reads, and attention too; fp4 training is not supported "
+        "yet. Set --fp8 alone."
+    ): """
+        fp8_param* fp8_quantizer_factory fp8_dot_product_attention fp8_multi_head_attention fp4*
+        use_kitchen* kitchen_*""",
+    (
+        "PyTorch's FSDP takes its groups from the process's global parallel_state, and a role has a "
+        "mesh of its own. Megatron's shards the same: --use-megatron-fsdp."
+    ): """
+        use_torch_fsdp2""",
+    "activation offload is not supported yet.": """
+        cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
+    "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
+    "--bf16 decides the precision.": "params_dtype pipeline_dtype enable_autocast autocast_dtype",
+    "weights come from --model; --random-init has its own recipe.": """
+        init_method* output_layer_init_method embedding_init_method*""",
+    "megarl decides it, by the device and because sequences are packed.": """
+        perform_initialization use_cpu_initialization init_model_with_meta_device
+        calculate_per_token_loss variable_seq_lengths test_mode transformer_impl config_logger_dir
+        flash_decode inference_* use_inference_optimized_layers symmetric_ar_type""",
+    "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": """
+        micro_batch_size seq_length decoder_seq_length""",
+    "set --train-data.": "data_path train_data_path",
+    "set --model, a Hugging Face folder.": "load",
+    "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
+}
+
+ALIASES = {"fp8_format": "fp8"}
+"""Megatron's own spelling of an argument -> the field of TransformerConfig."""
+
+# Our flags, {} for the value -> their names in verl, TRL, OpenRLHF, slime, NeMo-RL and Megatron-LM.
+_SYNONYMS = {
+    "--algorithm {}": "adv-estimator advantage-estimator",
+    "--model {}": """
+        pretrain model-name-or-path model-name model-path hf-checkpoint ref-load
+        pretrained-checkpoint""",
+    "--critic-model {}": "critic-pretrain critic-path value-model",
+    "--tokenizer-model {}": "tokenizer tokenizer-name tokenizer-name-or-path tokenizer-path",
+    "--reward-model {}": "reward-pretrain reward-model-path rm-path",
+    "--train-data {}": "prompt-data train-files train-file dataset dataset-name train-dataset data-path",
+    "--eval-data {}": "val-files val-file eval-dataset eval-prompt-data test-files validation-data",
+    "--prompt-key {}": "input-key prompt-column prompt-column-name",
+    "--save {}": "output-dir save-path save-dir default-local-dir checkpoint-dir",
+    "--load {}": "resume resume-from resume-from-checkpoint resume-path load-checkpoint",
+    "--keep {}": "save-total-limit max-ckpt-num max-ckpt-to-keep",
+    "--save-interval {}": "save-steps save-freq save-every checkpoint-interval",
+    "--eval-interval {}": "eval-steps test-freq eval-freq val-period",
+    "--train-iters {}": "max-steps num-steps total-steps total-training-steps num-rollout num-updates",
+    "--num-prompts {}": "data.train-batch-size rollout-batch-size num-prompts-per-step prompts-per-step",
+    "--num-samples-per-prompt {}": """
+        rollout-n num-generations n-samples-per-prompt num-generations-per-prompt group-size
+        samples-per-prompt""",
+    "--global-batch-size {}": "train-batch-size ppo-mini-batch-size mini-batch-size",
+    "--num-epochs {}": "ppo-epochs num-ppo-epochs num-iterations max-epochs",
+    "--max-tokens-per-micro-batch {}": "ppo-max-token-len-per-gpu max-tokens-per-gpu max-token-len-per-gpu",
+    "--nproc-per-node {}": """
+        num-gpus n-gpus-per-node num-gpus-per-node num-processes world-size actor-num-gpus-per-node""",
+    "--tensor-model-parallel-size {}": "tp tp-size tensor-parallel-size tensor-parallel",
+    "--pipeline-model-parallel-size {}": "pp pp-size pipeline-parallel-size",
+    "--context-parallel-size {}": "cp cp-size ulysses-sequence-parallel-size ring-attn-size",
+    "--expert-model-parallel-size {}": "ep ep-size expert-parallel-size",
+    "--expert-tensor-parallel-size {}": "etp etp-size",
+    "--virtual-pipeline-model-parallel-size {}": "vpp vpp-size num-virtual-stages-per-pipeline-rank",
+    "--rollout-tensor-parallel-size {}": """
+        rollout-tp gen-tp vllm-tensor-parallel-size rollout-num-gpus-per-engine
+        rollout-tensor-model-parallel-size""",
+    "--rollout-gpu-memory-utilization {}": "gpu-memory-utilization vllm-gpu-memory-utilization",
+    "--rollout-max-num-seqs {}": "max-num-seqs",
+    "--rollout-enforce-eager": "enforce-eager",
+    "--lr {}": "learning-rate",
+    "--actor-lr {}": "actor-learning-rate",
+    "--critic-lr {}": "critic-learning-rate",
+    "--lr-warmup-iters {}": "warmup-steps lr-warmup-steps num-warmup-steps",
+    "--lr-decay-style {}": "lr-scheduler-type lr-scheduler warmup-style",
+    "--clip-grad {}": "max-grad-norm grad-clip max-norm gradient-clipping",
+    "--optimizer-cpu-offload": "adam-offload",
+    "--use-megatron-fsdp": "fsdp use-fsdp",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": """
+        gradient-checkpointing enable-gradient-checkpointing""",
+    "--max-prompt-length {}": "prompt-max-len rollout-max-prompt-len",
+    "--max-response-length {}": """
+        max-new-tokens max-completion-length generate-max-len rollout-max-response-len max-tokens
+        response-length""",
+    "--kl-coef {} --kl-mode loss": "beta kl-loss-coef kl-beta",
+    "--kl-coef {} --kl-mode reward": "init-kl-coef kl-ctrl-kl-coef",
+    "--clip-eps-low {} --clip-eps-high {}": "eps-clip cliprange clip-ratio epsilon clip-eps",
+    "--clip-eps-low {}": "clip-ratio-low epsilon-low eps-clip-low",
+    "--clip-eps-high {}": "clip-ratio-high epsilon-high eps-clip-high",
+    "--value-clip-eps {}": "value-clip cliprange-value value-clip-range",
+    "--gamma {}": "gae-gamma discount",
+    "--gae-lambda {}": "lam lambd lambda gae-lam",
+    "--entropy-coef {}": "entropy-coeff entropy-loss-coef entropy-loss-coeff",
+    "--critic-warmup-iters {}": "critic-warmup critic-warmup-steps",
+    "--lora-rank {}": "lora-r lora-dim peft-lora-r",
+    "--lora-target-modules {}": "target-modules lora-targets",
+    "--reward-function {}": "custom-reward-function reward-func reward-funcs custom-rm-path remote-rm-url",
+    "--log-with {}": "report-to logger trainer.logger loggers",
+    "--log-with wandb": "use-wandb",
+    "--log-with tensorboard": "use-tensorboard",
+    "--log-project {}": "wandb-project project-name trainer.project-name mlflow-experiment-name",
+    "--log-name {}": """
+        wandb-run-name wandb-name experiment-name run-name trainer.experiment-name wandb-exp-name""",
+    "--call-timeout-s {}": "nccl-timeout distributed-timeout-minutes",
+}
+
+# Why there is no such flag -> its names elsewhere.
+_NOT_NEEDED = {
+    "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number": """
+        per-device-train-batch-size micro-train-batch-size micro-batch-size-per-gpu
+        ppo-micro-batch-size-per-gpu ppo-micro-batch-size gradient-accumulation-steps
+        use-dynamic-batch-size""",
+    "steps are counted, by --train-iters, and not passes over the data": """
+        num-train-epochs total-epochs num-episodes""",
+    "adapters have no dropout, as the engine's log-probs have none": "lora-dropout",
+    "metrics go to metrics.jsonl and tensorboard/ in --save": "logging-steps tensorboard-dir",
+    "the model is a folder, and no code from it is run": "trust-remote-code",
+    "roles share ranks unless --actor-ranks and the like say otherwise": """
+        colocate colocate-all-models colocate-actor-ref""",
+    "--use-distributed-optimizer shards Adam's state, which is the default": """
+        zero-stage deepspeed deepspeed-config""",
+}
+FLAG_OF = {name: ours for ours, names in _SYNONYMS.items() for name in names.split()}
+REASON_OF = {name: reason for reason, names in _NOT_NEEDED.items() for name in names.split()}
+_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "sequence": list}
+_UNPARSABLE = """Callable type Type ContextManager torch.dtype PipelineParallelLayerLayout RecipeConfig
+    AttnBackend""".split()
+
+
+def find_engine_flag(name: str) -> Flag | str | None:
+    """Return the flag --rollout-<name>, why it is refused, or None if vLLM has no such engine argument."""
+    return _find(name, "rollout-", "engine_args", engine_args(), ENGINE_REFUSED, "vLLM")
+
+
+def find_transformer_flag(name: str) -> Flag | str | None:
+    """Return the flag of a TransformerConfig field, why it is refused, or None if there is no such field."""
+    return _find(name, "", "transformer", transformer_config(), TRANSFORMER_REFUSED, "Megatron-Core")
+
+
+def _find(
+    name: str,
+    prefix: str,
+    section: str,
+    installed: InstalledClass | None,
+    refused: dict[str, str],
+    library: str,
+) -> Flag | str | None:
+    if "_" in name:  # --num_layers is an unknown flag; the nearest name is suggested
+        return None
+    field = name.removeprefix(prefix).replace("-", "_")
+    field = ALIASES.get(field, field)
+    for reason, patterns in refused.items():
+        if any(fnmatchcase(field, pattern) for pattern in patterns.split()):
+            return reason
+    if installed is None:
+        return f"cannot be checked, as {library} is not installed." if prefix else None
+    if field not in installed.annotations:
+        return None
+    kind = kind_of_annotation(installed.annotations[field], installed.aliases)
+    if kind is None:
+        return f"takes a Python object of {library}, which no flag can carry."
+    return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
+
+
+@functools.cache
+def passthrough_names() -> list[str]:
+    """Return all flags beyond the schema's that are not refused, for suggestions."""
+    names = []
+    for installed, prefix, find in (
+        (engine_args(), "rollout-", find_engine_flag),
+        (transformer_config(), "", find_transformer_flag),
+    ):
+        flags = [flag_name(field, prefix) for field in (installed.annotations if installed else ())]
+        names += [name for name in flags if isinstance(find(name), Flag)]
+    return names
+
+
+def our_name(name: str) -> str:
+    """Return a flag's name as in the tables: save-freq of trainer.save_freq.
+
+    data.train_batch_size keeps its section, as verl counts prompts and OpenRLHF samples."""
+    name = name.replace("_", "-")
+    return name if name in FLAG_OF else name.rpartition(".")[2]
+
+
+def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
+    """Return the kind of a field by its annotation; None if no flag can carry it.
+
+    A name that is neither builtin nor typing nor a Literal alias is an enumeration (text) or, if it ends in
+    Config, a dataclass (JSON)."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        node = ast.parse(node.value, mode="eval").body
+    members = _members(node)
+    kinds = [_kind_of_member(member, aliases) for member in members if not _is_none(member)]
+    kinds = [kind for kind in kinds if kind is not None]
+    return replace(functools.reduce(_either, kinds), optional=any(map(_is_none, members))) if kinds else None
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _members(node: ast.expr) -> list[ast.expr]:
+    """Return the alternatives of X | Y, Union[X, Y] and Optional[X]."""
+    match node:
+        case ast.BinOp(left=left, right=right):
+            return _members(left) + _members(right)
+        case ast.Subscript(value=head, slice=ast.Tuple(elts=elements)) if ast.unparse(head) == "Union":
+            return [member for element in elements for member in _members(element)]
+        case ast.Subscript(value=head, slice=inner) if ast.unparse(head) == "Optional":
+            return [*_members(inner), ast.Constant(None)]
+    return [node]
+
+
+def _kind_of_member(node: ast.expr, aliases: Mapping[str, Path]) -> Kind | None:
+    head = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
+    if head == "Literal":
+        return Kind(choices=_choices(node, None) or ())
+    if head in aliases and (choices := _literal_alias(head, aliases[head])) is not None:
+        return Kind(choices=choices)
+    if head.lower() in _CONTAINERS:
+        element = node.slice if isinstance(node, ast.Subscript) else ast.Name("str")
+        inner = kind_of_annotation(element.elts[0] if isinstance(element, ast.Tuple) else element, aliases)
+        return None if inner is None else replace(inner, many=_CONTAINERS[head.lower()])
+    if head in _UNPARSABLE:
+        return None
+    if head in ("bool", "int", "float", "str"):
+        return Kind(bases=(head,))
+    is_dataclass = head in ("dict", "Dict") or head.endswith(("Config", "Overrides", "Args"))
+    return Kind(bases=("json",)) if is_dataclass else Kind()
+
+
+def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
+    """Return the choices of `name = Literal[...]` in a file."""
+    for node in syntax_tree(path).body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=found)], value=ast.Subscript() as value)
+                | ast.AnnAssign(target=ast.Name(id=found), value=ast.Subscript() as value)
+            ) if found == name:
+                return _choices(value, path) if ast.unparse(value.value) == "Literal" else None
+    return None
+
+
+def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | None:
+    """Return the values of Literal[...], which may name aliases of its file; None if one is unknown."""
+    choices: tuple[object, ...] = ()
+    for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+        found = None
+        if isinstance(element, ast.Constant):
+            found = (element.value,)
+        elif isinstance(element, ast.Name) and path is not None:
+            found = _literal_alias(element.id, path)
+        if found is None:
+            return None
+        choices += found
+    return choices
+
+
+def _either(left: Kind, right: Kind) -> Kind:
+    """Return the kind of a value of either kind; text is tried last, as it accepts everything."""
+    many = left.many or right.many
+    return Kind(
+        bases=tuple(sorted({*left.bases, *right.bases}, key=("bool", "int", "float", "json", "str").index)),
+        choices=left.choices + right.choices if left.choices and right.choices else (),
+        many=many,
+        one_or_many=many is not None and (left.many is None or right.many is None),
+    )

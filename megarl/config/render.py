@@ -1,0 +1,189 @@
+"""Text from the configuration tree: the args file of a resolved configuration, and --help."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from megarl.config.flags import (
+    OF_ROLES,
+    SECTIONS,
+    Flag,
+    algorithm_name,
+    flag_name,
+    format_flag,
+    numbered,
+    section_flags,
+)
+from megarl.config.schema import TrainConfig
+
+_HEAD = """\
+usage: {prog} [@file.args ...] [--flag value ...]
+
+@file.args reads flags from a file: as typed here, over any number of lines, # for comments, @other.args to
+include another file. A flag given here overrides args files, and a later file an earlier one. --flag=value
+passes a value that starts with -- or @, and `none` stands for no value where a flag has none by default.
+"""
+_TAIL = """\
+and also
+  --rollout-<name>
+        Any other engine argument of the installed vLLM, e.g. --rollout-scheduling-policy fcfs.
+  --<name>
+        Any other field of the installed Megatron-Core's TransformerConfig, e.g. --attention-softmax-in-fp32.
+        The model's shape is not among them: it comes from --model.
+  --actor-2-<name>
+        With --num-actors: a flag of the second actor alone. Of one of its roles: --critic-2-<name>,
+        --rollout-2-<name>.
+"""
+
+
+def write_args(config: TrainConfig) -> str:
+    """Return the args file that parses back to an equal configuration.
+
+    It holds every value, defaults too, so that it means the same when a default changes; None only where that
+    is not the default."""
+    cls = type(config.algorithm)
+    chosen = format_flag("algorithm", algorithm_name(cls))
+    groups = [("algorithm", [chosen, *_lines(config.algorithm, section_flags("algorithm", cls))])]
+    for section, section_cls in _first_sections():
+        if section_cls in OF_ROLES:
+            lines = _role_lines(config, section_cls)
+        else:
+            lines = _lines(getattr(config, section), section_flags(section, section_cls))
+        groups.append((_first_line(section_cls).partition(" (")[0], lines))
+    for title, prefix, values in (
+        ("other vLLM engine arguments", "rollout-", config.rollout.engine_args),
+        ("other Megatron TransformerConfig fields", "", config.transformer),
+    ):
+        groups.append((title, [format_flag(flag_name(name, prefix), v) for name, v in values.items()]))
+    for number, other in enumerate(config.others, 2):
+        groups.append((f"actor {number}", list(_differences(config, other, number))))
+    return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in groups if lines)
+
+
+def _first_sections() -> Iterator[tuple[str, type]]:
+    """Yield the sections of the tree, each dataclass once."""
+    seen: set[type] = set()
+    for section, cls in SECTIONS.items():
+        if cls not in seen:
+            yield section, cls
+        seen.add(cls)
+
+
+def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
+    values = [(flag, getattr(node, flag.targets[0][1])) for flag in flags]
+    return [
+        format_flag(flag.name, value)
+        for flag, value in values
+        if value is not None or flag.default is not None
+    ]
+
+
+def _role_lines(config: TrainConfig, cls: type) -> list[str]:
+    """Return a flag for every role where all agree, one per role where they do not."""
+    nodes = {role: getattr(config, section) for role, section in OF_ROLES[cls].items()}
+    nodes = {role: node for role, node in nodes.items() if node is not None}
+    lines = []
+    for flag in section_flags("", cls):
+        field = flag.targets[0][1]
+        values = {role: getattr(node, field) for role, node in nodes.items()}
+        first, *others = values.values()
+        if all(value == first for value in others):
+            lines += _lines(next(iter(nodes.values())), [flag])
+        else:
+            lines += [format_flag(flag_name(field, f"{role}-"), value) for role, value in values.items()]
+    return lines
+
+
+def _differences(first: TrainConfig, other: TrainConfig, number: int) -> Iterator[str]:
+    """Yield the flags that turn the first actor's configuration into that of another actor."""
+    cls = type(other.algorithm)
+    if cls is not type(first.algorithm):
+        yield format_flag(numbered("algorithm", number), algorithm_name(cls))
+    for flag in section_flags("algorithm", cls):
+        yield from _other_values(flag, {"": (first.algorithm, other.algorithm)}, number)
+    sections = [(section, cls) for section, cls in _first_sections() if cls not in OF_ROLES]
+    for section, cls in [*sections, *(("", cls) for cls in OF_ROLES)]:
+        names = {f"{role}-": name for role, name in OF_ROLES.get(cls, {}).items()} or {"": section}
+        nodes = {prefix: (getattr(first, name), getattr(other, name)) for prefix, name in names.items()}
+        for flag in section_flags(section, cls):
+            yield from _other_values(flag, nodes, number)
+    for prefix, theirs, mine in (
+        ("rollout-", first.rollout.engine_args, other.rollout.engine_args),
+        ("", first.transformer, other.transformer),
+    ):
+        if missing := theirs.keys() - mine.keys():
+            raise ValueError(
+                f"--{flag_name(min(missing), prefix)}: the first actor has it and actor {number} "
+                "has not, which no flag can say."
+            )
+        for name, value in mine.items():
+            if value != theirs.get(name):
+                yield format_flag(numbered(flag_name(name, prefix), number), value)
+
+
+def _other_values(flag: Flag, nodes: Mapping[str, tuple[object, object]], number: int) -> Iterator[str]:
+    """Yield the flags of a field whose value is not the first actor's, for all roles if for any.
+
+    The flag of one role does not do, as the actor's flag sets the reference's value too.
+
+    Args:
+        nodes: prefix of the flag -> (the first actor's node of the tree, this actor's)."""
+    field = flag.targets[0][1]
+    values = {
+        prefix: (getattr(theirs, field, ...), getattr(mine, field))
+        for prefix, (theirs, mine) in nodes.items()
+        if mine is not None
+    }
+    if flag.is_of_job or all(theirs == mine for theirs, mine in values.values()):
+        return
+    for prefix, (_, mine) in values.items():
+        yield format_flag(numbered(prefix + flag_name(field) if prefix else flag.name, number), mine)
+
+
+def help_text(algorithms: Mapping[str, type], prog: str) -> str:
+    """Return the text of --help: every flag with its default, grouped as in the schema."""
+    width = min(_terminal_width(), 140)
+    about = _wrapped("How to train. Each algorithm brings its own flags. Required.", width)
+    groups = ["\n".join(["algorithm", f"  --algorithm {{{','.join(algorithms)}}}", *about, ""])]
+    for name, cls in algorithms.items():
+        groups.append(_group(f"{name}: {_first_line(cls)}", section_flags("algorithm", cls), width))
+    for section, cls in _first_sections():
+        groups.append(_group(_first_line(cls), section_flags(section, cls), width))
+    return "\n".join([_HEAD.format(prog=prog), *groups, _TAIL])
+
+
+def _terminal_width() -> int:
+    try:
+        return os.get_terminal_size().columns
+    except OSError:  # not a terminal
+        return 120
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
+
+
+def _group(title: str, flags: Sequence[Flag], width: int) -> str:
+    lines = []
+    for flag in flags:
+        value = f", --no-{flag.name}" if flag.kind.is_bool else f" {flag.kind.metavar}"
+        lines += [f"  --{flag.name}{value}", *_wrapped(f"{flag.help} {_default(flag)}", width)]
+    return "\n".join([title, *lines, ""])
+
+
+def _default(flag: Flag) -> str:
+    if flag.required:
+        return "Required."
+    if "Default:" in flag.help:  # the schema says it better, e.g. what None stands for
+        return ""
+    if flag.kind.is_bool and flag.default is not None:
+        return f"Default: {'on' if flag.default else 'off'}."
+    values = flag.default if isinstance(flag.default, tuple) else [flag.default]
+    return f"Default: {' '.join('none' if value is None else str(value) for value in values) or 'none'}."
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = " " * 8
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,0 +1,292 @@
+"""Sections of the configuration tree that belong to a role: how it is split, trained, or sampled from.
+
+Each field is one flag, see schema.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from megarl.config.errors import (
+    Count,
+    Decay,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    Section,
+    at_least,
+)
+
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+OffloadPart = Literal["parameters", "gradients", "optimizer"]
+OFFLOAD_PARTS: tuple[str, ...] = get_args(OffloadPart)
+"""In the order in which an update uses them."""
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
+Transport = Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"]
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig(Section):
+    """parallelism (of every Megatron role; of one with its name in front:
+    --critic-tensor-model-parallel-size)"""
+
+    tensor_model_parallel_size: Count = 1
+    """Ranks that split each layer's matrices."""
+    pipeline_model_parallel_size: Count = 1
+    """Ranks that split the stack of layers."""
+    virtual_pipeline_model_parallel_size: Count = 1
+    """Parts of the stack that each pipeline stage holds (Megatron-LM's
+    --num-virtual-stages-per-pipeline-rank). Above 1 the stages take turns (interleaved 1F1B): they idle that
+    many times less at the ends of a step, and send that many times more messages."""
+    context_parallel_size: Count = 1
+    """Ranks that split every sequence's tokens, for sequences too long for one. Each keeps the same weights,
+    so they are ranks of one data-parallel replica; --max-tokens-per-micro-batch counts the tokens of them
+    all."""
+    expert_model_parallel_size: Count = 1
+    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one
+    pipeline stage. With tensor parallelism Megatron wants --sequence-parallel as well."""
+    expert_tensor_parallel_size: Count | None = None
+    """Ranks of the same pipeline stage that split each expert's matrices. Default:
+    --tensor-model-parallel-size."""
+    qkv_layout: Literal["grouped", "stacked"] = "grouped"
+    """Order of linear_qkv's rows. grouped: Megatron's, each group's query heads, key and value together.
+    stacked: all query heads, all keys, all values, as vLLM has them: then a sync at equal tensor parallelism
+    moves no bytes. Same numbers either way."""
+    sequence_parallel: bool = False
+    """Split the activations of norms and residuals along the sequence over the tensor-parallel ranks."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers (full), or --recompute-modules (selective)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full recompute: recompute every --recompute-num-layers block of layers, or only the first that
+    many."""
+    recompute_num_layers: Count | None = None
+    """With full recompute: layers per recomputed block."""
+    recompute_modules: tuple[str, ...] | None = None
+    """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
+    offload: tuple[OffloadPart, ...] = ()
+    """What is in host memory while the device works for others: the parameters, the gradients (they are
+    freed), the optimizer state with its fp32 master weights. A frozen model has parameters only."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        return [
+            (
+                self.recompute_modules is None
+                or (0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules}),
+                "recompute_modules",
+                f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
+            )
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig(Section):
+    """mixtures of experts (of every role that is trained)"""
+
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Balancing loss: E * sum over experts of (share of the choices) * (mean probability), 1 where all are
+    equal, with shares taken within each packed micro-batch (aux_loss; depends on the packing), each sample
+    (seq_aux_loss), or the mini-batch (global_aux_loss; one more forward pass per update). The mean over all
+    tokens, or samples, of the mini-batch, prompts included."""
+    moe_aux_loss_coeff: NonNegative = 0.0
+    """Factor of the balancing loss. Every layer adds its own, as in Megatron."""
+    moe_z_loss_coeff: NonNegative = 0.0
+    """Factor of the router z-loss, the mean over the mini-batch's tokens of (log sum exp of the router's
+    logits)^2 in each layer; 0 is off."""
+
+    moe_routing_replay: Literal["none", "policy", "engine"] = "none"
+    """Experts that the actor's updates send each token to. none: those that the router favours now. policy:
+    those of the pass that made the old log-probs. engine: those of the engine that sampled, for that pass too
+    (needs one on a GPU with its prefix cache; not run yet). Their weights are always the router's of now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig(Section):
+    """optimizer (of actor and critic; for one: --actor-lr, --critic-lr and so on)"""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate of Adam."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    lr_warmup_iters: Natural = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_decay_iters: Count | None = None
+    """Steps until the learning rate reaches --min-lr. Default: --train-iters."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of matrices (not of norms and biases)."""
+    adam_beta1: Decay = 0.9
+    """Adam's beta1."""
+    adam_beta2: Decay = 0.95
+    """Adam's beta2."""
+    adam_eps: Positive = 1e-8
+    """Adam's epsilon."""
+    clip_grad: NonNegative = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    use_distributed_optimizer: bool = True
+    """Shard Adam's states and the master weights over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    use_megatron_fsdp: bool = False
+    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in
+    place of Megatron's DDP and distributed optimizer."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "optim_grads"
+    )
+    """With --use-megatron-fsdp: optim shards Adam's states and the master weights, optim_grads the gradients
+    too (ZeRO-2)."""
+    optimizer_cpu_offload: bool = False
+    """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the
+    CPU makes the step. Needs a GPU and --use-distributed-optimizer. To have them there between updates only:
+    --offload optimizer."""
+    optimizer_offload_fraction: Fraction = 1.0
+    """With --optimizer-cpu-offload: share of the parameters whose states are in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig(Section):
+    """LoRA (of actor and critic; for one: --actor-lora-rank, --critic-lora-rank and so on)"""
+
+    lora_rank: Natural = 0
+    """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all
+    weights are trained."""
+    lora_alpha: Positive = 32.0
+    """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
+    lora_target_modules: tuple[LoraTarget, ...] = LORA_TARGETS
+    """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts
+    get none."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        targets = self.lora_target_modules or ()
+        return [
+            (
+                0 < len(targets) == len({*targets}),
+                "lora_target_modules",
+                f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
+            )
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig(Section):
+    """sampling"""
+
+    max_prompt_length: Count = 1024
+    """Tokens of a prompt; a longer one is an error before training starts."""
+    max_response_length: Count = 1024
+    """Tokens of a response; a longer one is cut there (counted in response/truncated)."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature, at least 0.01: vLLM raises a lower one to that. The trainer's log-probs use the
+    same."""
+    top_p: PositiveFraction = 1.0
+    """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
+    top_k: Natural = 0
+    """Top-k sampling; 0 is off. Training needs 0, for the same reason."""
+    stop: tuple[str, ...] = ()
+    """Strings after which generation stops (kept in the response)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids after which generation stops, besides the model's end-of-sequence ids."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        return [
+            (
+                not 0 < self.temperature < 0.01,
+                "temperature",
+                "must be at least 0.01, to which vLLM raises it. Try 0.01.",
+            ),
+            ("" not in (self.stop or ()), "stop", "must hold no empty string."),
+            (min(self.stop_token_ids or (0,)) >= 0, "stop_token_ids", "must not be negative."),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig(Section):
+    """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
+    same way)"""
+
+    tensor_parallel_size: Count = 1
+    """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and activations of the engine. auto: as the actor trains."""
+    max_num_seqs: Count = 256
+    """Sequences that an engine decodes at once."""
+    max_num_batched_tokens: Count | None = None
+    """Tokens per engine step. Default: vLLM's."""
+    gpu_memory_utilization: PositiveFraction = 0.5
+    """Share of GPU memory for weights and KV cache of the engine. Not used on CPU."""
+    kv_cache_memory_bytes: Count | None = None
+    """Bytes of KV cache. Default: on CPU enough for every sequence of a step at full length, at most 1 GiB;
+    on GPU by gpu_memory_utilization."""
+    block_size: Count | None = None
+    """Tokens per KV-cache block. Default: vLLM's (128 on CPU)."""
+    enforce_eager: bool | None = None
+    """No torch.compile and no CUDA graphs in the engine. Default: true on CPU, false on GPU."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of equal prompt prefixes; it is reset whenever the weights change."""
+    engine_args: dict[str, object] = field(default_factory=dict)
+    """Every other --rollout-<name>: vLLM engine arguments by their own names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig(Section):
+    """weight sync (from the actor's layout into the engines')"""
+
+    reshard_alias: bool = True
+    """Where layout and dtype agree, let an in-process engine's parameter be the trainer's own memory: nothing
+    is copied or held twice."""
+    reshard_transport: Transport = "auto"
+    """How weights get from an actor rank to an engine. auto: within a process direct copies, on one node
+    shared memory (CPU) or CUDA IPC (GPU), else messages of torch.distributed. Anything else must work for
+    every pair of ranks."""
+    reshard_timeout_s: Positive = 600.0
+    """Seconds that one sync may take before it fails and the late rank is named."""
+    reshard_double_buffer: bool | None = None
+    """Write a version beside the one that generates, and switch when it is complete: the engine goes on
+    meanwhile, and a failed sync leaves the old version. Costs the engine's weights again. Default: true for
+    an out-of-process engine without CUDA graphs."""
+    check_weight_sync: bool = False
+    """Compare every byte of every sync by checksum, not only samples of every tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig(Section):
+    """reward models"""
+
+    reward_model: tuple[str, ...] = ()
+    """Folders of reward models: sequence classifiers with one label, or language models that judge. Their
+    scores are summed, and the rule reward is added if --reward or --reward-function is given too. Default:
+    none."""
+    reward_model_weights: tuple[float, ...] | None = None
+    """What each model's score is multiplied by, one number per model. Default: 1 each. A rule reward counts
+    1."""
+    reward_model_backend: tuple[Literal["auto", "megatron", "transformers", "judge"], ...] = ("auto",)
+    """What runs the models, one word for all or one per model. megatron: a classifier of a family that megarl
+    trains, split as a role is. transformers: any classifier, whole on each rank. judge: a language model in
+    vLLM that is asked for a score. auto: by config.json."""
+    judge_template: str | None = None
+    """Text file of what a judge is asked, with {prompt}, {response} and {ground_truth}. Default: the template
+    that ships with megarl."""
+    judge_score_pattern: str = r"(?i)\bscore\b[\s*:=]*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the number, that finds the score in a judge's answer; the last match
+    counts."""
+    judge_score_range: tuple[float, ...] = (0.0, 10.0)
+    """Lowest and highest score a judge can give; scaled to 0..1. A number outside, like an answer without
+    one, is a failed reward."""
+    judge_max_tokens: Count = 512
+    """Tokens of a judge's answer, at most."""
+    judge_temperature: NonNegative = 0.0
+    """Sampling temperature of judges; 0 is greedy."""
+    judge_max_model_len: Annotated[int, at_least(2)] | None = None
+    """Tokens of question and answer together, at most; a longer question is a failed reward. Default:
+    --judge-max-tokens, the template's characters and twice --max-prompt-length and --max-response-length, or
+    what the judge can take if that is less."""
+    judge_gpu_memory_utilization: PositiveFraction = 0.3
+    """Share of GPU memory for weights and KV cache of a judge. Not used on CPU."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        return [("" not in (self.reward_model or ()), "reward_model", "must name folders.")]

@@ -1,0 +1,362 @@
+"""Rules about files and folders that flags name: models, data, rewards, --save and --load.
+
+Paths are looked at, not opened, but for the names in a reward's file and job.json of a checkpoint; the ranks
+find what is damaged in the rest. Nothing is run or created."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megarl.config.errors import nearest_path, try_path
+from megarl.config.flags import numbered
+from megarl.config.hf_config import ModelShape, differences, function_fields, not_compared
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import TrainConfig
+from megarl.files.checkpoints import (
+    CHECKPOINTS,
+    JOB,
+    MANIFEST,
+    JobFileError,
+    checkpoints_in,
+    found_by,
+    is_one_checkpoint,
+    read_job,
+    step_of,
+)
+from megarl.role_names import suffix_of
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+RUN_FILES = ("resolved.args", "metrics.jsonl")
+
+
+def unreachable_paths(config: TrainConfig) -> Iterator[str]:
+    """Yield a line per path that cannot be looked at: its name is too long, or its folder is closed."""
+    seen = set()
+    for number, of_actor in enumerate((config, *config.others), 1):
+        model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
+        of_flag = {
+            "model": [model.model],
+            "tokenizer-model": [model.tokenizer_model],
+            "critic-model": [model.critic_model],
+            "train-data": data.train_data,
+            "eval-data": data.eval_data,
+            "reward-function": [(data.reward_function or "").rpartition(":")[0]],
+            "reward-model": rewards.reward_model,
+            "judge-template": [rewards.judge_template],
+            "save": [of_actor.run.save],
+            "load": [of_actor.checkpoint.load],
+        }
+        for flag, path in ((flag, path) for flag, paths in of_flag.items() for path in paths):
+            if not path or path in seen:
+                continue
+            seen.add(path)
+            try:
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # other rules say whether it must be there
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", error)
+                yield f"--{numbered(flag, number)} ({path}): {reason}. Give another path."
+
+
+def path_errors(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
+    """Yield a line per missing or unfit file, and for a new run one if --save holds a run."""
+    yield from _model(config)
+    for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
+        yield from _data(flag, files)
+    yield from _reward_function(config.data.reward_function)
+    if new_run and not goes_on(config):
+        yield from _save(Path(config.run.save))
+
+
+def _model(config: TrainConfig) -> Iterator[str]:
+    folder, tokenizer = Path(config.model.model), config.model.tokenizer_model
+    has_weights = config.model.random_init or any(folder.glob("*.safetensors"))
+    if (folder / "config.json").is_file() and not has_weights:
+        yield f"--model ({folder}): holds no *.safetensors. Give a folder with weights, or --random-init."
+    if tokenizer is not None and not Path(tokenizer).exists():
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        advice = "Give a Hugging Face tokenizer's folder, or a SentencePiece *.model file."
+        if any((folder / name).exists() for name in names):
+            advice = "Leave it out: --model has one."
+        yield f"--tokenizer-model ({tokenizer}): does not exist. {advice}"
+
+
+def _data(flag: str, files: tuple[str, ...]) -> Iterator[str]:
+    for name in files:
+        if not Path(name).is_file():
+            yield f"{flag} ({name}): there is no such file.{_other_data(Path(name))}"
+        elif Path(name).suffix.lower() not in DATA_SUFFIXES:
+            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}.{_other_data(Path(name))}"
+
+
+def _other_data(path: Path) -> str:
+    return try_path(
+        path,
+        lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file(),
+        "Give one or more *.jsonl or *.parquet files.",
+    )
+
+
+def _reward_function(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    text, _, function = name.rpartition(":")
+    path = Path(text)
+    if not text or not function.isidentifier():
+        advice = _other_function(Path(text or name))
+        yield f"--reward-function ({name}): must be path/to/file.py:function.{advice}"
+    elif not path.is_file():
+        yield f"--reward-function ({name}): there is no file {text}.{_other_function(path)}"
+    else:
+        yield from _function_in_file(name, path, function)
+
+
+def _other_function(path: Path) -> str:
+    """Return advice: a function of the file, or of the Python file beside it with the most similar name."""
+
+    def functions(one: Path) -> list[str]:
+        try:
+            return _functions(ast.parse(one.read_bytes())) if one.suffix == ".py" else []
+        except (OSError, SyntaxError, ValueError):
+            return []
+
+    found = path if functions(path) else nearest_path(path, lambda one: bool(functions(one)))
+    if found is None:
+        return " Give a function of a file of yours."
+    return f" Try {found}:{functions(found)[0]}."
+
+
+def _functions(tree: ast.Module) -> list[str]:
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
+    """Refuse a function that the file does not bind. The file is read, not run.
+
+    A file that binds names in ways that only running shows (star imports) is left to the run."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        yield f"--reward-function ({name}): {path} is not Python: {error.msg}, line {error.lineno}."
+        return
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=found, ctx=ast.Store()) | ast.FunctionDef(name=found) | ast.ClassDef(name=found):
+                bound.add(found)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                bound |= {alias.asname or alias.name for alias in aliases}
+    functions = _functions(tree)
+    if function not in bound and "*" not in bound:
+        advice = f" Try {path}:{functions[0]}." if functions else ""
+        defined = ", ".join(functions) or "no function at all"
+        yield f"--reward-function ({name}): {path} defines no {function}, but {defined}.{advice}"
+
+
+def _save(folder: Path) -> Iterator[str]:
+    taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
+    advice = f"Try --save {free_name(folder)}."
+    if taken is not None:
+        yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. {advice}"
+    elif folder.exists() and not folder.is_dir():
+        yield f"--save ({folder}): is a file; it must be a folder, which is created. {advice}"
+
+
+def free_name(folder: Path) -> Path:
+    """Return `folder` with the lowest number behind it that nothing is called yet: run-2."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not path.exists())
+
+
+def goes_on(config: TrainConfig) -> bool:
+    """Whether --load is the run in --save."""
+    if config.checkpoint.load is None:
+        return False
+    load, save = Path(config.checkpoint.load).resolve(), Path(config.run.save).resolve()
+    return save == load or load.parent.name == CHECKPOINTS and save == load.parent.parent
+
+
+def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
+    """Return trained role -> the fields of its model that change the function of its weights.
+
+    Raises: ConfigError for a config.json that is wrong."""
+    models = {}
+    for suffix, of_actor in configs_of_actors(config).items():
+        models[f"actor{suffix}"] = function_fields(ModelShape.load(of_actor.model.model), of_actor.lora)
+        if of_actor.critic is not None:
+            folder = of_actor.model.critic_model or of_actor.model.model
+            models[f"critic{suffix}"] = function_fields(
+                ModelShape.load(folder, value_head=True), of_actor.critic_lora
+            )
+    return models
+
+
+def uncompared_models(config: TrainConfig, saved: Mapping[str, object]) -> list[str]:
+    """Return a line per role whose model an older checkpoint does not describe fully.
+
+    Args:
+        saved: the content of job.json."""
+    missing = {
+        role: not_compared(saved["models"][role], model)
+        for role, model in described_models(config).items()
+        if role in saved["models"]
+    }
+    return [
+        f"--load ({config.checkpoint.load}): an earlier version saved it and did not store "
+        f"{', '.join(names)} of its {role}, so they could not be "
+        "compared with --model"
+        for role, names in missing.items()
+        if names
+    ]
+
+
+def checkpoint_notes(config: TrainConfig) -> list[str]:
+    """Return what is to be said about --load that is no error."""
+    try:
+        found = newest_job(config) if config.checkpoint.load is not None else None
+    except JobFileError:
+        return []
+    return uncompared_models(config, found[1]) if found is not None else []
+
+
+def checkpoint_errors(config: TrainConfig) -> list[str]:
+    """Return what is wrong with --load and restarts, for a job whose models can be read."""
+    errors = [*_unsavable(config), *_unclear_restart(config)]
+    if config.checkpoint.load is None or errors:
+        return errors
+    try:
+        found = newest_job(config)
+    except JobFileError as error:
+        return [str(error)]
+    return list(_disagreements(config, *found)) if found is not None else []
+
+
+def is_savable(config: TrainConfig) -> bool:
+    """Whether the job can be saved: not with --optimizer-cpu-offload."""
+    return not any(
+        of_role is not None and of_role.optimizer_cpu_offload
+        for of_actor in configs_of_actors(config).values()
+        for of_role in (of_actor.optimizer, of_actor.critic_optimizer)
+    )
+
+
+def _unsavable(config: TrainConfig) -> Iterator[str]:
+    given = {"save-interval": 0, "load": None, "max-restarts": 0}
+    values = {name: getattr(config.checkpoint, name.replace("-", "_")) for name in given}
+    flags = [f"--{name} ({value})" for name, value in values.items() if value != given[name]]
+    if flags and not is_savable(config):
+        yield (
+            f"{flags[0]}: the state of --optimizer-cpu-offload cannot be saved or loaded yet. Leave "
+            "one out; --offload optimizer can be saved."
+        )
+
+
+def _unclear_restart(config: TrainConfig) -> Iterator[str]:
+    """Refuse restarts if the newest checkpoint of --save is newer than the one that --load names.
+
+    A restart takes the newest one, and the first attempt may fail before it has removed those after
+    --load."""
+    restarts, load = config.checkpoint.max_restarts, config.checkpoint.load
+    if not restarts or load is None or not goes_on(config) or not is_one_checkpoint(Path(load)):
+        return
+    newest = checkpoints_in(Path(config.run.save))[:1]
+    if newest and step_of(newest[0]) > step_of(Path(load)):
+        yield (
+            f"--max-restarts ({restarts}): a restart goes on from the newest checkpoint of --save, "
+            f"and --load ({load}) is an older one of the "
+            f"same run, whose newest is {newest[0]}. Remove the newer ones, or try --max-restarts 0."
+        )
+
+
+def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
+    """Return the checkpoint that is tried first, and its job.json; None: the run begins in an empty folder.
+
+    Raises: JobFileError if --load names none."""
+    problems = []
+    for folder in found_by(config.checkpoint.load):
+        try:
+            return folder, read_job(folder)
+        except JobFileError as error:
+            problems.append(str(error))
+    if problems:
+        raise JobFileError(
+            f"--load ({config.checkpoint.load}): holds no whole checkpoint. {' '.join(problems)} "
+            "Name another run, or leave it out."
+        )
+    if goes_on(config) and Path(config.checkpoint.load).resolve() == Path(config.run.save).resolve():
+        return None
+    raise JobFileError(f"--load ({config.checkpoint.load}): {_why_none(Path(config.checkpoint.load))}")
+
+
+def _why_none(load: Path) -> str:
+    if not load.is_dir():
+        return "there is no such folder. Name a run folder, or leave it out for a new run."
+    if (load.parent / JOB).is_file():
+        return f"is the part of one role. Try --load {load.parent}."
+    if load.name == CHECKPOINTS and checkpoints_in(load.parent):
+        return f"is the folder of a run's checkpoints. Try --load {load.parent}."
+    if (load / MANIFEST).is_file():
+        return (
+            "is a checkpoint of one model, not of a job. Make a Hugging Face folder of it by "
+            "`megarl convert` and give that as --model."
+        )
+    return "holds no checkpoints/step_*. Name a run folder, or leave it out for a new run."
+
+
+def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object]) -> Iterator[str]:
+    head, step = f"--load ({config.checkpoint.load}): {folder.name}", saved["step"]
+    if config.batch.train_iters < step:
+        yield (
+            f"--train-iters ({config.batch.train_iters}): {folder} is of step {step} already. Try "
+            f"--train-iters {2 * step}."
+        )
+    for role, model in described_models(config).items():
+        if role not in saved["models"]:
+            yield (
+                f"{head} has no {role}, but {', '.join(saved['models'])}. Leave --load out, or "
+                "name a run that has one."
+            )
+            continue
+        if different := differences(saved["models"][role], model):
+            yield (
+                f"{head} is of another model: its {role} has {', '.join(different)}. Give the "
+                "model that the run had, or leave --load out."
+            )
+    for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
+        if suffix in saved["actors"]:
+            yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
+
+
+def _order_errors(config: TrainConfig, number: int, cursor: Mapping[str, object]) -> Iterator[str]:
+    seed, shuffle = numbered("seed", number), numbered("shuffle", number)
+    if config.batch.seed != cursor["seed"]:
+        yield (
+            f"--{seed} ({config.batch.seed}): the run that --load continues has another. Try "
+            f"--{seed} {cursor['seed']}."
+        )
+    if config.data.shuffle != cursor["shuffle"]:
+        given, wanted = (
+            f"--{'' if value else 'no-'}{shuffle}" for value in (config.data.shuffle, cursor["shuffle"])
+        )
+        yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
+
+
+def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Mapping[str, object]) -> str | None:
+    """Return what is wrong with the number of training rows of an actor, or None.
+
+    Args:
+        saved: the content of job.json."""
+    cursor = saved["actors"].get(suffix_of(number - 1), {}).get("cursor", {"num_rows": num_rows})
+    if cursor["num_rows"] == num_rows:
+        return None
+    return (
+        f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} "
+        "rows, and the run that --load continues has "
+        f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder."
+    )

@@ -1,0 +1,397 @@
+"""Rules about ranks and parallel sizes: how roles, experts and engines are split over ranks.
+
+`Job` and `MegatronRole` are what these rules and those of rules_training.py look at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from megarl.config.errors import divisors, try_numbers
+from megarl.config.flags import OF_ROLES, ROLES, flag_name
+from megarl.config.hf_config import ModelShape
+from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_fit
+from megarl.config.reward_models import reward_models, value_model_shape
+from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.role_names import kind_and_suffix
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronRole:
+    """A role that Megatron runs.
+
+    Args:
+        name: actor, critic, reference, or reward.
+        ranks: None if their flag is wrong, which is reported elsewhere.
+        shape: of its model, None if config.json could not be used.
+        shared: fields whose flag is the one of all roles, as they have one value for all.
+        optimizer, lora: None for a frozen role."""
+
+    name: str
+    parallel: ParallelConfig
+    ranks: tuple[int, ...] | None
+    shape: ModelShape | None
+    shared: frozenset[str]
+    optimizer: OptimizerConfig | None = None
+    lora: LoRAConfig | None = None
+
+    def flag(self, field: str) -> str:
+        """Return --critic-tensor-model-parallel-size, or the flag without the role where all agree."""
+        return f"--{flag_name(field, '' if field in self.shared else f'{self.name}-')}"
+
+    @property
+    def tp(self) -> int:
+        return self.parallel.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        return self.parallel.virtual_pipeline_model_parallel_size
+
+    @property
+    def cp(self) -> int:
+        return self.parallel.context_parallel_size
+
+
+@dataclass(frozen=True)
+class Job:
+    """One actor with its roles, as the rules see it.
+
+    Args:
+        shape: of the actor's model; None if config.json could not be used.
+        critic_shape: of the critic's model, with its value head.
+        ranks: role -> its ranks, None if their flag is wrong."""
+
+    config: TrainConfig
+    shape: ModelShape | None
+    critic_shape: ModelShape | None
+    world_size: int
+    ranks: Mapping[str, tuple[int, ...] | None]
+
+    @property
+    def uses_rollout(self) -> bool:
+        return self.config.algorithm.needs_rollout
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """The actor's data-parallel size; None if its ranks cannot be split."""
+        actor = self.megatron_roles[0]
+        if not actor.ranks or not replicas_fit(len(actor.ranks), actor.tp, actor.cp, actor.pp):
+            return None
+        return len(actor.ranks) // (actor.tp * actor.cp * actor.pp)
+
+    @property
+    def engine(self) -> str | None:
+        """Mode of the engines, 'in-process' or 'out-of-process'; None: there are none, or on wrong ranks."""
+        places_all = self.uses_rollout and all(self.ranks.values())
+        return engine_mode(self.config, self.world_size) if places_all else None
+
+    @functools.cached_property
+    def megatron_roles(self) -> list[MegatronRole]:
+        """The roles that Megatron runs, the actor first."""
+        config, roles, of_model = self.config, [], self._reward_shapes()
+        present = [role for role in ROLES if getattr(config, role) is not None]
+        shared = _shared_fields(config, present)
+        for name, ranks in self.ranks.items():
+            role = kind_and_suffix(name)[0].removesuffix("_model")
+            if role not in present or (role == "reward" and name not in of_model):
+                continue
+            shape = {"critic": self.critic_shape, "reward": of_model.get(name)}.get(role, self.shape)
+            trained = [
+                getattr(config, OF_ROLES[cls][role]) if role in OF_ROLES[cls] else None
+                for cls in (OptimizerConfig, LoRAConfig)
+            ]
+            roles.append(MegatronRole(role, parallel_of(config, name), ranks, shape, shared, *trained))
+        return roles
+
+    @property
+    def trained_roles(self) -> list[MegatronRole]:
+        """The actor and, if there is one, the critic."""
+        return [role for role in self.megatron_roles if role.optimizer is not None]
+
+    def _reward_shapes(self) -> dict[str, ModelShape]:
+        """Return the shapes of reward models that Megatron runs; none if one is wrong, which is reported."""
+        try:
+            models = [model for model in reward_models(self.config) if model.backend == "megatron"]
+            return {model.name: value_model_shape(model.path) for model in models}
+        except ValueError:
+            return {}
+
+
+def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str]:
+    """Return the fields with one value for all roles; those of optimizer or LoRA all, or none."""
+    nodes = [getattr(config, role) for role in present]
+    shared = [f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1]
+    if config.critic_optimizer in (None, config.optimizer):
+        shared += [field.name for field in fields(OptimizerConfig)]
+    if config.critic_lora in (None, config.lora):
+        shared += [field.name for field in fields(LoRAConfig)]
+    return frozenset(shared)
+
+
+def executor(job: Job) -> Iterator[str]:
+    """Refuse --executor inline with several ranks."""
+    placement = job.config.placement
+    if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
+        ranks = max(job.world_size, placement.nproc_per_node)
+        yield f"--executor (inline): has one rank, not {ranks}. Try --nproc-per-node 1."
+
+
+def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Iterator[str]:
+    """Refuse a rank that no role is on; None: a list that is wrong."""
+    if not all(ranks_of.values()):
+        return
+    idle = [rank for rank in range(world_size) if not any(rank in ranks for ranks in ranks_of.values())]
+    if not idle:
+        return
+    flags = list(dict.fromkeys(_ranks_flag(role) for role in ranks_of))
+    if idle == list(range(idle[0], world_size)):
+        advice = f"--nproc-per-node {idle[0]}"
+    else:
+        advice = f"{flags[0]} 0-{world_size - 1}"
+    yield f"{' and '.join(flags)}: leave rank {idle[0]} of {world_size} ranks without work. Try {advice}."
+
+
+def idle_ranks_of_actor(job: Job) -> Iterator[str]:
+    """Refuse a rank that no role of the only actor is on."""
+    if job.config.placement.num_actors == 1:
+        yield from idle_ranks(job.ranks, job.world_size)
+
+
+def _ranks_flag(role: str) -> str:
+    """Return --actor-2-ranks of actor_2; reward models share theirs."""
+    kind, suffix = kind_and_suffix(role)
+    return "--reward-ranks" if kind == "reward_model" else f"--{kind}{suffix.replace('_', '-')}-ranks"
+
+
+def megatron_roles(job: Job) -> Iterator[str]:
+    """Check the split of every role that Megatron runs."""
+    for role in job.megatron_roles:
+        yield from parallel_errors(role)
+
+
+def parallel_errors(role: MegatronRole) -> Iterator[str]:
+    """Yield every rule about its split that one role breaks."""
+    for rule in (recompute, role_ranks, virtual_pipeline, dense_split, expert_split, qkv_layout):
+        yield from rule(role)
+
+
+def recompute(role: MegatronRole) -> Iterator[str]:
+    """Refuse what TransformerConfig and TransformerBlock refuse, and what they would silently ignore."""
+    parallel, flag = role.parallel, role.flag
+    granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
+    granularity_flag, layers_flag = flag("recompute_granularity"), flag("recompute_num_layers")
+    for field in ("recompute_method", "recompute_num_layers"):
+        value = getattr(parallel, field)
+        if granularity == "full" and value is None:
+            yield (
+                f"{granularity_flag} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
+                f"{layers_flag} 1."
+            )
+        if granularity != "full" and value is not None:
+            yield (
+                f"{flag(field)} ({value}): has no effect without {granularity_flag} full. Leave it out, or "
+                "set that."
+            )
+    if parallel.recompute_modules is not None and granularity != "selective":
+        yield (
+            f"{flag('recompute_modules')} ({' '.join(parallel.recompute_modules)}): has no effect without "
+            f"{granularity_flag} selective. Leave it out, or set that."
+        )
+    if role.shape is not None and granularity == "full" and layers is not None:
+        held = max(1, role.shape.num_layers // (role.pp * role.vpp))
+        what = "model chunk" if role.vpp > 1 else "pipeline stage"
+        if layers > held:
+            yield (
+                f"{layers_flag} ({layers}): must be at most the {role.name}'s layers per {what} ({held}). "
+                f"Try {held}."
+            )
+
+
+def role_ranks(role: MegatronRole) -> Iterator[str]:
+    """Refuse parallel sizes that do not divide the role's ranks, and sequence parallelism alone."""
+    tp_flag = role.flag("tensor_model_parallel_size")
+    if role.parallel.sequence_parallel and role.tp == 1:
+        yield (
+            f"{role.flag('sequence_parallel')}: needs {tp_flag} above 1. Leave it out, or try {tp_flag} 2."
+        )
+    if any(dense_split(role)):
+        return  # no number of ranks would help; `dense_split` says what does
+    sizes = {tp_flag: role.tp, role.flag("pipeline_model_parallel_size"): role.pp}
+    if role.cp > 1:
+        sizes = {tp_flag: role.tp, role.flag("context_parallel_size"): role.cp} | sizes
+    size, count = role.tp * role.cp * role.pp, len(role.ranks or ())
+    product = f"{' x '.join(f'{flag} ({value})' for flag, value in sizes.items())} = {size}"
+    if role.ranks and count < size:
+        yield (
+            f"{product}: needs as many ranks, and the {role.name} has {count}. Try --nproc-per-node {size}."
+        )
+    elif role.ranks and not replicas_fit(count, role.tp, role.cp, role.pp):
+        yield (
+            f"{product}: must divide the {role.name}'s ranks ({count}). Try --nproc-per-node "
+            f"{count // size * size}."
+        )
+
+
+def virtual_pipeline(role: MegatronRole) -> Iterator[str]:
+    """Refuse model chunks that do not divide a pipeline stage's layers, or without a pipeline."""
+    flag = role.flag("virtual_pipeline_model_parallel_size")
+    pp_flag = role.flag("pipeline_model_parallel_size")
+    layers = role.shape.num_layers if role.shape is not None else 0
+    if role.vpp > 1 and role.pp == 1:
+        advice = f", or try {pp_flag} 2" if layers % (2 * role.vpp) == 0 else ""
+        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{advice}."
+    elif layers % role.pp == 0 and layers // role.pp % role.vpp:
+        stage = layers // role.pp
+        yield (
+            f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage "
+            f"({stage}).{try_numbers(divisors(stage), role.vpp)}"
+        )
+
+
+def dense_split(role: MegatronRole) -> Iterator[str]:
+    """Refuse sizes by which Megatron cannot split the dense part of the model."""
+    shape, num_ranks = role.shape, len(role.ranks or ()) // role.cp
+    if shape is None:
+        return
+    fits = tensor_sizes(shape, split_dimensions(shape))
+    fits = [n for n in fits if num_ranks % (n * role.pp) == 0] or fits
+    yield from _tensor_split(role.flag("tensor_model_parallel_size"), role.tp, shape, fits)
+    if shape.num_layers % role.pp:
+        stages = divisors(shape.num_layers)
+        stages = [n for n in stages if num_ranks % (n * role.tp) == 0] or stages
+        yield (
+            f"{role.flag('pipeline_model_parallel_size')} ({role.pp}): must divide the model's layers "
+            f"({shape.num_layers}).{try_numbers(stages, role.pp)}"
+        )
+
+
+def split_dimensions(shape: ModelShape) -> dict[str, int]:
+    """Return what every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
+    sizes = {"attention heads": shape.num_attention_heads}
+    if shape.is_dense or shape.dense_layers:
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    if shape.is_moe and shape.moe_shared_expert_intermediate_size:
+        sizes["shared experts' intermediate size"] = shape.moe_shared_expert_intermediate_size
+    return sizes | {"vocabulary, padded to a multiple of 64": shape.padded_vocab_size()}
+
+
+def tensor_sizes(shape: ModelShape, dimensions: Mapping[str, int]) -> list[int]:
+    """Return the tensor-parallel sizes by which the dimensions and the heads can be split."""
+    sizes = divisors(shape.num_attention_heads)
+    sizes = [n for n in sizes if not any(size % n for size in dimensions.values())]
+    return [n for n in sizes if _shares_heads(shape, n)]
+
+
+def _shares_heads(shape: ModelShape, tp: int) -> bool:
+    """Whether each rank has whole key-value heads, or as many ranks as any other share one."""
+    return shape.num_query_groups % tp == 0 or tp % shape.num_query_groups == 0
+
+
+def _tensor_split(
+    flag: str, tp: int, shape: ModelShape, fits: Sequence[int], experts: Mapping[str, int] = {}
+) -> Iterator[str]:
+    advice = try_numbers(fits, tp)
+    for name, size in (split_dimensions(shape) | dict(experts)).items():
+        if size % tp:
+            yield f"{flag} ({tp}): must divide the model's {name} ({size}).{advice}"
+    if not _shares_heads(shape, tp):
+        groups = shape.num_query_groups
+        yield (
+            f"{flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of "
+            f"them.{advice}"
+        )
+
+
+def expert_split(role: MegatronRole) -> Iterator[str]:
+    """Refuse sizes by which a mixture's experts cannot be split, and any for a dense model."""
+    shape, flag, tp, ep = role.shape, role.flag, role.tp, role.parallel.expert_model_parallel_size
+    if shape is None:
+        return
+    if shape.is_dense:
+        for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (value := getattr(role.parallel, field)) not in (None, 1):
+                yield (
+                    f"{flag(field)} ({value}): needs a mixture of experts, and {shape.model_type} is none. "
+                    "Leave it out."
+                )
+        return
+    etp, experts = role.parallel.expert_tensor_parallel_size or tp, shape.num_moe_experts
+    ep_flag, etp_flag = flag("expert_model_parallel_size"), flag("expert_tensor_parallel_size")
+    if experts % ep:
+        yield (
+            f"{ep_flag} ({ep}): must divide the model's num_experts "
+            f"({experts}).{try_numbers(divisors(experts), ep)}"
+        )
+    if (size := shape.moe_ffn_hidden_size) % etp:
+        yield (
+            f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size "
+            f"({size}).{try_numbers(divisors(size), etp)}"
+        )
+    count = len(role.ranks or ())
+    stage = count // role.pp
+    if role.ranks and replicas_fit(count, tp, role.cp, role.pp) and not experts_fit(stage, ep, etp):
+        fits = [n for n in divisors(experts) if experts_fit(stage, n, etp)]
+        yield (
+            f"{ep_flag} ({ep}) x {etp_flag} ({etp}) = {ep * etp}: must divide the ranks of a pipeline stage "
+            f"({stage}).{try_numbers(fits, ep) or f' Try {etp_flag} 1.'}"
+        )
+    if tp > 1 and not role.parallel.sequence_parallel:
+        yield (
+            f"{flag('tensor_model_parallel_size')} ({tp}): Megatron trains a mixture of experts with tensor "
+            f"parallelism only together with sequence parallelism. Try {flag('sequence_parallel')}."
+        )
+
+
+def qkv_layout(role: MegatronRole) -> Iterator[str]:
+    """Refuse --qkv-layout stacked where ranks share key-value heads, or there is no linear_qkv."""
+    if role.shape is None or role.parallel.qkv_layout != "stacked":
+        return
+    flag, groups = role.flag("qkv_layout"), role.shape.num_query_groups
+    if role.shape.is_mla:
+        yield (
+            f"{flag} (stacked): {role.shape.model_type} has latent attention, and no linear_qkv. "
+            "Leave it out."
+        )
+    elif groups % role.tp:
+        yield (
+            f"{flag} (stacked): needs whole key-value heads on each rank: "
+            f"{role.flag('tensor_model_parallel_size')} ({role.tp}) must divide the model's ({groups}). "
+            f"Try {flag} grouped."
+        )
+
+
+def engine_ranks(job: Job) -> Iterator[str]:
+    """Refuse engines that do not fit their ranks, and modes of engines that do not go together."""
+    tp, ranks, placement = job.config.rollout.tensor_parallel_size, job.ranks["rollout"], job.config.placement
+    if not ranks:
+        return
+    if not replicas_fit(len(ranks), tp):
+        yield (
+            f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines "
+            f"({len(ranks)}).{try_numbers(divisors(len(ranks)), tp)}"
+        )
+    if placement.rollout_engine == "in-process" and len(ranks) < job.world_size:
+        yield (
+            f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and "
+            f"--rollout-ranks is {placement.rollout_ranks}. Leave --rollout-ranks out, or try "
+            "--rollout-engine out-of-process."
+        )
+    if job.config.reshard.reshard_double_buffer and job.engine == "in-process":
+        yield (
+            "--reshard-double-buffer: an in-process engine has one buffer. Leave it out, or try "
+            "--rollout-engine out-of-process."
+        )
+
+
+def engine_split(job: Job) -> Iterator[str]:
+    """Refuse tensor-parallel sizes by which vLLM cannot split the model."""
+    shape, tp = job.shape, job.config.rollout.tensor_parallel_size
+    if shape is not None:
+        experts = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
+        fits = tensor_sizes(shape, split_dimensions(shape) | experts)
+        yield from _tensor_split("--rollout-tensor-parallel-size", tp, shape, fits, experts)

@@ -1,0 +1,387 @@
+"""Rules about training, sampling and memory: what one flag means for another, and for the model's shape.
+
+Each rule is a function of the job, named by its subject, and yields a line per flag that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megarl.config.errors import divisors, try_numbers
+from megarl.config.flags import flag_name
+from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import reward_models, uses_rule_reward
+from megarl.config.role_sections import LORA_TARGETS
+from megarl.config.rules_layout import Job, MegatronRole
+from megarl.config.schema import LoRAConfig, MoEConfig, OptimizerConfig
+
+_UNPROVEN_SHARDING = {
+    "optim_grads_params": (
+        "the weights are shards between two passes, and no weight sync, export or checkpoint reads these"
+    ),
+    "no_shard": "shards nothing, as without --use-megatron-fsdp",
+}
+
+
+def batch(job: Job) -> Iterator[str]:
+    """Refuse a batch that does not divide the samples of a step, or that ranks cannot share equally."""
+    sizes, dp = job.config.batch, job.data_parallel_size
+    size, samples = sizes.global_batch_size, sizes.num_prompts * sizes.num_samples_per_prompt
+    fits = []
+    if dp and job.uses_rollout:
+        fits = [n for n in divisors(samples) if n % dp == 0]
+    elif dp:
+        fits = [size - size % dp or dp, size - size % dp + dp]
+    advice = try_numbers(fits, size)
+    if dp and not fits:
+        num_prompts = -(-sizes.num_prompts // dp) * dp
+        total = num_prompts * sizes.num_samples_per_prompt
+        advice = f" Try --num-prompts {num_prompts} --global-batch-size {total}."
+    if job.uses_rollout and samples % size:
+        yield (
+            f"--global-batch-size ({size}): must divide num_prompts ({sizes.num_prompts}) x "
+            f"num_samples_per_prompt ({sizes.num_samples_per_prompt}) = {samples}.{advice}"
+        )
+    if dp and size % dp:
+        yield (
+            f"--global-batch-size ({size}): must be a multiple of the actor's data-parallel size "
+            f"({dp}).{advice}"
+        )
+
+
+def optimizer(job: Job) -> Iterator[str]:
+    """Refuse schedules of the learning rate that contradict themselves."""
+    for role in job.trained_roles:
+        values, flag = role.optimizer, role.flag
+        if values.min_lr > values.lr:
+            yield (
+                f"{flag('min_lr')} ({values.min_lr:g}): must be at most {flag('lr')} ({values.lr:g}). "
+                f"Try {values.lr / 10:g}."
+            )
+        if values.lr_decay_iters is not None and values.lr_decay_iters <= values.lr_warmup_iters:
+            yield (
+                f"{flag('lr_decay_iters')} ({values.lr_decay_iters}): must be above "
+                f"{flag('lr_warmup_iters')} ({values.lr_warmup_iters}). Try {values.lr_warmup_iters + 1}."
+            )
+
+
+def critic(job: Job) -> Iterator[str]:
+    """Refuse a critic's model that does not read the actor's token ids, or not as many of them."""
+    shape, name = job.critic_shape, job.config.model.critic_model
+    if shape is None:
+        return
+    if job.shape is not None and shape.vocab_size != job.shape.vocab_size:
+        yield (
+            f"--critic-model ({name}): has {shape.vocab_size} words, and --model has {job.shape.vocab_size}; "
+            "it must read the same tokens. Name a model of the same family, or leave it out."
+        )
+    sampling = job.config.sampling
+    longest = sampling.max_prompt_length + sampling.max_response_length
+    if name and longest > shape.max_position_embeddings:
+        yield (
+            f"--critic-model ({name}): takes {shape.max_position_embeddings} tokens "
+            f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make "
+            "them shorter."
+        )
+
+
+def fp8(job: Job) -> Iterator[str]:
+    """Refuse what does not go with fp8.
+
+    Where the model is built, it is checked that there is a GPU and Transformer Engine: the driver may have
+    neither."""
+    value = job.config.transformer.get("fp8")
+    if value is not None and not job.config.model.bf16:
+        yield f"--fp8 ({value}): its weights are kept in bf16. Add --bf16."
+    if value is not None and job.shape is not None and job.shape.is_moe:
+        yield (
+            f"--fp8 ({value}): is not supported for a mixture of experts, whose experts get any number of "
+            "tokens. Leave it out."
+        )
+
+
+def experts_of_dense_model(job: Job) -> Iterator[str]:
+    """Refuse flags about experts for models without any."""
+    shapes = [job.shape] if job.config.critic is None else [job.shape, job.critic_shape]
+    shapes = [shape for shape in shapes if shape is not None]
+    if not shapes or any(shape.is_moe for shape in shapes):
+        return
+    default = MoEConfig()
+    for field in fields(default):
+        value = getattr(job.config.experts, field.name)
+        if value != getattr(default, field.name):
+            yield (
+                f"--{flag_name(field.name)} ({value}): needs a mixture of experts, and "
+                f"{shapes[0].model_type} is none. Leave it out."
+            )
+
+
+def expert_balance(job: Job) -> Iterator[str]:
+    """Refuse a balancing loss without its factor, and a factor without its loss."""
+    experts = job.config.experts
+    kind, coeff = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
+    if kind == "none" and coeff:
+        yield (
+            f"--moe-aux-loss-coeff ({coeff:g}): has no effect without --moe-router-load-balancing-type. "
+            "Leave it out, or try --moe-router-load-balancing-type seq_aux_loss."
+        )
+    if kind != "none" and not coeff:
+        yield (
+            f"--moe-router-load-balancing-type ({kind}): has no effect with --moe-aux-loss-coeff 0. Try "
+            "--moe-aux-loss-coeff 1e-3."
+        )
+
+
+def routing_replay(job: Job) -> Iterator[str]:
+    """Refuse to replay routing that nobody records."""
+    source = job.config.experts.moe_routing_replay
+    if source == "engine" and not job.config.rollout.enable_prefix_caching:
+        yield (
+            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. "
+            "Leave --no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
+        )
+    if source != "none" and not job.uses_rollout:
+        yield (
+            f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. "
+            "Leave it out."
+        )
+
+
+def lora(job: Job) -> Iterator[str]:
+    """Refuse adapters that the model's layers cannot have, and their flags without adapters."""
+    for role in job.trained_roles:
+        rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
+        if not rank:
+            yield from _lora_without_effect(role)
+        elif role.shape is not None:
+            yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
+        if rank and role.optimizer.optimizer_cpu_offload:
+            yield (
+                f"--optimizer-cpu-offload: nobody has proven it with {rank_flag} ({rank}), whose optimizer "
+                "state is small. Leave it out."
+            )
+
+
+def _lora_without_effect(role: MegatronRole) -> Iterator[str]:
+    default, rank_flag = LoRAConfig(), role.flag("lora_rank")
+    for field in ("lora_alpha", "lora_target_modules"):
+        value = getattr(role.lora, field)
+        if value != getattr(default, field):
+            text = f"{value:g}" if isinstance(value, float) else " ".join(value)
+            yield (
+                f"{role.flag(field)} ({text}): has no effect without {rank_flag}. Leave it out, or try "
+                f"{rank_flag} 16."
+            )
+
+
+def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[str]:
+    without = {"linear_qkv": "multi-head latent attention has no such layer"} if shape.is_mla else {}
+    if shape.is_moe:
+        of_experts = "in a mixture of experts it is the experts', which have no adapters"
+        without |= dict.fromkeys(("linear_fc1", "linear_fc2"), of_experts)
+    wrong = [target for target in values.lora_target_modules if target in without]
+    fits = [target for target in values.lora_target_modules if target not in without]
+    fits = fits or [target for target in LORA_TARGETS if target not in without]
+    if wrong:
+        reasons = "; ".join(dict.fromkeys(without[target] for target in wrong))
+        yield f"{flag} ({' '.join(wrong)}): {reasons}. Try {flag} {' '.join(fits)}."
+
+
+def fsdp(job: Job) -> Iterator[str]:
+    """Refuse what does not go with Megatron-FSDP, and its flags without it."""
+    for role in job.trained_roles:
+        flag, strategy_flag = role.flag("use_megatron_fsdp"), role.flag("data_parallel_sharding_strategy")
+        strategy = role.optimizer.data_parallel_sharding_strategy
+        if role.optimizer.use_megatron_fsdp:
+            if strategy in _UNPROVEN_SHARDING:
+                yield (
+                    f"{strategy_flag} ({strategy}): {_UNPROVEN_SHARDING[strategy]}. Try {strategy_flag} "
+                    "optim_grads."
+                )
+            yield from _fsdp_with(role, flag)
+        elif strategy != OptimizerConfig().data_parallel_sharding_strategy:
+            yield (f"{strategy_flag} ({strategy}): has no effect without {flag}. Leave it out, or set that.")
+
+
+def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
+    for field in ("overlap_grad_reduce", "optimizer_cpu_offload"):
+        if getattr(role.optimizer, field):
+            yield f"{flag}: does not go with {role.flag(field)}. Leave one of the two out."
+    if not role.optimizer.use_distributed_optimizer:
+        yield (
+            f"{flag}: Megatron has it with its distributed optimizer only. Leave "
+            f"{role.flag('use_distributed_optimizer').replace('--', '--no-', 1)} out."
+        )
+    if role.lora.lora_rank:
+        lora_flag = flag.replace("use-megatron-fsdp", "lora-rank")  # the flag for the same roles
+        yield (
+            f"{flag}: nobody has proven it with {lora_flag} ({role.lora.lora_rank}), whose optimizer state "
+            "is small. Leave it out."
+        )
+    for field in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
+        if (size := getattr(role.parallel, field)) > 1:
+            other = role.flag(field)
+            yield f"{flag}: nobody has proven it with {other} ({size}). Leave it out, or try {other} 1."
+    if role.shape is not None and role.shape.is_moe:
+        yield (
+            f"{flag}: nobody has proven it with a mixture of experts, which {role.shape.model_type} is. "
+            "Leave it out."
+        )
+    if role.parallel.offload:
+        yield (
+            f"{flag}: its buffers stay where they are, and {role.flag('offload')} "
+            f"({' '.join(role.parallel.offload)}) would move them. Leave one of the two out."
+        )
+
+
+def offload(job: Job) -> Iterator[str]:
+    """Refuse to offload parts that a role does not have, or that somebody else reads on the device."""
+    config = job.config
+    for role in job.megatron_roles:
+        flag, parts = role.flag("offload"), role.parallel.offload
+        once = tuple(dict.fromkeys(parts))
+        if once != parts:
+            yield f"{flag} ({' '.join(parts)}): names a part twice. Try {flag} {' '.join(once)}."
+        surplus = [part for part in parts if part != "parameters"]
+        # a value of the flag of all roles, or of the actor's flag, means the roles that train
+        is_own = all(parts != other.parallel.offload for other in job.trained_roles)
+        if role.optimizer is None and surplus and is_own:
+            yield (
+                f"{flag} ({' '.join(parts)}): the {role.name} is frozen, it has no "
+                f"{' and no '.join(surplus)}. Try {flag} parameters."
+            )
+    yield from _offload_of_other_reward_models(job)
+    of_roles = [role.parallel.offload for role in job.megatron_roles]
+    if config.placement.offload_ahead_bytes and not any([*of_roles, config.reward and config.reward.offload]):
+        yield (
+            f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without "
+            "--offload. Leave it out, or set that."
+        )
+    if "parameters" in config.actor.offload:
+        yield from _offload_beside_engine(job, job.megatron_roles[0].flag("offload"))
+
+
+def _offload_of_other_reward_models(job: Job) -> Iterator[str]:
+    """Check what was said of reward models that Megatron does not run, and not of all roles."""
+    parts = () if job.config.reward is None else job.config.reward.offload
+    has_megatron = any(role.name == "reward" for role in job.megatron_roles)
+    if not parts or has_megatron or parts == job.config.actor.offload:
+        return
+    try:
+        backends = {model.backend for model in reward_models(job.config)}
+    except ValueError:  # what is wrong with them is reported
+        return
+    given = f"--reward-offload ({' '.join(parts)})"
+    if backends == {"judge"}:
+        yield f"{given}: a judge runs in processes of vLLM's own, whose memory stays. Leave it out."
+    elif surplus := [part for part in parts if part != "parameters"]:
+        yield (
+            f"{given}: the reward is frozen, it has no {' and no '.join(surplus)}. Try --reward-offload "
+            "parameters."
+        )
+
+
+def _offload_beside_engine(job: Job, flag: str) -> Iterator[str]:
+    """Refuse to move the actor's weights away from an engine that reads them where they are."""
+    reshard = job.config.reshard
+    if job.engine == "in-process" and reshard.reshard_alias:
+        yield (
+            f"{flag} (parameters): the engine generates with the actor's own memory where it can "
+            "(--reshard-alias), which must stay. Try --no-reshard-alias, or leave parameters out."
+        )
+    if job.engine == "out-of-process" and reshard.reshard_transport in ("auto", "cuda-ipc"):
+        yield (
+            f"{flag} (parameters): an engine in another process keeps the memory that it reads by CUDA IPC "
+            f"(--reshard-transport {reshard.reshard_transport}), so nothing would become free. Try "
+            "--reshard-transport messages, or leave parameters out."
+        )
+
+
+def hybrid_optimizer(job: Job) -> Iterator[str]:
+    """Refuse what Megatron's precision-aware path refuses, and what has no sense together."""
+    for role in job.trained_roles:
+        flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
+        if values.optimizer_cpu_offload and not values.use_distributed_optimizer:
+            yield (
+                f"{flag}: Megatron has it with {role.flag('use_distributed_optimizer')} only. Leave one of "
+                "the two flags out."
+            )
+        if values.optimizer_cpu_offload and "optimizer" in role.parallel.offload:
+            yield (
+                f"{flag}: the optimizer state is in host memory for good, and {role.flag('offload')} "
+                "(optimizer) would move it for a while. Leave one of the two out."
+            )
+        if (fraction := values.optimizer_offload_fraction) != 1 and not values.optimizer_cpu_offload:
+            yield (
+                f"{role.flag('optimizer_offload_fraction')} ({fraction:g}): has no effect without {flag}. "
+                "Leave it out, or set that."
+            )
+
+
+def sequence_length(job: Job) -> Iterator[str]:
+    """Refuse samples that are longer than the model can take."""
+    if job.shape is None:
+        return
+    sampling, limit = job.config.sampling, job.shape.max_position_embeddings
+    total = sampling.max_prompt_length + sampling.max_response_length
+    if total > limit:
+        rest = limit - sampling.max_prompt_length
+        advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
+        yield (
+            f"--max-prompt-length ({sampling.max_prompt_length}) + --max-response-length "
+            f"({sampling.max_response_length}) = {total}: must be at most the model's "
+            f"max_position_embeddings ({limit}). {advice}"
+        )
+
+
+def sampling(job: Job) -> Iterator[str]:
+    """Refuse to sample from another distribution than the policy's."""
+    values = job.config.sampling
+    if values.temperature == 0:
+        yield "--temperature (0): must be above 0, as greedy samples of one prompt are all alike. Try 1.0."
+    truncated = (
+        "in training: the engine would draw from a truncated distribution, whose log-probs are not the "
+        "policy's. Leave it out."
+    )
+    if values.top_p != 1:
+        yield f"--top-p ({values.top_p:g}): must be 1 {truncated}"
+    if values.top_k != 0:
+        yield f"--top-k ({values.top_k}): must be 0 (off) {truncated}"
+
+
+def algorithm(job: Job) -> Iterator[str]:
+    """Check the algorithm's own flags against the steps and their samples."""
+    chosen, sizes = job.config.algorithm, job.config.batch
+    if chosen.critic_warmup_iters >= sizes.train_iters:
+        yield (
+            f"--critic-warmup-iters ({chosen.critic_warmup_iters}): must be below --train-iters "
+            f"({sizes.train_iters}), or the policy never learns. Try {sizes.train_iters // 10}."
+        )
+    yield from chosen.step_findings(sizes.num_prompts * sizes.num_samples_per_prompt)
+
+
+def evaluation_in_training(job: Job) -> Iterator[str]:
+    """Refuse --eval-interval without held-out data, or without a rule that scores it."""
+    interval = job.config.run.eval_interval
+    if interval and job.uses_rollout and not uses_rule_reward(job.config):
+        yield (
+            f"--eval-interval ({interval}): held-out answers are scored by a rule, and with --reward-model "
+            "there is none. Add --reward auto, which then counts in training too, or leave it out."
+        )
+    if interval and not job.config.data.eval_data:
+        yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
+
+
+def evaluation_alone(job: Job) -> Iterator[str]:
+    """Refuse `megarl eval` without held-out data, or without a rule that scores it."""
+    config = job.config
+    # with an interval `evaluation_in_training` says it
+    if job.uses_rollout and not uses_rule_reward(config) and not config.run.eval_interval:
+        yield (
+            "--reward-model: held-out answers are scored by a rule, and with it there is none. "
+            "Add --reward auto."
+        )
+    if not config.data.eval_data:
+        yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+    if not job.uses_rollout:
+        yield "--algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo."

@@ -1,0 +1,136 @@
+"""Checkpoints of whole jobs in a run folder: where they are, and their JSON files.
+
+run/checkpoints/step_000010/
+  job.json            what no role has: step, data cursors, random states; and digests of the manifests
+  actor/, critic/     one folder per trained role, see megarl/checkpoint
+run/checkpoints/.step_000012.partial/        being written, or left behind by a job that ended meanwhile
+
+Every JSON file holds its format, a version and a digest of the rest. No torch: `megarl check` reads them
+too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.files.writing import writing
+
+CHECKPOINTS, JOB, MANIFEST = "checkpoints", "job.json", "checkpoint.json"
+_FORM, VERSION = "megarl job", 1
+_PARTS = {"step": int, "roles": dict, "models": dict, "actors": dict, "random_states": list, "metrics": dict}
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class JobFileError(ValueError):
+    """A job.json that cannot be read; the text says why."""
+
+
+def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) -> None:
+    """Write a JSON file with its digest, and wait until it is on the disk.
+
+    Args:
+        body: what JSON can hold, without NaN.
+    Raises: WriteError."""
+    with writing(path), open(path, "w", encoding="utf-8") as file:
+        head = {"format": form, "version": version, "sha256": _digest(body)}
+        json.dump(head | dict(body), file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path, form: str, version: int, error: type[ValueError]) -> dict[str, object]:
+    """Read what `write_json` wrote.
+
+    Raises: FileNotFoundError; `error` naming the file and what is wrong with it."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as reason:
+        raise error(f"{path} cannot be read: {reason}.") from reason
+    if not isinstance(stored, dict) or stored.get("format") != form:
+        raise error(f"{path} is not of a {form}.")
+    if stored.get("version") != version:
+        raise error(f"{path} has version {stored.get('version')} of the format; this megarl reads {version}.")
+    body = {key: value for key, value in stored.items() if key not in ("format", "version", "sha256")}
+    if stored.get("sha256") != _digest(body):
+        raise error(f"{path} is damaged: its digest does not fit its content.")
+    return body
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def file_digest(path: str | os.PathLike) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def folder_of_step(run: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return run / CHECKPOINTS / f"step_{step:06d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint by its folder's name; None if the name is not a checkpoint's."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first, damaged ones too."""
+    found = (run / CHECKPOINTS).iterdir() if (run / CHECKPOINTS).is_dir() else ()
+    found = [path for path in found if step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def is_one_checkpoint(load: Path) -> bool:
+    """Whether a folder is a checkpoint; a run folder is not."""
+    return step_of(load) is not None and ((load / JOB).exists() or load.parent.name == CHECKPOINTS)
+
+
+def found_by(load: str) -> list[Path]:
+    """Return the checkpoints that --load names, in the order of attempts: one, or all of a run."""
+    folder = Path(load)
+    return [folder] if is_one_checkpoint(folder) else checkpoints_in(folder)
+
+
+def write_job(folder: Path, body: Mapping[str, object]) -> None:
+    """Write job.json, and wait until it is on the disk. body: what JSON can hold."""
+    write_json(folder / JOB, _FORM, VERSION, body)
+
+
+def read_job(folder: Path) -> dict[str, object]:
+    """Read job.json, and compare the digests of the roles' manifests.
+
+    Raises: JobFileError naming the file and what is wrong, also with the manifests."""
+    path = folder / JOB
+    try:
+        body = read_json(path, _FORM, VERSION, JobFileError)
+    except FileNotFoundError:
+        raise JobFileError(f"{folder} is not a checkpoint of a job: it has no {JOB}.") from None
+    for name, kind in _PARTS.items():
+        if not isinstance(body.get(name), kind):
+            raise JobFileError(f"{path} is not of a megarl job: it has no {name}.")
+    for role, digest in body["roles"].items():
+        manifest = folder / role / MANIFEST
+        if not manifest.is_file():
+            raise JobFileError(f"{manifest} is missing.")
+        if file_digest(manifest) != digest:
+            raise JobFileError(f"{manifest} is damaged: its SHA-256 is not the one that was written.")
+    return body

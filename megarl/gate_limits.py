@@ -1,0 +1,137 @@
+"""The limits of the log-prob gate, derived from what rounding does to a log-probability.
+
+Trainer and engine compute the same function in another order of additions. Every layer adds a rounding error
+of about one unit of the coarser dtype, and the errors of different layers are independent. So all limits are
+multiples of
+
+    u = eps(dtype) * sqrt(layers)            eps: 2^-23 in fp32, 2^-7 where either side computes in bf16 or fp16
+
+The width of the hidden states and the size of the vocabulary hardly matter, since matrix products are summed
+in blocks. The size of the log-probs does: the error of a logit is a part of its size, and it reaches the
+log-prob only where the model is unsure. So the mean difference is some u times the mean log-prob, also where
+the entropy has fallen to 0.001, and does not grow beyond the error of the logits where the model knows
+nothing. The difference of one token has a long tail, up to hundreds of u at one token in a million: the
+maximum over ever more tokens has no limit that would still see a fault. So three statistics are judged:
+
+    mismatch/clipped_abs     the mean of the differences, each of them clipped to the outlier level: sees a fault at many tokens
+                             accepted: (mean * min(mean log-prob + 0.01, unsure) + 4 * outlier / tokens) * u
+    mismatch/outliers        how many tokens differ by more than outlier * u: sees a fault at some tokens
+                             accepted: 4 + outlier_share * tokens
+    mismatch/max_abs         the largest difference: sees a fault at a single token
+                             accepted: maximum * u
+
+docs/reliability.md has what healthy jobs reach of these limits, and the smallest faults that exceed them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Multiples:
+    """The factors in the limits above."""
+
+    mean: float
+    unsure: float
+    outlier: float
+    outlier_share: float
+    maximum: float
+
+
+FP32 = Multiples(mean=256, unsure=1, outlier=1024, outlier_share=1e-4, maximum=65536)
+"""Healthy jobs reach 31 in the mean, and 700 at a single token."""
+FP32_EXPERTS = Multiples(mean=256, unsure=1, outlier=1024, outlier_share=1e-2, maximum=math.inf)
+"""Where two experts are a rounding error apart, trainer and engine may choose differently. Then the rest of
+that response differs by as much as the experts do."""
+HALF = Multiples(mean=16, unsure=1 / 16, outlier=64, outlier_share=1e-3, maximum=math.inf)
+"""Healthy jobs reach 3.1 in the mean, and 43 at a single token, which is as much as most faults: no maximum
+is judged."""
+FEW = 4
+"""Outliers that are accepted in a step however few tokens it has."""
+LEAST_LOG_PROB = 0.01
+"""Log-probs near 0 are themselves rounded to multiples of eps."""
+
+
+_EXPONENT = {False: 23, True: 7}
+
+
+def rounding_unit(is_half: bool, num_layers: int) -> float:
+    """Return u in nats."""
+    return 2.0 ** -_EXPONENT[is_half] * math.sqrt(num_layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateLimits:
+    """Limits of the differences |trainer log-prob - engine log-prob| of a step.
+
+    Args:
+        unit: u in nats. unit_text: how it was derived, for messages.
+        mean_abs, max_abs: numbers that replace the rule, or None; see --gate-mean-abs and --gate-max-abs.
+    """
+
+    unit: float
+    unit_text: str
+    multiples: Multiples
+    mean_abs: float | None
+    max_abs: float | None
+
+    @classmethod
+    def of(cls, config: TrainConfig, shape: ModelShape) -> GateLimits:
+        """Return the limits of an actor and its engine."""
+        is_half = config.model.bf16 or config.rollout.dtype in ("bfloat16", "float16")
+        chooses_experts = shape.is_moe and config.experts.moe_routing_replay != "engine"
+        return cls(
+            unit=rounding_unit(is_half, shape.num_layers),
+            unit_text=f"2^-{_EXPONENT[is_half]} x sqrt({shape.num_layers} layers)",
+            multiples=HALF if is_half else FP32_EXPERTS if chooses_experts else FP32,
+            mean_abs=config.run.gate_mean_abs,
+            max_abs=config.run.gate_max_abs,
+        )
+
+    @property
+    def outlier(self) -> float:
+        """Level in nats above which a token is an outlier."""
+        return self.multiples.outlier * self.unit
+
+    def accepted(self, mismatch: Mapping[str, float]) -> dict[str, float]:
+        """Return the statistics that are judged, and the largest value of each that is accepted.
+
+        Args:
+            mismatch: metrics of a step, each with the prefix mismatch/: of them tokens and log_prob_abs are
+                read."""
+        rule, num_tokens = self.multiples, max(mismatch["mismatch/tokens"], 1)
+        limits = {}
+        if self.mean_abs is None:
+            log_prob = (
+                mismatch["mismatch/log_prob_abs"] + LEAST_LOG_PROB
+            )  # min(NaN, 1) is NaN, min(1, NaN) is not
+            limits["clipped_abs"] = (
+                rule.mean * min(log_prob, rule.unsure) + FEW * rule.outlier / num_tokens
+            ) * self.unit
+        else:
+            limits["mean_abs"] = self.mean_abs
+        if self.max_abs is None:
+            limits |= {"outliers": FEW + rule.outlier_share * num_tokens, "max_abs": rule.maximum * self.unit}
+        else:
+            limits["max_abs"] = self.max_abs
+        return limits
+
+    def describe(self) -> str:
+        """Return one line that says what the limits follow from."""
+        rule = self.multiples
+        log_prob = f"min(mean log-prob + {LEAST_LOG_PROB}, {rule.unsure:g})"
+        mean = f"({rule.mean:g} x {log_prob} + {FEW} x {rule.outlier:g} / tokens) u"
+        outliers = (
+            f"{FEW} + {rule.outlier_share:g} x tokens above {rule.outlier:g} u = "
+            f"{self.outlier:.3g}, at most {rule.maximum:g} u"
+        )
+        return (
+            f"{mean if self.mean_abs is None else '--gate-mean-abs'}; "
+            f"{outliers if self.max_abs is None else '--gate-max-abs'}; "
+            f"u = {self.unit_text} = {self.unit:.3g}"
+        )

@@ -1,0 +1,48 @@
+"""Size of an engine's KV cache, and on a CPU its default."""
+
+from __future__ import annotations
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+
+CPU_BLOCK_SIZE = 128
+"""vLLM's default number of tokens in a KV-cache block on CPU."""
+GPU_BLOCK_SIZE = 16
+"""The same on a GPU."""
+MAX_CPU_KV_CACHE_BYTES = 2**30
+"""Most KV cache that an engine takes on a CPU without being told; with less than it could use, requests wait
+for each other."""
+
+
+def most_sequences(config: TrainConfig, num_engines: int) -> int:
+    """Return how many sequences one engine can have at once.
+
+    They are its part of a step's samples or of the evaluation's rows, at most max_num_seqs."""
+    batch, limit = config.batch, config.rollout.max_num_seqs
+    rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
+    return min(
+        limit,
+        max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)),
+    )
+
+
+def cpu_kv_cache_bytes(
+    shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int
+) -> int:
+    """Return the bytes of a KV cache for that many sequences of full length.
+
+    They are at most MAX_CPU_KV_CACHE_BYTES, but always enough for two sequences."""
+    per_sequence = sequence_bytes(shape, tp_size, itemsize, max_model_len, block_size)
+    one_block = sequence_bytes(shape, tp_size, itemsize, 1, block_size)  # vLLM keeps one block for itself
+    return max(2 * per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
+
+
+def sequence_bytes(shape: ModelShape, tp_size: int, itemsize: int, length: int, block_size: int) -> int:
+    """Return the bytes of the KV cache of one sequence, in whole blocks, on one engine rank."""
+    if shape.is_mla:  # a latent and the rotary part of a key, on every rank
+        per_token = shape.num_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim) * itemsize
+    else:
+        per_token = (
+            2 * shape.num_layers * max(1, shape.num_query_groups // tp_size) * shape.head_dim * itemsize
+        )
+    return per_token * block_size * -(-length // block_size)

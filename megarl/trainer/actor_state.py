@@ -1,0 +1,128 @@
+"""What the driver knows of one actor: its position in the data, its buffer, its KL controller, its gate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.algorithms.kl_controller import MEASURED_KL
+from megarl.gate_limits import GateLimits
+from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import reward_models, uses_rule_reward
+from megarl.config.schema import TrainConfig
+from megarl.data.cursor import DataCursor
+from megarl.trainer.buffer import SampleBuffer
+from megarl.trainer.preflight import Inputs
+from megarl.trainer.rollout_batch import RolloutBatch
+
+
+class ActorState:
+    """The driver's state of one actor and of the roles with its number.
+
+    Args:
+        suffix: "" of the first actor, "_2" of the second.
+        config: the configuration of this actor.
+        inputs: its data and the shape of its model.
+    """
+
+    def __init__(self, suffix: str, config: TrainConfig, inputs: Inputs) -> None:
+        self.suffix, self.config, self.shape, self.actor = suffix, config, inputs.shape, f"actor{suffix}"
+        self.cursor = DataCursor(len(inputs.train), config.batch.seed, config.data.shuffle)
+        self.eval_rows = list(range(len(inputs.evaluation or ())))[: config.run.eval_num_prompts]
+        self.kl = config.algorithm.build_kl_controller()
+        self.buffer = SampleBuffer()
+        self.gate_limits = GateLimits.of(config, inputs.shape)
+        self.gate_passed = False
+        self.zero_reward_steps = 0
+        """Consecutive steps whose rewards were all zero."""
+        self.weight_of = {f"reward{suffix}": 1.0} if uses_rule_reward(config) else {}
+        """Role that scores -> the weight of its score in the reward."""
+        self.weight_of |= {f"{model.name}{suffix}": model.weight for model in reward_models(config)}
+
+    def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        """Let the KL controller see the KL that was measured in a step on a batch, if one was."""
+        if MEASURED_KL in metrics:
+            num_failed = sum(reward is None for reward in batch.rewards.values())
+            self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
+
+    def note_zero_rewards(self, batch: RolloutBatch) -> str | None:
+        """Count steps without a reward but 0. Returns a warning when there have been many."""
+        if not batch.rewards:  # it learns from the samples of another
+            return None
+        self.zero_reward_steps = 0 if any(batch.rewards.values()) else self.zero_reward_steps + 1
+        limit = self.config.run.warn_after_zero_reward_steps
+        if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
+            return None
+        return (
+            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. "
+            "Does the reward see what you think? "
+            "Look at the texts in rollouts/."
+        )
+
+    def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
+        """Return a warning if updates were skipped because no sample of their mini-batches had a reward."""
+        kinds = {"actor": "policy/updates_unscored", "critic": "critic/updates_unscored"}
+        said = " and ".join(
+            f"{metrics[name]:.0f} of {kind}{self.suffix}" for kind, name in kinds.items() if name in metrics
+        )
+        return said and f"step {step}: updates left out, as every reward of their mini-batch failed: {said}."
+
+    def admit(self, rows: Sequence[int] | None, step: int) -> None:
+        """Admit the prompts of a step to the buffer.
+
+        Args:
+            rows: rows of the training data; None: the next ones.
+        Raises: ValueError for rows that do not exist or do not fill whole mini-batches."""
+        batch = self.config.batch
+        if rows is None:
+            num_rows = batch.num_prompts if self.config.algorithm.needs_rollout else batch.global_batch_size
+            visits = self.cursor.next_visits(num_rows)
+        else:
+            visits = self.cursor.visit(self._checked(rows))
+        self.buffer.admit(visits, self.num_samples_per_prompt, step)
+
+    @property
+    def num_samples_per_prompt(self) -> int:
+        """Size of a group. A row of supervised fine-tuning is a group of one."""
+        return self.config.batch.num_samples_per_prompt if self.config.algorithm.needs_rollout else 1
+
+    def _checked(self, rows: Sequence[int]) -> Sequence[int]:
+        total, batch = self.cursor.num_rows, self.config.batch
+        if outside := [row for row in rows if not 0 <= row < total]:
+            raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
+        if not rows or len(rows) * batch.num_samples_per_prompt % batch.global_batch_size:
+            raise ValueError(
+                f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) "
+                f"must be a multiple of global_batch_size ({batch.global_batch_size}). "
+                f"Try {batch.num_prompts} rows."
+            )
+        return rows
+
+    def snapshot(self) -> dict[str, object]:
+        """Return what a checkpoint holds of the actor's state, for JSON."""
+        state = {
+            "cursor": self.cursor.state(),
+            "kl": self.kl.state_dict(),
+            "zero_reward_steps": self.zero_reward_steps,
+        }
+        return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Restore what `snapshot` returned. The gate is passed anew.
+
+        Raises: ValueError if the training data has changed its size."""
+        self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
+        self.kl.load_state_dict(state["kl"])
+        self.zero_reward_steps = state["zero_reward_steps"]
+        self.buffer.restore(state.get("buffer", ()))
+
+    def hidden_size(self, role: str) -> int:
+        """Return the hidden size of a role's model, from which the cost of a sequence is estimated."""
+        if role == f"critic{self.suffix}" and self.config.model.critic_model:
+            return ModelShape.load(self.config.model.critic_model, value_head=True).hidden_size
+        for model in reward_models(self.config):
+            if role == f"{model.name}{self.suffix}":
+                config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+                return int(config.get("hidden_size", self.shape.hidden_size))
+        return self.shape.hidden_size

@@ -1,0 +1,127 @@
+"""The prompts that an actor has admitted and the samples they gave, until they are trained on.
+
+    buffer.admit({4: 17, 5: 3}, num_samples=2, step=3)    visits of two prompts, for training step 3
+    buffer.issue()                                         {4: 17, 5: 3}: what the engines have not been given yet
+    buffer.add(samples)                                    samples as they are finished, in any order
+    buffer.take(step=3)                                    the finished groups, in the order of admission
+
+The buffer holds numbers only; the tokens are on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from megarl.packing import Sample
+
+
+class BufferError(RuntimeError):
+    """A sample that the buffer does not expect, or a group that is too late."""
+
+
+@dataclass
+class Group:
+    """The samples of one visit of a prompt.
+
+    Example: Group(visit=4, row=17, num_samples=2, step=3, samples={8: Sample(8, ...), 9: Sample(9, ...)})
+    """
+
+    visit: int
+    """Number of this use of the prompt, unique in the run; see `DataCursor`."""
+    row: int
+    """Row of the training data."""
+    num_samples: int
+    """Samples that the group has when it is finished."""
+    step: int
+    """Training step that the prompt was admitted for."""
+    is_issued: bool = False
+    """Whether an engine has been given the prompt."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    """Sample id -> sample, of those that are finished."""
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.samples) == self.num_samples
+
+
+class SampleBuffer:
+    """Every admitted prompt is trained on once, or is still in the buffer.
+
+    Args:
+        staleness: number of steps by which a group may be later than the step it was admitted for. 0 is
+            synchronous training: a step trains on all that was admitted for it.
+    """
+
+    def __init__(self, staleness: int = 0) -> None:
+        self.staleness = staleness
+        self._groups: dict[int, Group] = {}
+
+    def __len__(self) -> int:
+        """Number of groups in the buffer."""
+        return len(self._groups)
+
+    def admit(self, visits: Mapping[int, int], num_samples: int | Mapping[int, int], step: int) -> None:
+        """Add prompts that are to be sampled.
+
+        Args:
+            visits: visit -> row of the training data.
+            num_samples: samples of each prompt, or visit -> samples where groups differ in size.
+            step: the training step that they are for.
+        Raises: BufferError for a visit that is in the buffer already."""
+        if known := sorted(visits.keys() & self._groups.keys()):
+            raise BufferError(f"visit {known[0]} is admitted a second time")
+        for visit, row in visits.items():
+            size = num_samples if isinstance(num_samples, int) else num_samples[visit]
+            self._groups[visit] = Group(visit, row, size, step)
+
+    def issue(self) -> dict[int, int]:
+        """Return visit -> row of the prompts that no engine has been given, and count them as given."""
+        waiting = [group for group in self._groups.values() if not group.is_issued]
+        for group in waiting:
+            group.is_issued = True
+        return {group.visit: group.row for group in waiting}
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Add finished samples to their groups.
+
+        Raises: BufferError for a sample of a group that was not issued or is finished, and for one that came
+            before."""
+        for sample in samples:
+            group = self._groups.get(sample.group)
+            if group is None or not group.is_issued:
+                raise BufferError(f"sample {sample.sample_id} belongs to no prompt that is being sampled")
+            if sample.sample_id in group.samples:
+                raise BufferError(f"sample {sample.sample_id} was sampled more than once")
+            if group.is_finished:
+                raise BufferError(
+                    f"sample {sample.sample_id} is one more than the {group.num_samples} of visit {group.visit}"
+                )
+            group.samples[sample.sample_id] = sample
+
+    def take(self, step: int) -> list[Group]:
+        """Remove the finished groups and return them, in the order of admission.
+
+        Raises: BufferError for a group that is not finished and would be later than `staleness` allows."""
+        for group in self._groups.values():
+            if not group.is_finished and group.step + self.staleness <= step:
+                raise BufferError(
+                    f"{group.num_samples - len(group.samples)} of {group.num_samples} samples of visit "
+                    f"{group.visit} are missing: groups must be complete"
+                )
+        finished = [group for group in self._groups.values() if group.is_finished]
+        for group in finished:
+            del self._groups[group.visit]
+        return finished
+
+    def snapshot(self) -> list[dict[str, int]]:
+        """Return the groups that are not trained on yet, for JSON."""
+        return [
+            {"visit": group.visit, "row": group.row, "num_samples": group.num_samples, "step": group.step}
+            for group in self._groups.values()
+        ]
+
+    def restore(self, groups: Iterable[Mapping[str, int]]) -> None:
+        """Take the place of what was there: the groups of `snapshot`, to be sampled anew.
+
+        A sample's draws depend on its visit and index only, so it has the tokens that it had before."""
+        self._groups = {group["visit"]: Group(**group) for group in groups}

@@ -1,0 +1,324 @@
+"""Checkpoints of a job: written while it trains, made visible when every rank is done, read back by a later
+job of any layout.
+
+    save      every rank copies its state, threads write it           .step_000010.partial/actor/..., critic/...
+    poll      all threads have ended: job.json, then the name          step_000010/
+    abandon   the same after a failure, by what is on the disk
+    restore   newest first; one that is damaged is passed over
+
+What ranks hold is in the folders of the roles (megarl/checkpoint), what the driver holds is in job.json."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from megarl.config.rules_files import described_models, uncompared_models
+from megarl.files.checkpoints import (
+    CHECKPOINTS,
+    MANIFEST,
+    JobFileError,
+    checkpoints_in,
+    folder_of_step,
+    found_by,
+    is_one_checkpoint,
+    read_job,
+    step_of,
+    write_job,
+)
+from megarl.config.rules_files import goes_on
+from megarl.files.checkpoints import file_digest, sync_folder
+from megarl.config.render import write_args
+from megarl.files.writing import writing
+from megarl.runtime.executor import Executor, Future
+from megarl.config.mesh import MeshSpec
+from megarl.config.schema import TrainConfig
+from megarl.role_names import TRAINED_KINDS, kind_and_suffix
+from megarl.trainer.run_folder import Run
+from megarl.trainer.state import TrainState
+from megarl.trainer.stop_request import StopRequest
+
+
+class NoWholeCheckpoint(RuntimeError):
+    """--load names nothing that can be read; says what is wrong with each checkpoint that there is."""
+
+
+@dataclass
+class _Saving:
+    """A checkpoint that threads of the ranks are writing."""
+
+    step: int
+    partial: Path
+    body: dict[str, object]
+    """Of job.json, but for the roles' digests."""
+    asked: dict[str, Future] | None = None
+    """Role -> the call that asks whether it is written, in flight."""
+
+
+class Checkpointer:
+    """Writes and restores the checkpoints of a job. One checkpoint at a time is being written.
+
+    Args:
+        meshes: role -> its mesh.
+        state: what the driver keeps; it goes into job.json.
+        run_folder: where checkpoints are written, and whose metrics they name.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        executor: Executor,
+        meshes: Mapping[str, MeshSpec],
+        state: TrainState,
+        run_folder: Run,
+        stop: StopRequest,
+    ) -> None:
+        self._job_config, self.config = config, config.checkpoint
+        self.executor, self._state, self._run, self._stop = executor, state, run_folder, stop
+        self.roles = [role for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
+        self.last_step: int | None = None
+        """Step of the newest checkpoint that was begun or restored."""
+        self.restored_metrics: dict[str, float] = {}
+        """Metrics of the step that was restored."""
+        self._saving: _Saving | None = None
+        self._metrics: dict[int, dict[str, float]] = {}
+        """Step of each checkpoint in the run folder -> the metrics of that step."""
+        self._has_noted = False
+        """Whether the user knows that a step has no --best-metric."""
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Of the step that was restored: it has held-out scores."""
+        return any(name.startswith("eval/") for name in self.restored_metrics)
+
+    def save(self) -> None:
+        """Begin a checkpoint of the state between two steps. Returns when every rank has copied its state.
+
+        Waits for the checkpoint before. Does nothing if the run has one of this step.
+
+        Raises: RemoteError if a rank cannot; OSError if the folder cannot be written."""
+        self.wait()
+        step = self._state.completed
+        folder = folder_of_step(self._run.folder, step)
+        if step in self._metrics:  # the folder of another cannot have its name
+            return
+        partial = folder.with_name(f".{folder.name}.partial")
+        with self._stop.held(), _removed_if_failed(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            with writing(partial):
+                partial.mkdir(parents=True)
+            copied = [
+                self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles
+            ]
+            states = self.executor.call(self._everywhere, "random_state")
+            for future in copied:
+                future.result()
+            self._saving, self.last_step = _Saving(step, partial, self._body(states.result())), step
+
+    def poll(self) -> None:
+        """Make the checkpoint visible if it is complete, without waiting. Raises: RemoteError if a rank could
+        not write its part."""
+        saving = self._saving
+        if saving is None:
+            return
+        with self._stop.held():
+            if saving.asked is None:
+                saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
+            if all(future.done() for future in saving.asked.values()):
+                answers = {role: future.result() for role, future in saving.asked.items()}
+                saving.asked = None
+                if all(None not in of_role for of_role in answers.values()):
+                    self._publish({role: digests[0] for role, digests in answers.items()})
+
+    def wait(self) -> None:
+        """Until what was begun is visible. Raises as `poll`."""
+        if self._saving is None:
+            return
+        with self._stop.held():
+            asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
+            self._publish({role: future.result()[0] for role, future in asked.items()})
+
+    def abandon(self) -> None:
+        """After a failure: what all roles have written by now becomes visible, anything less is removed."""
+        if self._saving is None:
+            return
+        partial = self._saving.partial
+        with contextlib.suppress(OSError):
+            if all((partial / role).is_dir() for role in self.roles):
+                self._publish({role: file_digest(partial / role / MANIFEST) for role in self.roles})
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def restore(self) -> int:
+        """Restore every role and the driver's state from --load, once the roles are set up.
+
+        Returns: the step to continue after; 0 without --load, or if it is --save's own folder and holds no
+        checkpoint yet.
+        Raises: NoWholeCheckpoint if all are damaged or of other models."""
+        if self.config.load is None:
+            return 0
+        note, problems = self._run.progress.note, []
+        for folder in found_by(self.config.load):
+            if (problem := self._problem_of(folder)) is None:
+                step = self._load(folder)
+                self._go_on(step, folder)
+                return step
+            problems.append(problem)
+            note(f"checkpoint {folder} is passed over: {problem}")
+        if problems or not goes_on(self._job_config):
+            load = Path(self.config.load)
+            others = (
+                f" Try --load {load.resolve().parent.parent} for another one of the run."
+                if is_one_checkpoint(load)
+                else ""
+            )
+            raise NoWholeCheckpoint(
+                "\n".join([f"--load ({load}): no whole checkpoint is there.{others}", *problems])
+            )
+        self._go_on(0, None)
+        return 0
+
+    # ------------------------------------------------------------------ writing
+
+    @property
+    def _everywhere(self) -> str:
+        """The role that is on every rank."""
+        return "data" if "data" in self.executor.ranks else "actor"
+
+    def _body(self, random_states: list[dict[str, str]]) -> dict[str, object]:
+        step = self._state.completed
+        row, best = self._run.row_of(step), self.config.best_metric
+        if best is not None and best not in row and not self._has_noted:
+            self._has_noted = True
+            self._run.progress.note(
+                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not "
+                "compared. It has "
+                f"{', '.join(row)}."
+            )
+        return {
+            **self._state.snapshot(),
+            "weight_version": step,
+            "random_states": random_states,
+            "models": described_models(self._job_config),
+            "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
+            "arguments": write_args(self._job_config),
+        }
+
+    def _publish(self, digests: Mapping[str, str]) -> None:
+        saving, folder = self._saving, folder_of_step(self._run.folder, self._saving.step)
+        write_job(saving.partial, {**saving.body, "roles": dict(digests)})
+        sync_folder(saving.partial)
+        saving.partial.rename(folder)
+        self._saving = None  # from here on `abandon` has nothing to do
+        sync_folder(folder.parent)
+        self._metrics[saving.step] = saving.body["metrics"]
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what --keep and --best-metric do not keep, and what jobs before this one have left."""
+        folders = checkpoints_in(self._run.folder)
+        kept = {step_of(folder) for folder in folders[: self.config.keep]} | {self._best_step()}
+        for folder in folders:
+            if step_of(folder) not in kept:
+                folder.rename(
+                    folder.with_name(f".{folder.name}.removed")
+                )  # a job that ends meanwhile leaves no half of one
+        for hidden in (self._run.folder / CHECKPOINTS).glob(".step_*"):
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _best_step(self) -> int | None:
+        """Of the checkpoints that are there; of equal ones the latest."""
+        name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
+        there = {step_of(folder) for folder in checkpoints_in(self._run.folder)}
+        values = {
+            step: sign * row[name] for step, row in self._metrics.items() if step in there and name in row
+        }
+        return max(values, key=lambda step: (values[step], step), default=None)
+
+    # ------------------------------------------------------------------ reading
+
+    def _problem_of(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint, by the files' digests and the shapes of the models; None:
+        nothing."""
+        try:
+            body = read_job(folder)
+        except JobFileError as error:
+            return str(error)
+        if missing := [role for role in self.roles if role not in body["roles"]]:
+            return f"{folder} has no {missing[0]}, but {', '.join(body['roles'])}."
+        damages = {
+            role: self.executor.call(role, "damage_of_checkpoint", str(folder / role)) for role in self.roles
+        }
+        return next(
+            (
+                f"{role}: {damage}"
+                for role, future in damages.items()
+                if (damage := future.first()) is not None
+            ),
+            None,
+        )
+
+    def _load(self, folder: Path) -> int:
+        body = read_job(folder)
+        for line in uncompared_models(self._job_config, body):
+            self._run.progress.note(line)
+        for future in [
+            self.executor.call(role, "load_checkpoint", str(folder / role), digests=False)
+            for role in self.roles
+        ]:
+            future.result()
+        self._state.restore(body)
+        ranks = self.executor.ranks[self._everywhere]
+        if len(body["random_states"]) == len(
+            ranks
+        ):  # under another number of ranks there is no such thing as the same state
+            for future in [
+                self.executor.call_on([rank], self._everywhere, "set_random_state", state)
+                for rank, state in zip(ranks, body["random_states"], strict=True)
+            ]:
+                future.result()
+        self.last_step, self.restored_metrics = body["step"], body["metrics"]
+        return body["step"]
+
+    def _go_on(self, step: int, folder: Path | None) -> None:
+        """Make the run folder one in which `step` was the last."""
+        note = self._run.progress.note
+        if not goes_on(self._job_config):
+            note(f"continues after step {step}: {folder}")
+            return
+        for later in list(self._later_than(step)):
+            replaced = later.with_name(f".{later.name}.replaced")  # removed when the next one is complete
+            shutil.rmtree(replaced, ignore_errors=True)
+            later.rename(replaced)
+        self._run.go_on_after(step)
+        self._metrics = {step_of(path): _metrics_of(path) for path in checkpoints_in(self._run.folder)}
+        if folder is None:
+            note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
+        else:
+            note(
+                f"continues after step {step}: {folder}; later rows of metrics.jsonl, rollouts and "
+                "TensorBoard events are removed"
+            )
+
+    def _later_than(self, step: int) -> Iterator[Path]:
+        return (path for path in checkpoints_in(self._run.folder) if step_of(path) > step)
+
+
+@contextlib.contextmanager
+def _removed_if_failed(partial: Path) -> Iterator[None]:
+    """Of a full disk it would take the rest."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _metrics_of(folder: Path) -> dict[str, float]:
+    """{} of a damaged one."""
+    try:
+        return read_job(folder)["metrics"]
+    except JobFileError:
+        return {}

@@ -1,0 +1,101 @@
+"""Held-out accuracy: during training, and in the driver of `megarl eval`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+from megarl.algorithms import REGISTRY
+from megarl.config.loader import load_config
+from megarl.config.mesh import hosting_ranks, role_meshes
+from megarl.config.reward_models import uses_rule_reward
+from megarl.config.schema import TrainConfig
+from megarl.trainer.executors import interfaces_of
+from megarl.runtime.executor import Executor
+from megarl.trainer.preflight import Inputs, read_inputs
+from megarl.trainer.weights import sync_weights
+from megarl.flow import Reward, Rollout
+from megarl.role_names import with_suffix
+from megarl.trainer.state import TrainState
+
+MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
+"""Metric -> whether it decodes greedily (else samples at --temperature)."""
+
+
+def held_out_accuracy(
+    rollout: Rollout, reward: Reward, rows: list[int]
+) -> tuple[dict[str, float], dict[str, dict]]:
+    """Mean reward of one response per row, sampled and greedy, and the first row's answer for each.
+
+    A row draws the same noise at every evaluation, in a job and in `megarl eval`, so only
+    the weights change the accuracies."""
+    scores, answers = {}, {}
+    for name, greedy in MODES.items():
+        rollout.generate("eval", {row: row for row in rows}, greedy=greedy)
+        records = [r for rank in reward.score("eval", num_logged=1).result() for r in rank]
+        scores[name] = sum(r["reward"] or 0.0 for r in records) / len(records)
+        answers[name] = next(r for r in records if r["sample_id"] == rows[0])
+    return scores, answers
+
+
+def evaluate_actors(
+    executor: Executor, state: TrainState
+) -> tuple[dict[str, float], dict[str, dict[str, object]]]:
+    """Evaluate every actor on --eval-data. Returns the scores, and for each the first row's answer.
+
+    Raises: ValueError without --eval-data, or without a rule that scores."""
+    scores, answers = {}, {}
+    for suffix, actor in state.actors.items():
+        if not actor.eval_rows:
+            raise ValueError(
+                "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+            )
+        if not uses_rule_reward(actor.config):
+            raise ValueError(
+                "--reward-model: held-out answers are scored by a rule, and with it there is "
+                "none. Add --reward auto."
+            )
+        rollout, reward = Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}")
+        own_scores, own_answers = held_out_accuracy(rollout, reward, actor.eval_rows)
+        scores |= {with_suffix(name, suffix): score for name, score in own_scores.items()}
+        answers |= {with_suffix(name, suffix): answer for name, answer in own_answers.items()}
+    return scores, answers
+
+
+def evaluate_job(
+    executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int
+) -> None:
+    """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles
+    stay as they are."""
+    meshes = role_meshes(config, world_size)
+    for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
+        future.result()
+    rollout, reward = Rollout(executor, "rollout"), Reward(executor, "reward")
+    sync_weights(executor, meshes, version=0).result()
+    rows = list(range(len(inputs[""].evaluation)))[: config.run.eval_num_prompts]
+    scores, _ = held_out_accuracy(rollout, reward, rows)
+    sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
+    rollout.shut_down().result()
+    reward.shut_down().result()
+
+
+def main(argv: list[str]) -> int:
+    from megarl.runtime.process import world_size_from_env
+    from megarl.runtime.torchrun import run_driver
+
+    config = load_config(argv, REGISTRY, "megarl eval")
+    world_size = world_size_from_env()
+    ranks = hosting_ranks(config, world_size)
+    return run_driver(
+        lambda executor: evaluate_job(
+            executor, config, read_inputs(config, world_size, new_run=False), world_size
+        ),
+        ranks,
+        config.placement.call_timeout_s,
+        interfaces_of(ranks),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

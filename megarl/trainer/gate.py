@@ -1,0 +1,98 @@
+"""The log-prob gate: trainer and engine must give the sampled tokens the same log-probabilities.
+
+If they do not, training goes on without any error and is silently wrong: stale or misplaced weights, another
+temperature, dropout, labels off by one, padded vocabulary in one softmax and not in the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megarl.gate_limits import GateLimits
+from megarl.runtime.executor import Executor, Future
+from megarl.flow import Actor
+from megarl.metrics import combine
+from megarl.trainer.actor_state import ActorState
+from megarl.trainer.state import TrainState
+
+
+class GateError(RuntimeError):
+    """Trainer and engine disagree."""
+
+    def __init__(self, finding: str, worst_tokens: list[dict[str, float]]) -> None:
+        worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
+        rows = [
+            f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer "
+            f"{t['trainer']:.9g}, "
+            f"engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
+            for t in worst_tokens
+        ]
+        super().__init__("\n".join([finding, *rows]))
+
+
+def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
+    """Return the statistics of a step that are above what is accepted, or not finite.
+
+    Args:
+        mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
+    values = {name: mismatch[f"mismatch/{name}"] for name in limits.accepted(mismatch)}
+    return [
+        name
+        for name, limit in limits.accepted(mismatch).items()
+        if not (values[name] <= limit and math.isfinite(values[name]))
+    ]
+
+
+def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
+    """Return what is wrong with the differences |trainer log-prob - engine log-prob| of a step, or None.
+
+    Args:
+        mismatch: as of `exceeded`."""
+    above = exceeded(mismatch, limits)
+    if not above:
+        return None
+    statistics = [
+        f"  mismatch/{name} {mismatch[f'mismatch/{name}']:.9g}, accepted "
+        f"{limit:.9g}{': TOO LARGE' if name in above else ''}"
+        for name, limit in limits.accepted(mismatch).items()
+    ]
+    rule = (
+        f"  accepted by the rule {limits.describe()}; mean log-prob "
+        f"-{mismatch['mismatch/log_prob_abs']:.4g}. "
+        "--gate-mean-abs and --gate-max-abs replace the rule."
+    )
+    return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
+
+
+class LogProbGate:
+    """Compares trainer and engine before an actor's first update and at the end of every step.
+
+    Args:
+        state: whose actors know their limits, and whether they have passed.
+    """
+
+    def __init__(self, executor: Executor, state: TrainState) -> None:
+        self._executor, self._state = executor, state
+
+    def check_first(self, log_probs: Future) -> None:
+        """Wait for an actor's `log_probs` and judge it, unless the actor has passed the gate in this run.
+
+        Raises: GateError if trainer and engine disagree."""
+        actor = self._state.actor_of(log_probs.role)
+        if not actor.gate_passed:
+            self.check(actor, combine(log_probs.result()))
+            actor.gate_passed = True
+
+    def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:
+        """Raise GateError, with the worst tokens, if the differences of a step are too large."""
+        if (finding := gate_finding(mismatch, actor.gate_limits)) is not None:
+            answers = Actor(self._executor, actor.actor).worst_tokens(5).result()
+            worst = [token for of_rank in answers for token in of_rank]
+            raise GateError(f"{actor.actor}: {finding}" if actor.suffix else finding, worst)
+
+
+_DISAGREE = (
+    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be "
+    "silently wrong. Is dropout on, "
+    "a weight not synchronised, or an engine argument changing the distribution?"
+)

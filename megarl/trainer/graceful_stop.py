@@ -1,0 +1,61 @@
+"""Graceful shutdown after SIGTERM: the last completed step becomes a checkpoint, within --exit-grace-s."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.rules_files import is_savable
+from megarl.files.checkpoints import checkpoints_in, folder_of_step
+from megarl.runtime.shutdown import Stopped, graceful_shutdown
+from megarl.trainer.stop_request import StopRequested
+from megarl.trainer.trainer import Trainer
+
+
+@contextlib.contextmanager
+def graceful_stop(trainer: Trainer) -> Iterator[None]:
+    """Around the loop: a SIGTERM ends it with a checkpoint. Raises: Stopped, with what to report."""
+    grace_s = trainer.config.checkpoint.exit_grace_s
+    with graceful_shutdown(trainer.stop, grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
+        trainer.stops_gracefully = True
+        try:
+            yield
+        except StopRequested:
+            with trainer.stop.held():
+                trainer.executor.abort_calls()
+                where = _save_last_step(trainer)
+            raise Stopped(signal.SIGTERM, f"[driver] stopped by SIGTERM {where}") from None
+        finally:
+            trainer.stop.is_armed = False
+
+
+def newest_checkpoint(run: Path) -> str:
+    """Describe the newest checkpoint of a run, and how to go on from it."""
+    found = checkpoints_in(run)
+    if not found:
+        return "there is no checkpoint yet"
+    return f"the newest whole checkpoint is {found[0]} (go on with --load {run})"
+
+
+def _save_last_step(trainer: Trainer) -> str:
+    """Save the last completed step. Returns where the job has stopped, in words."""
+    checkpointer, step, folder = trainer.checkpointer, trainer.state.completed, trainer.run_folder.folder
+    if step == 0:
+        return "before the end of the first step; there is no checkpoint yet"
+    if not is_savable(trainer.config):
+        return (
+            f"after step {step}; there is no checkpoint: the state of --optimizer-cpu-offload "
+            "cannot be saved yet"
+        )
+    trainer.state.drop_step()
+    if checkpointer.last_step != step:
+        checkpointer.save()
+    checkpointer.wait()
+    checkpoint = folder_of_step(folder, step)
+    if not checkpoint.is_dir():  # it was restored from another run, and nothing was done since
+        return (
+            f"after step {step}, which it was loaded with; go on with --load {trainer.config.checkpoint.load}"
+        )
+    return f"after step {step}: its checkpoint is {checkpoint} (go on with --load {folder})"

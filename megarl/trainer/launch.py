@@ -1,0 +1,103 @@
+"""`megarl train`: this process is the driver, and the ranks are its children.
+
+launch            the job: ranks, executor, loop, end
+launch_ranks      ranks that need no driver (`megarl convert`)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from megarl.config.mesh import hosting_ranks
+from megarl.config.schema import TrainConfig
+from megarl.runtime.shutdown import last_failure, run_job, received_signal
+from megarl.trainer.executors import interfaces_of, rank_description, remove_engine_memory
+from megarl.trainer.restarts import continued, where_it_goes_on
+from megarl.runtime.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
+
+if TYPE_CHECKING:
+    from megarl.runtime.executor import Executor
+    from megarl.trainer.preflight import Inputs
+
+logger = logging.getLogger(__name__)
+Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
+"""(executor, config, inputs, world_size)."""
+
+
+def launch(
+    config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
+) -> int:
+    """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again,
+    --max-restarts times. Returns the exit code of the last attempt, as `run_job`.
+
+    new_run: --save must be free."""
+    exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to unwind yet
+    _prepare_process()
+    code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
+    while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
+        if (signum := received_signal()) is not None:
+            return 128 + signum
+        attempt, config = attempt + 1, continued(config)
+        failure = *last_failure(), where_it_goes_on(config)
+        again = (
+            " It was the same failure as before, at the same step, and nothing was saved since."
+            if failure == before
+            else ""
+        )
+        sys.stderr.write(
+            f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[-1]}.{again}\n"
+        )
+        before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
+    return code
+
+
+def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
+    """The ranks of later attempts have the same arguments: what differs, --load, is the driver's alone."""
+    from megarl.runtime.local_ranks import (
+        LocalRanks,
+    )  # torch: what a signal interrupts there cannot be unwound
+    from megarl.trainer.preflight import read_inputs
+
+    world_size = config.placement.nproc_per_node
+    ranks = hosting_ranks(config, world_size)
+    processes = LocalRanks(argv, world_size, module, rank_description(ranks), remove_engine_memory, attempt)
+    return run_job(
+        lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
+        lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
+        processes,
+    )
+
+
+def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
+    """Run `python -m module argv` as ranks and wait for them. They say themselves what is wrong, but for
+    those that are killed.
+
+    Returns: 0; 1 if one failed, after which the others are ended; 130 after Ctrl-C."""
+    _prepare_process()
+    from megarl.runtime.local_ranks import LocalRanks, undisturbed
+
+    processes, deaths = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory), []
+    processes.report_deaths(deaths.append)
+    try:
+        processes.start_ranks()
+        while processes.are_running() and not deaths:
+            time.sleep(0.05)
+    finally:
+        with undisturbed(is_interrupt=True):
+            processes.end(0.0)
+    for death in deaths[:1]:
+        if death.is_kill:
+            logger.error(death)
+    return 1 if deaths else 0
+
+
+def _prepare_process() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
+    keep_checkout_off_path()
+    quiet_libraries()

@@ -1,0 +1,51 @@
+"""The ranks of a job that this process starts and ends: what a `Trainer` of a user's own program runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.checks.job import check_everything
+from megarl.config.schema import TrainConfig
+from megarl.runtime.executor import Executor
+from megarl.loggers.console import Progress
+from megarl.trainer.executors import open_executor
+from megarl.trainer.preflight import Inputs, read_inputs
+
+
+@dataclass(frozen=True)
+class Started:
+    """Ranks that run, and what the driver has read for the job.
+
+    Args:
+        inputs: suffix of each actor -> its data.
+        world_size: number of ranks.
+        progress: shows steps; None: on stdout, as `megarl train` does.
+    """
+
+    executor: Executor
+    inputs: Mapping[str, Inputs]
+    world_size: int
+    progress: Progress | None = None
+
+
+@contextlib.contextmanager
+def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
+    """Check the job, start its ranks on this machine, and end them afterwards.
+
+    Raises: ConfigError for everything that is wrong with the job, before a rank is started."""
+    world_size = config.placement.nproc_per_node
+    check_everything(config, world_size)
+    shown = Progress(config.batch.train_iters, stream=None if progress else _Nowhere(), terminal=False)
+    with open_executor(config, world_size) as executor:
+        inputs = read_inputs(config, world_size)  # while the ranks import what they need
+        yield Started(executor, inputs, world_size, shown)
+
+
+class _Nowhere(io.TextIOBase):
+    """A stream that drops what is written to it."""
+
+    def write(self, text: str) -> int:
+        return len(text)

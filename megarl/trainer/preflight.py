@@ -1,0 +1,76 @@
+"""Everything that can be wrong with a job, found before a device is touched or a file is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megarl.config.check import check_job
+from megarl.config.errors import raise_errors
+from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import newest_job, rows_error
+from megarl.config.schema import TrainConfig
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import check_vocabulary, load_tokenizer
+from megarl.rewards.pool import RewardPool, probe_reward
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the driver has read and checked for one actor."""
+
+    shape: ModelShape
+    train: PromptDataset
+    evaluation: PromptDataset | None
+
+
+def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
+    """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is
+    wrong.
+
+    new_run: --save must not hold a run yet (training), or is not written to (evaluation).
+    Returns: suffix of each actor -> what it reads."""
+    check_job(config, world_size, new_run)
+    load = functools.cache(PromptDataset.load)  # actors mostly read the same files
+    inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
+    if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
+        findings = [
+            rows_error(of_actor, number, len(inputs[suffix].train), found[1])
+            for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)
+        ]
+        raise_errors([finding for finding in findings if finding is not None])
+    return inputs
+
+
+def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
+    shape = ModelShape.load(config.model.model)
+    needs = (
+        "response"
+        if not config.algorithm.needs_rollout
+        else "ground_truth"
+        if needs_ground_truth(config)
+        else None
+    )
+    train = load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
+    evaluation = None
+    if config.data.eval_data:
+        evaluation = load(
+            config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data"
+        )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer_model or config.model.model,
+        "--tokenizer-model" if config.model.tokenizer_model else "--model",
+    )
+    check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
+    datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
+    for dataset, flag in datasets:
+        PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
+    if config.algorithm.needs_rollout and uses_rule_reward(config):
+        with RewardPool(config.data, num_workers=1) as pool:
+            for dataset, flag in datasets:
+                probe_reward(pool, dataset, flag)
+    return Inputs(shape, train, evaluation)

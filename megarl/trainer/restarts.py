@@ -1,0 +1,55 @@
+"""After a failure: the same job once more, from the newest checkpoint of its own run folder.
+
+`megarl train --max-restarts N` does it itself; under torchrun --max-restarts N an attempt but the first knows
+that it is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.files.checkpoints import checkpoints_in, step_of
+from megarl.config.rules_files import goes_on
+from megarl.config.schema import TrainConfig
+from megarl.trainer.run_folder import MARKS
+from megarl.loggers.json_lines import cut_after
+
+
+def continued(config: TrainConfig) -> TrainConfig:
+    """The configuration of the next attempt: it goes on in --save, where an attempt has failed.
+
+    Before the first checkpoint it begins where that one began. If that was a checkpoint of another run, what
+    was recorded is removed."""
+    run = Path(config.run.save)
+    begins_elsewhere = config.checkpoint.load is not None and not goes_on(config)
+    if begins_elsewhere and not checkpoints_in(run):
+        if run.is_dir():
+            cut_after(run, 0)
+            shutil.rmtree(run / "tensorboard", ignore_errors=True)
+        for mark in MARKS:
+            with contextlib.suppress(FileNotFoundError):
+                (run / mark).unlink()
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, load=config.run.save))
+
+
+def attempt_under_torchrun(env: Mapping[str, str] = os.environ) -> int:
+    """On a rank, or in the driver beside it: how often torchrun has started the job again."""
+    prefix = re.search(r"/attempt_(\d+)$", env.get("MEGARL_STORE_PREFIX", ""))
+    return int(prefix[1] if prefix else env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def where_it_goes_on(config: TrainConfig) -> str:
+    """In words. config: as `continued` has it."""
+    found = checkpoints_in(Path(config.run.save))
+    if found:
+        return f"from the checkpoint of step {step_of(found[0])} ({found[0]})"
+    return (
+        f"from the beginning{'' if goes_on(config) else f' ({config.checkpoint.load})'}: there "
+        "is no checkpoint yet"
+    )

@@ -1,0 +1,270 @@
+"""The run folder: everything that a run leaves behind.
+
+resolved.args                the whole configuration; `megarl train @resolved.args --save elsewhere` runs it again
+metrics.jsonl                one JSON object per step, written as the step ends
+tensorboard/                 the same as event files; --log-with chooses this and other trackers, see megarl/loggers
+rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
+timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
+rollouts/eval.jsonl          one held-out answer per evaluation
+checkpoints/step_000010/     what a later job goes on from, see `trainer/checkpointer.py`
+hf/, hf_critic/              exported weights (written by actor and critic)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from megarl.config.rules_files import free_name, goes_on
+from megarl.config.schema import TrainConfig
+from megarl.files.writing import WriteError, writing
+from megarl.loggers import Logger, LoggerContext, open_loggers
+from megarl.loggers.console import Progress
+from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
+
+ARGUMENTS, ROLLOUTS = "resolved.args", "rollouts"
+MARKS = (ARGUMENTS, METRICS)
+"""Files that make a folder a run's."""
+
+
+def check_folder_is_free(save: str) -> None:
+    """Raise ValueError if `save` holds a run, naming a folder that is free. Creates nothing."""
+    folder = Path(save)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"--save ({save}) is a file; it must be a folder that can be created. Try --save "
+            f"{free_name(folder)}."
+        )
+    if any((folder / mark).exists() for mark in MARKS):
+        raise ValueError(
+            f"--save ({save}) already holds a run, and no run overwrites another. Try --save "
+            f"{free_name(folder)}."
+        )
+
+
+def lock_folder(folder: Path) -> int:
+    """Descriptor that keeps other jobs from this run until it is closed, or the process ends. Raises:
+    ValueError if another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"--save ({folder}): another job is running there. Wait for its end, or try --save "
+            f"{free_name(folder)}."
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
+class Run:
+    """Records one run: the JSON lines on the caller's thread, everything else on one background thread.
+
+    An error of the background thread surfaces at the next call. The folder is created here, so make a Run
+    only when everything else was checked; a run that is resumed in its own folder (--load) changes nothing
+    before `go_on_after`. Use it as a context manager, or call `close`. If the body of the context manager
+    raises before anything was recorded, what was created is removed, so that the same command can be tried
+    again.
+
+    Args:
+        config: of the job.
+        resolved_args: text of resolved.args.
+        progress: shows steps to whoever watches; default: on stdout.
+    Raises: ValueError if the folder cannot be written, or holds a run already and --load does not resume it.
+    """
+
+    def __init__(self, config: TrainConfig, resolved_args: str, progress: Progress | None = None):
+        self.folder, self._resolved_args, self._config = Path(config.run.save), resolved_args, config.run
+        self._files: JsonLines | None = None
+        self._trackers: list[Logger] | None = None  # until something is recorded
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
+        self._writes: list[Future] = []
+        # The step and metrics whose evaluation may still come, and those that were written last.
+        self._row: tuple[int, dict[str, float | int]] | None = None
+        self._written_row: tuple[int, dict[str, float | int]] = (0, {})
+        self._step_start = time.perf_counter()
+        self._first_step: int | None = None
+        self._lock: int | None = None
+        self._has_failed = False
+        self._created: list[Path] = []
+        """Files and folders of a new run that were not there before, in the order of their removal."""
+        if not goes_on(config):
+            check_folder_is_free(config.run.save)
+            self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+            with self._unlocked_if_failed():
+                self._open("x")  # "x": of two jobs that start at once, one gets the folder
+        elif self.folder.exists():
+            self._lock = lock_folder(self.folder)
+        self.progress = Progress(config.batch.train_iters) if progress is None else progress
+
+    def go_on_after(self, step: int) -> None:
+        """Resume in the run's own folder: remove what was recorded of later steps. 0 begins anew."""
+        cut_after(self.folder, step)
+        self._first_step = step + 1 if step else 0
+        self._open("a")
+
+    def _open(self, mode: Literal["x", "a"]) -> None:
+        rollouts, arguments = self.folder / ROLLOUTS, self.folder / ARGUMENTS
+        with writing(rollouts):
+            rollouts.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self.folder) if self._lock is None else self._lock
+        with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
+            if mode == "x":
+                self._created = [arguments, rollouts, *self._created]
+            file.write(self._resolved_args)
+        self._files = JsonLines(self.folder, mode)
+        if mode == "x":
+            self._created.insert(0, self.folder / METRICS)
+
+    def begin_step(self) -> None:
+        """Start the clock of time/step_s, and write the row of the step before."""
+        self._write_row()
+        self._step_start = time.perf_counter()
+
+    def record_step(self, step: int, metrics: Mapping[str, float | int], num_tokens: int) -> None:
+        """Record the step's metrics, its wall time and its tokens per second.
+
+        Args:
+            num_tokens: prompt and response tokens trained on."""
+        seconds = time.perf_counter() - self._step_start
+        row = {**metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
+        self._row = step, row
+        self.progress.update(step, row)
+
+    def record_evaluation(
+        self,
+        step: int,
+        scores: Mapping[str, float],
+        answers: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+    ) -> None:
+        """Add the scores of an evaluation to the row of `step`, even if that row is written already.
+
+        Step 0 has a row of its own.
+
+        Args:
+            answers: score -> one of the samples that it was computed from."""
+        for name, answer in answers.items():
+            rows = [{"name": name, **answer}]
+            self._log(lambda logger, rows=rows: logger.log_rollouts(step, rows, "eval"))
+        before = self._files.take_back(step) if self._row is None else self._row[1]
+        self._row = step, {**before, **scores}
+        self.progress.show_evaluation(step, scores)
+        self._write_row()
+
+    def row_of(self, step: int) -> dict[str, float | int]:
+        """Return the metrics that were recorded of this step, if it is the last one, else {}. Writes its
+        row."""
+        self._write_row()
+        written, row = self._written_row
+        return row if written == step else {}
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
+        """Record samples of a step, if there are any."""
+        if rows := list(rows):
+            self._log(lambda logger: logger.log_rollouts(step, rows, "train"))
+
+    def close(self) -> None:
+        """Write everything that was recorded. Raises the first error of the background thread."""
+        with (
+            contextlib.ExitStack() as last
+        ):  # each of these even if another raises: closing files of a full disk does
+            last.callback(self.progress.close)
+            last.callback(self._unlock)
+            last.callback(self._remove_if_unused)
+            if self._files is not None:
+                last.callback(self._files.close)
+            last.callback(self._background.shutdown)
+            self._write_row()
+            self._write(self._close_trackers)
+        self._raise_errors()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        self._has_failed = exc_type is not None
+        self.close()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextlib.contextmanager
+    def _unlocked_if_failed(self) -> Iterator[None]:
+        """Unlock the folder if the body raises: nobody closes this run then, and this process may try again.
+
+        Raises: ValueError for a folder that cannot be written."""
+        try:
+            yield
+        except BaseException as error:
+            self._has_failed = True
+            self._remove_if_unused()
+            self._unlock()
+            if isinstance(error, WriteError):
+                raise ValueError(f"--save ({self.folder}): {error}") from error
+            raise
+
+    def _remove_if_unused(self) -> None:
+        """Remove what this run has created if it failed before anything was recorded: it would block the next
+        try."""
+        metrics, rollouts = self.folder / METRICS, self.folder / ROLLOUTS
+        with contextlib.suppress(OSError):
+            if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):
+                return
+        for path in self._created if self._has_failed else ():
+            with contextlib.suppress(OSError):  # a folder in which others have written stays
+                path.rmdir() if path.is_dir() else path.unlink()
+
+    def _write_row(self) -> None:
+        if self._row is None:
+            return
+        (step, row), now = self._row, time.time()
+        self._written_row, self._row = self._row, None
+        self._files.log_metrics(step, row, now)  # on the disk before the next step begins
+        self._write(lambda: [tracker.log_metrics(step, row, now) for tracker in self._opened_trackers()])
+
+    def _log(self, call: Callable[[Logger], None]) -> None:
+        self._write(lambda: [call(logger) for logger in (self._files, *self._opened_trackers())])
+
+    def _write(self, write: Callable[[], object]) -> None:
+        self._raise_errors()
+        self._writes.append(self._background.submit(write))
+
+    def _raise_errors(self) -> None:
+        finished = [w for w in self._writes if w.done()]
+        self._writes = [w for w in self._writes if not w.done()]
+        for write in finished:
+            write.result()
+
+    # On the background thread. Trackers start with the first record, so that a failed start leaves nothing
+    # with them.
+
+    def _opened_trackers(self) -> list[Logger]:
+        if self._trackers is None:
+            name = self._config.log_name or self.folder.resolve().name
+            self._trackers = open_loggers(
+                self._config.log_with,
+                LoggerContext(
+                    folder=self.folder,
+                    project=self._config.log_project,
+                    name=name,
+                    first_step=self._first_step,
+                ),
+            )
+            for tracker in self._trackers:
+                tracker.log_config(self._resolved_args)
+        return self._trackers
+
+    def _close_trackers(self) -> None:
+        for tracker in self._trackers or ():
+            tracker.close()

@@ -1,0 +1,68 @@
+"""The rewards of a step: the scores of the rule and of the reward models, weighted and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from megarl.invariants import check_rewards, check_scores
+from megarl.rewards.combine import combine_rewards
+from megarl.trainer.rollout_batch import RolloutBatch
+
+
+class RewardsFailed(RuntimeError):
+    """More rewards of a step failed than --reward-max-failed-share allows."""
+
+
+def take_scores(
+    batch: RolloutBatch, role: str, per_rank: Iterable[Iterable[dict]], weight_of: Mapping[str, float]
+) -> None:
+    """Store what a role says of the batch's samples, and update the batch's rewards.
+
+    Args:
+        per_rank: the role's answer, one list of records per rank.
+        weight_of: role -> weight of its score, of all roles that score in this job.
+    Raises: InvariantError for a score of another sample."""
+    records = [record for rank in per_rank for record in rank]
+    check_scores(role, records, batch.samples)
+    batch.records[role] = {
+        record["sample_id"]: {key: value for key, value in record.items() if key != "digest"}
+        for record in records
+    }
+    weights = {role: weight for role, weight in weight_of.items() if role in batch.records}
+    rewards = []
+    if weights:
+        rewards = combine_rewards([scores_of(batch, role) for role in weights], list(weights.values()))
+    batch.rewards = dict(zip(batch.sample_ids, rewards))
+    check_rewards(batch.rewards, [(weight, _scores_by_id(batch, role)) for role, weight in weights.items()])
+
+
+def scores_of(batch: RolloutBatch, role: str) -> list[float | None]:
+    """Return the scores that a role gave, in the order of the batch's samples; None: it failed."""
+    return [batch.score_of(role, sample) for sample in batch.sample_ids]
+
+
+def _scores_by_id(batch: RolloutBatch, role: str) -> dict[int, float | None]:
+    return {sample: batch.score_of(role, sample) for sample in batch.records[role]}
+
+
+def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
+    """Raise RewardsFailed, with the first failure that has a reason, if too many rewards are missing.
+
+    Args:
+        roles: the roles that score the batch.
+        max_share: the share of the rewards that may be missing."""
+    failed = [sample for sample, reward in batch.rewards.items() if reward is None]
+    if len(failed) <= max_share * len(batch.rewards):
+        return
+    reasons = (batch.records[role][sample].get("failure") for sample in failed for role in roles)
+    silent = next(
+        f"{role} gave none for sample {sample}"
+        for sample in failed
+        for role in roles
+        if batch.score_of(role, sample) is None
+    )
+    raise RewardsFailed(
+        f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share "
+        f"({max_share:g}) allows "
+        f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), silent)}"
+    )

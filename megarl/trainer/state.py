@@ -1,0 +1,86 @@
+"""The state of a training run between two steps: one owner, one snapshot, one restore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.roles import configs_of_actors
+from megarl.config.schema import TrainConfig
+from megarl.role_names import actor_suffix
+from megarl.trainer.actor_state import ActorState
+from megarl.trainer.preflight import Inputs
+
+
+class TrainState:
+    """Which step the run is in, and what the driver keeps of each actor. Nobody else counts steps.
+
+    Args:
+        config: the configuration of the job.
+        inputs: suffix of each actor -> its data; see `read_inputs`.
+    """
+
+    def __init__(self, config: TrainConfig, inputs: Mapping[str, Inputs]) -> None:
+        self.completed = 0
+        """The last completed step: updated, new weights in the engines, recorded."""
+        self.in_step = False
+        """Whether a step has begun and is not completed."""
+        self.actors = {
+            suffix: ActorState(suffix, of_actor, inputs[suffix])
+            for suffix, of_actor in configs_of_actors(config).items()
+        }
+        """Suffix -> state: "" is the first actor, "_2" the second."""
+        self._before_step = self._snapshots()
+
+    @property
+    def first(self) -> ActorState:
+        """The first actor."""
+        return self.actors[""]
+
+    @property
+    def step(self) -> int:
+        """The step that runs; between two steps the last completed one, 0 before the first."""
+        return self.completed + self.in_step
+
+    def actor_of(self, role: str) -> ActorState:
+        """Return the state of the actor that a role belongs to."""
+        return self.actors[actor_suffix(role, {f"actor{suffix}" for suffix in self.actors})]
+
+    def actor(self, name: str) -> ActorState:
+        """Return the state of an actor by name. Raises: ValueError if there is no such actor."""
+        names = {actor.actor: actor for actor in self.actors.values()}
+        if name not in names:
+            raise ValueError(f"actor ({name}) must be one of {', '.join(names)}.")
+        return names[name]
+
+    def begin_step(self) -> None:
+        """Begin the next step. `drop_step` undoes what happens from here on."""
+        self._before_step = self._snapshots()
+        self.in_step = True
+
+    def complete_step(self) -> None:
+        """Count the step that runs as completed."""
+        self.completed, self.in_step = self.step, False
+
+    def drop_step(self) -> None:
+        """Return to the state after the last completed step, if a step runs."""
+        if self.in_step:
+            self.in_step = False
+            self._restore_actors(self._before_step)
+
+    def snapshot(self) -> dict[str, object]:
+        """Return what a checkpoint between two steps holds, for JSON."""
+        return {"step": self.completed, "actors": self._snapshots()}
+
+    def restore(self, snapshot: Mapping[str, object]) -> None:
+        """Restore what `snapshot` returned.
+
+        Raises: ValueError if the training data has changed its size."""
+        self.completed, self.in_step = snapshot["step"], False
+        self._restore_actors(snapshot["actors"])
+
+    def _snapshots(self) -> dict[str, dict[str, object]]:
+        return {suffix: actor.snapshot() for suffix, actor in self.actors.items()}
+
+    def _restore_actors(self, snapshots: Mapping[str, Mapping[str, object]]) -> None:
+        for suffix, actor in self.actors.items():
+            actor.restore(snapshots[suffix])

@@ -1,0 +1,49 @@
+"""The batches of one training step: one per actor, and which of them each role works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.flow import Flow
+from megarl.role_names import kind_and_suffix
+from megarl.trainer.actor_state import ActorState
+from megarl.trainer.rollout_batch import RolloutBatch
+
+
+class StepBatches:
+    """What the driver knows of a step while it runs.
+
+    Args:
+        step: the number of the step.
+        flow: what depends on what in this step.
+        actors: suffix -> state of each actor.
+    """
+
+    def __init__(self, step: int, flow: Flow, actors: Mapping[str, ActorState]) -> None:
+        self.step, self.flow = step, flow
+        self.of_actor = {
+            suffix: RolloutBatch(step, {}, actor.num_samples_per_prompt, kl_coef=actor.kl.coef)
+            for suffix, actor in actors.items()
+        }
+        for batch in self.of_actor.values():
+            batch.actors = {actor.actor: self.of_actor[suffix] for suffix, actor in actors.items()}
+
+    @property
+    def first(self) -> RolloutBatch:
+        """The first actor's batch."""
+        return self.of_actor[""]
+
+    def batch_of(self, role: str) -> RolloutBatch:
+        """Return the batch whose samples a role works on: its own actor's if that one samples, else the
+        first actor's."""
+        return self.of_actor.get(self.flow.rollout_source(role), self.first)
+
+    def is_on_policy(self, role: str) -> bool:
+        """Whether a role works on samples of its own actor's engines, and not on another actor's."""
+        suffix = kind_and_suffix(role)[1]
+        return self.flow.rollout_source(role) == (suffix if suffix in self.of_actor else "")
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of all batches."""
+        return sum(sample.length for batch in self.of_actor.values() for sample in batch.samples)

@@ -1,0 +1,117 @@
+"""What is recorded of a step: metrics, the seconds of its phases, samples with their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megarl.runtime.executor import Future
+from megarl.flow import declaration
+from megarl.metrics import combine
+from megarl.role_names import kind_and_suffix
+from megarl.trainer.rollout_batch import RolloutBatch
+from megarl.trainer.scores import scores_of
+from megarl.trainer.state import TrainState
+from megarl.trainer.step_batches import StepBatches
+
+
+def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Return `time/<phase>_s` of the calls of a step, from `Executor.take_seconds()`.
+
+    A call's time is that of its slowest rank. Calls of the same phase add up, and calls that are no phase of
+    their own add up to `time/other_s`. Calls on disjoint ranks overlap, so the phases may add up to more than
+    `time/step_s`; where nothing overlaps, the difference is the driver and the messages."""
+    times: dict[str, float] = {}
+    for (role, method), value in seconds.items():
+        declared = declaration(role, method)
+        name = f"time/{'other' if declared is None else declared.phase}_s"
+        times[name] = times.get(name, 0.0) + value
+    return times
+
+
+def metrics_of_actors(
+    batches: StepBatches,
+    state: TrainState,
+    reports: Iterable[Future],
+    seconds: Mapping[tuple[str, str], float],
+) -> dict[str, dict[str, float]]:
+    """Return suffix of each actor -> its metrics of the step, without the actor's number in their names.
+
+    Args:
+        reports: calls of the step whose answers are metrics, one dict per rank.
+        seconds: (role, method) -> seconds of all calls of the step."""
+    reports = list(reports)
+    metrics = {}
+    for suffix, actor in state.actors.items():
+        own_reports = [report for report in reports if state.actor_of(report.role) is actor]
+        own_seconds = {call: value for call, value in seconds.items() if state.actor_of(call[0]) is actor}
+        metrics[suffix] = _metrics_of_calls(batches, own_reports, batches.of_actor[suffix])
+        if actor.config.algorithm.needs_rollout:
+            metrics[suffix] |= _metrics_of_samples(batches, suffix, actor.weight_of)
+        metrics[suffix] |= phase_times(own_seconds)
+    return metrics
+
+
+def _metrics_of_calls(
+    batches: StepBatches, reports: Iterable[Future], batch: RolloutBatch
+) -> dict[str, float]:
+    reported = []
+    for report in reports:
+        for of_rank in report.result():
+            metrics = of_rank or {}
+            if not batches.is_on_policy(report.role):
+                # Another actor has sampled: the distance to its engines is not what the gate judges.
+                metrics = {name.replace("mismatch/", "off_policy/"): value for name, value in metrics.items()}
+            reported.append(metrics)
+    return combine(reported) | combine(of_rank for call in batch.transfers for of_rank in call.result())
+
+
+def _metrics_of_samples(
+    batches: StepBatches, suffix: str, weight_of: Mapping[str, float]
+) -> dict[str, float]:
+    """Rewards and lengths of what an actor has sampled; {} if it trains on the samples of another."""
+    batch = batches.of_actor[suffix]
+    if batch is not batches.first and not batch.samples:
+        return {}
+    metrics: dict[str, float] = {}
+    if batch.samples:
+        lengths = [sample.response_length for sample in batch.samples]
+        rewards = [reward for reward in batch.rewards.values() if reward is not None]
+        metrics = {
+            "reward/mean": sum(rewards) / max(len(rewards), 1),
+            "reward/min": min(rewards, default=0.0),
+            "reward/max": max(rewards, default=0.0),
+            "response/length_mean": sum(lengths) / len(lengths),
+            "response/length_max": max(lengths),
+            "response/truncated": sum(sample.truncated for sample in batch.samples) / len(lengths),
+        }
+        scoring = [role for role in weight_of if role in batch.records]
+        for role in scoring if len(scoring) > 1 else ():
+            scores = [score for score in scores_of(batch, role) if score is not None]
+            metrics[f"reward/{role.removesuffix(suffix)}_mean"] = sum(scores) / max(len(scores), 1)
+    num_tokens = sum(sample.length for sample in batch.samples)
+    return metrics | {"batch/tokens": num_tokens, "sync/version": batch.step}
+
+
+def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:
+    """Return the samples that are logged, with their texts and rewards.
+
+    What the rule and each reward model say of a sample is added where it is not the reward itself."""
+    rows = []
+    for suffix, batch in batches.of_actor.items():
+        models = [
+            role
+            for role in state.actors[suffix].weight_of
+            if kind_and_suffix(role)[0] != "reward" and role in batch.records
+        ]
+        of_actor = {"actor": f"actor{suffix}"} if suffix else {}
+        for sample, record in batch.texts.items():
+            reward = batch.rewards.get(sample)
+            said = {
+                role.removesuffix(suffix): {
+                    key: value for key, value in batch.records[role][sample].items() if key != "sample_id"
+                }
+                for role in models
+            }
+            rule = {"rule_reward": record["reward"]} if models or reward != record["reward"] else {}
+            rows.append(of_actor | record | {"reward": reward} | rule | said)
+    return rows

@@ -1,0 +1,245 @@
+"""Runs one training step: what each call of the flow gets, and what is done with its answer.
+
+    generate -> plan which sample is trained on by which rank of every mesh -> the samples go there
+    score    -> rewards
+    update   <- after trainer and engine were found to agree
+
+A role works on the samples of the rollout with its number, or, if the flow has none, on the first actor's.
+Numbers and ids only, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from megarl.config.mesh import MeshSpec, replicas, share_keys, training_data_roles
+from megarl.runtime.executor import Executor, Future
+from megarl.flow import Actor, Flow, Node, Reward, RewardModel, Rollout, declaration
+from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
+from megarl.invariants import check_plan, check_samples
+from megarl.packing import MiniBatch, Sample, homes_of, plan_mini_batches
+from megarl.trainer.gate import LogProbGate
+from megarl.trainer.rollout_batch import RolloutBatch
+from megarl.trainer.scheduler import NodeResult, Scheduler
+from megarl.trainer.scores import check_failed_rewards, take_scores
+from megarl.trainer.state import TrainState
+from megarl.trainer.step_batches import StepBatches
+from megarl.trainer.step_report import metrics_of_actors
+from megarl.trainer.weights import send_weights
+
+
+class StepRunner:
+    """The meaning of a flow's nodes in a training job.
+
+    Args:
+        meshes: role -> its mesh.
+        gate: compares trainer and engine before an actor's first update.
+    """
+
+    driver_columns = DRIVER_COLUMNS
+
+    def __init__(
+        self,
+        executor: Executor,
+        meshes: Mapping[str, MeshSpec],
+        state: TrainState,
+        gate: LogProbGate,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """before_commit: called before each call that changes what a checkpoint holds; may raise."""
+        self.executor, self.meshes, self.state, self.gate = executor, meshes, state, gate
+        self._before_commit = before_commit
+        self.share_of = share_keys(meshes)
+        shares = dict.fromkeys(self.share_of[role] for role in training_data_roles(meshes))
+        self.hidden_size = {share: state.actor_of(share).hidden_size(share) for share in shares}
+        self.row_lengths: list[tuple[int, int]] = []
+        """(length, response length) by row of the training data, in supervised fine-tuning."""
+        self.batches: StepBatches | None = None
+        self.results: dict[str, NodeResult] = {}
+        """Node -> its future, of the nodes of the step that were issued."""
+        self._scheduler = Scheduler(executor, meshes, self, self.share_of)
+
+    def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
+        """Run a step's flow until the driver has what others decide on: samples, lengths, rewards.
+
+        Args:
+            rows: suffix of each actor that admits prompts -> rows of the training data; None: the next ones."""
+        self.batches = StepBatches(self.state.step, flow, self.state.actors)
+        for suffix, rows_of_actor in rows.items():
+            actor = self.state.actors[suffix]
+            actor.admit(rows_of_actor, self.state.step)
+            if not actor.config.algorithm.needs_rollout:
+                self._take_rows(suffix)
+        awaited = {node.name for node in flow.nodes if not node.background and any_in_driver(node.writes)}
+        self.results = self._scheduler.run(flow, until=awaited)
+        return self.batches
+
+    def finish(self) -> list[Future]:
+        """Run the rest of the step. Returns the calls whose answers are metrics."""
+        self.results = self._scheduler.resume()
+        return [
+            result
+            for result in self.results.values()
+            if result.is_on_path
+            and (declared := declaration(result.role, result.method))
+            and declared.reports
+        ]
+
+    def metrics(self, reports: Iterable[Future]) -> dict[str, dict[str, float]]:
+        """Return suffix of each actor -> its metrics of the step. Waits for the reports.
+
+        Args:
+            reports: the calls whose answers are metrics."""
+        reports = list(reports)
+        transfers = [call for batch in self.batches.of_actor.values() for call in batch.transfers]
+        for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
+            call.result()
+        return metrics_of_actors(self.batches, self.state, reports, self.executor.take_seconds())
+
+    def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """Let every actor's KL controller and gate see the metrics of the step. Returns warnings.
+
+        Raises: GateError if trainer and engine have drifted apart."""
+        warnings = []
+        for suffix, metrics in of_actors.items():
+            actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
+            actor.update_kl(metrics, self.batches.batch_of(actor.actor))
+            if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
+                self.gate.check(actor, metrics)
+            warnings += [actor.note_zero_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
+        return [warning for warning in warnings if warning]
+
+    def close(self) -> None:
+        """Wait for all calls that are in flight, in the background too."""
+        self._scheduler.close()
+
+    @property
+    def timeline(self):
+        """When each call ran, and on which ranks."""
+        return self._scheduler.timeline
+
+    # Called by the scheduler.
+
+    def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
+        """Return the arguments of a node's call. Everything that it reads from the driver is there. Raises: what
+        `before_commit` raises."""
+        arguments = self._arguments(node, results)
+        called = node.declaration()
+        if called is not None and called.commits:
+            self._before_commit()
+        return arguments
+
+    def _arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
+        batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
+        called = node.declaration()
+        if called is Rollout.generate:
+            return ("train", actor.buffer.issue()), {}
+        if called is Reward.score:
+            return ("train",), {}
+        if called is RewardModel.score:
+            return (batch.row_of,), {}
+        if called is Actor.receive_rows:
+            return (batch.visits, self._plan_rows(batch)), {}
+        if called is Actor.advantages:
+            rewards = [batch.rewards[sample] for sample in batch.sample_ids]
+            return (batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests), {}
+        if called is Actor.update:
+            if self.batches.is_on_policy(node.role):
+                self._check_gate(node.role, results)
+            return (actor.kl.coef,), {}
+        if called is Rollout.sync:
+            send_weights(self.executor, self.meshes, batch.step, actor.suffix)
+            return (batch.step,), {}
+        return (), {}
+
+    def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
+        for result in results.values():
+            if result.role == actor and declaration(result.role, result.method) is Actor.log_probs:
+                self.gate.check_first(result)
+
+    def skips(self, node: Node) -> bool:
+        """Whether a node is left out of this step: an actor stays as it is while its critic warms up."""
+        warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
+        return warming_up and node.declaration() in (Actor.update, Rollout.sync)
+
+    def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
+        """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
+        giver, taker = self.share_of[source], self.share_of[node.role]
+        columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
+        if giver == taker or not columns or taker not in self.hidden_size:
+            return None
+        ranks = sorted({*self.meshes[giver].ranks, *self.meshes[taker].ranks})
+        moved = self.executor.call_on(ranks, "data", "exchange", columns, giver, taker)
+        self.batches.batch_of(node.role).transfers.append(moved)
+        return moved
+
+    def finished(self, node: Node, values: list) -> None:
+        """Take the answers that are the driver's to keep. A background node may be of the step before."""
+        if node.background:
+            return
+        if node.declaration() is Rollout.generate:
+            self._take_samples(node.role, [sample for of_rank in values for sample in of_rank])
+        elif node.declaration() in (Reward.score, RewardModel.score):
+            self._take_scores(node.role, values)
+
+    # What is done with answers.
+
+    def _take_samples(self, rollout: str, samples: Sequence[Sample]) -> None:
+        """Give finished samples to the buffer, take the step's groups from it, and distribute these."""
+        actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
+        longest = actor.config.sampling.max_prompt_length + actor.config.sampling.max_response_length
+        actor.buffer.add(samples)
+        batch.take(actor.buffer.take(self.batches.step))
+        check_samples(batch.samples, batch.visits, batch.num_samples_per_prompt, longest)
+        shares = [share for share in self.hidden_size if self.batches.batch_of(share) is batch]
+        ranks = sorted({rank for role in (rollout, *shares) for rank in self.meshes[role].ranks})
+        for share in shares:
+            mesh, of_actor = self.meshes[share], self.state.actor_of(share).config.batch
+            mini_batches = plan_mini_batches(
+                batch.samples,
+                of_actor.global_batch_size,
+                homes_of(batch.samples, replicas(mesh)),
+                mesh.dp,
+                of_actor.max_tokens_per_micro_batch,
+                self.hidden_size[share],
+                seed=f"{of_actor.seed}/{batch.step}",
+            )
+            check_plan(mini_batches, batch.samples)
+            rollouts = f"train{actor.suffix}"
+            sent = self.executor.call_on(
+                ranks, "data", "distribute", share, batch.samples, mini_batches, rollouts
+            )
+            batch.transfers.append(sent)
+
+    def _take_rows(self, suffix: str) -> None:
+        """Take the rows of a step of supervised fine-tuning: each is a finished group of one sample."""
+        actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
+        rows = actor.buffer.issue()
+        actor.buffer.add(Sample(visit, *self.row_lengths[row], group=visit) for visit, row in rows.items())
+        batch.take(actor.buffer.take(self.batches.step))
+
+    def _plan_rows(self, batch: RolloutBatch) -> list[MiniBatch]:
+        """Return one mini-batch with all rows of the step, in their order."""
+        actor = self.state.first
+        return plan_mini_batches(
+            batch.samples,
+            len(batch.samples),
+            {},
+            self.meshes["actor"].dp,
+            actor.config.batch.max_tokens_per_micro_batch,
+            actor.shape.hidden_size,
+            seed=None,
+        )
+
+    def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
+        """Add a role's scores to the rewards. They are complete when every role that scores has answered.
+
+        Raises: RewardsFailed if too many rewards are missing then."""
+        batch, actor = self.batches.batch_of(role), self.state.actor_of(role)
+        weight_of = {
+            role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()
+        }
+        take_scores(batch, role, per_rank, weight_of)
+        scoring = [role for role in weight_of if self.batches.batch_of(role) is batch]
+        if all(role in batch.records for role in scoring):
+            weighted = [role for role in weight_of if role in batch.records]
+            check_failed_rewards(batch, weighted, actor.config.data.reward_max_failed_share)

@@ -1,0 +1,397 @@
+"""Training jobs in Python: the loop of `megarl train`, and loops of your own, are written with this.
+
+config = megarl.load_config("@configs/quickstart_ppo.args", train_iters=5)
+with megarl.PPOTrainer(config) as trainer:
+    for step in trainer.steps():
+        batch = trainer.rollout()            prompts -> responses -> rewards
+        metrics = trainer.update(batch)      -> log-probs, values -> advantages -> updates -> new weights
+        print(metrics["reward/mean"])
+    print(trainer.evaluate())
+    trainer.roles.actor.export_hf("out").result()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Self
+
+from megarl.algorithms import GRPO, PPO, Algorithm
+from megarl.algorithms.base import flow_of_actors
+from megarl.config.errors import ConfigError
+from megarl.config.render import write_args
+from megarl.config.mesh import role_meshes
+from megarl.config.schema import TrainConfig
+from megarl.runtime.executor import Future
+from megarl.flow import Flow, Node, Roles
+from megarl.flow.columns import COMPUTED_COLUMNS
+from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
+from megarl.trainer.checkpointer import Checkpointer
+from megarl.trainer.evaluation import evaluate_actors
+from megarl.trainer.gate import LogProbGate
+from megarl.trainer.own_ranks import Started, start_ranks
+from megarl.trainer.rollout_batch import RolloutBatch
+from megarl.trainer.run_folder import Run
+from megarl.trainer.scheduler import NodeResult
+from megarl.trainer.state import TrainState
+from megarl.trainer.step_report import rollout_rows
+from megarl.trainer.step_runner import StepRunner
+from megarl.trainer.stop_request import StopRequest
+from megarl.trainer.weights import sync_weights
+
+
+class Trainer:
+    """A training job whose driver is this process.
+
+    Creating it starts the ranks, sets the roles up, restores what --load names and brings the first weights
+    into the engines. Leaving the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the
+    end of this process, whatever ends it. After a failure (RemoteError, a rank's death) no call works any
+    more.
+
+    Args:
+        config: see `load_config`. --nproc-per-node ranks are started on this machine; with --executor inline
+            there are none, and calls on roles are calls in this process, for pdb. The run folder --save is
+            written as by `megarl train`.
+        progress: print a line per step, as `megarl train` does.
+        started: ranks that run already; default: they are started here.
+    Raises: ConfigError for errors of the job, before a model is built; RemoteError if a rank fails.
+    """
+
+    algorithm: type[Algorithm] = Algorithm
+    """The algorithm class that the configuration must choose."""
+
+    def __init__(self, config: TrainConfig, progress: bool = False, started: Started | None = None) -> None:
+        self.config = config
+        self._contexts = contextlib.ExitStack()
+        try:
+            if started is None:
+                self._check_algorithm()
+                started = self._contexts.enter_context(start_ranks(config, progress))
+            self._open(started)
+        except BaseException:
+            self._end(sys.exc_info())
+            raise
+
+    def _check_algorithm(self) -> None:
+        config, wanted = self.config.algorithm, self.algorithm.__name__.lower()
+        if isinstance(config, self.algorithm) and config.needs_rollout:
+            return
+        rule = "nothing is sampled. Use `megarl train`."
+        if self.algorithm is not Algorithm:
+            rule = f"{type(self).__name__} wants {wanted}."
+        raise ConfigError([f"--algorithm ({type(config).__name__.lower()}): {rule}"])
+
+    def _open(self, started: Started) -> None:
+        """Create the parts of the job. The run folder is created here."""
+        config, self.executor = self.config, started.executor
+        self.meshes = role_meshes(config, started.world_size)
+        self.run_folder = self._contexts.enter_context(Run(config, write_args(config), started.progress))
+        self.state = TrainState(config, started.inputs)
+        self.roles = Roles(self.executor, self.executor.ranks)
+        self.gate = LogProbGate(self.executor, self.state)
+        self.stop = StopRequest()
+        self.executor.check_interrupt = self.stop.check
+        self.runner = StepRunner(
+            self.executor, self.meshes, self.state, self.gate, before_commit=self.stop.begin_update
+        )
+        self.checkpointer = Checkpointer(
+            config, self.executor, self.meshes, self.state, self.run_folder, self.stop
+        )
+        self._contexts.push(self._shut_down_roles)
+        self.flow = flow_of_actors(config, self.meshes)
+        """What depends on what in a step, as the algorithms of all actors say."""
+        self._validate(self.flow)
+        self.stops_gracefully = False
+        """A SIGTERM ends the job with a checkpoint of the last completed step, see `graceful_stop`."""
+        self._metrics: dict[str, float] = {}  # of the last step
+        self._set_up()
+
+    def _shut_down_roles(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is not None:
+            self.checkpointer.abandon()
+            return
+        for role in self.meshes:
+            if kind_and_suffix(role)[0] in ("rollout", "reward", "reward_model"):
+                self.roles[role].shut_down().result()
+
+    def _set_up(self) -> None:
+        """Build every role, in an order that all ranks share, restore --load, and sync the first weights."""
+        for future in [self.roles[name].setup() for name in self.meshes]:
+            future.result()
+        seconds = self.executor.take_seconds()
+        took = ", ".join(f"{role} {value:.1f} s" for (role, _), value in seconds.items())
+        self.run_folder.progress.note(f"roles are set up: {took}")
+        self.checkpointer.restore()
+        if not self.config.algorithm.needs_rollout:
+            self.runner.row_lengths = self.roles.actor.load_dataset().first()
+        else:
+            for synced in [self.sync(actor.actor) for actor in self.state.actors.values()]:
+                synced.result()
+
+    # Steps.
+
+    @property
+    def step(self) -> int:
+        """The step that runs; between two steps the last one done, 0 before the first."""
+        return self.state.step
+
+    @property
+    def results(self) -> dict[str, NodeResult]:
+        """Node of the step's flow -> its future."""
+        return self.runner.results
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the job has made --train-iters steps, or its loss fell below --exit-loss."""
+        metrics = self._metrics or self.checkpointer.restored_metrics
+        exit_loss = self.config.run.exit_loss
+        has_converged = exit_loss is not None and metrics.get("policy/loss", math.inf) < exit_loss
+        return has_converged or self.state.completed >= self.config.batch.train_iters
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left. Each ends with a checkpoint if one is due (--save-interval).
+
+        What is called in a step is that step's in errors and records."""
+        while not self.is_done:
+            self._begin_step()
+            yield self.step
+            self.checkpoint_if_due()
+
+    def rollout(
+        self, flow: Flow | None = None, rows: Sequence[int] | Mapping[str, Sequence[int]] | None = None
+    ) -> RolloutBatch:
+        """Sample responses and score them: run the step's flow until the rewards are here.
+
+        Whatever else is ready is computed meanwhile. Begins a step unless one has begun (see `steps`). Called
+        again before `update`, it discards what the step has sampled and samples anew. In supervised
+        fine-tuning the batch is the next rows of the data.
+
+        Args:
+            flow: of the whole step, if not the algorithm's.
+            rows: rows of the training data; default: the next --num-prompts. With several actors the same for
+                all of them that sample, or by name: {"actor": [...], "actor_2": [...]}.
+        Returns: the first actor's batch, which has those of the others.
+        Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
+            fails."""
+        if not self.state.in_step:
+            self._begin_step()
+        flow = self.flow if flow is None else flow
+        self._validate(flow)
+        return self.runner.sample(flow, self._rows_of_actors(flow, rows)).first
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Run the rest of the step: log-probs, values, advantages, updates, new weights into the engines.
+
+        Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
+        Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last
+            rollout's; RemoteError."""
+        self._check_current(batch)
+        self.checkpointer.poll()
+        return self._record(self.runner.finish())
+
+    def run(self, flow: Flow) -> dict[str, float]:
+        """Run a whole step by a flow of your own. Returns and raises like `update`."""
+        return self.update(self.rollout(flow))
+
+    def finish(self, batch: RolloutBatch, *reports: Future) -> dict[str, float]:
+        """Record a step whose calls the loop made itself, instead of `update`. Returns its metrics.
+
+        Args:
+            reports: the calls whose answers are metrics.
+        Raises: GateError if log-probs are among them and disagree with the engine's; ValueError as
+            `update`."""
+        self._check_current(batch)
+        return self._record(reports)
+
+    def _begin_step(self) -> None:
+        self.state.begin_step()
+        self.executor.label = f"step {self.state.step}"
+        self.stop.is_armed = self.stops_gracefully
+        self.stop.check()
+        self.checkpointer.poll()
+        self.executor.take_seconds()
+        self.run_folder.begin_step()
+
+    def _record(self, reports: Iterable[Future]) -> dict[str, float]:
+        """Record the metrics of these calls as those of the step, then judge them."""
+        state, batches = self.state, self.runner.batches
+        of_actors = self.runner.metrics(reports)
+        metrics = {
+            with_suffix(name, suffix): value
+            for suffix, own in of_actors.items()
+            for name, value in own.items()
+        }
+        self.run_folder.write_rollouts(state.step, rollout_rows(batches, state))
+        self.run_folder.record_step(state.step, metrics, batches.num_tokens)
+        for note in self.runner.judge(of_actors):
+            self.run_folder.progress.note(note)
+        state.complete_step()
+        self.stop.step_completed()
+        self._metrics = metrics
+        return metrics
+
+    # Calls of a loop of one's own.
+
+    def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
+        """Bring token columns from the ranks of one role to those of another.
+
+        Returns None if they are there, as both roles work on the same batch shard."""
+        if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
+            raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
+        for role in (source, destination):
+            if role not in self.runner.share_of:
+                raise ValueError(
+                    f"role ({role}) must be one of those of the job: {', '.join(self.runner.share_of)}."
+                )
+        node = Node(role=destination, method="exchange", reads=(), writes=())
+        return self.runner.move(columns, source, node)
+
+    def check_gate(self, log_probs: Future) -> None:
+        """Wait for `roles.actor.log_probs()` and judge it, before an update by hand.
+
+        Raises: GateError if trainer and engine disagree. ValueError for an actor that works on another's
+            samples."""
+        if not self.runner.batches.is_on_policy(log_probs.role):
+            raise ValueError(
+                f"log_probs (of {log_probs.role}): the gate compares an actor with its own engines, "
+                "and these samples are another actor's. Leave this check_gate out."
+            )
+        self.gate.check_first(log_probs)
+
+    def sync(self, actor: str = "actor") -> Future:
+        """Bring an actor's weights into its engines. Their version is the number of the step."""
+        return sync_weights(self.executor, self.meshes, self.step, self.state.actor(actor).suffix)
+
+    @property
+    def kl_coef(self) -> float:
+        """Factor of the first actor's KL. Of other actors: `batch.actors["actor_2"].kl_coef`."""
+        return self.state.first.kl.coef
+
+    # Between two steps.
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the held-out accuracy of every actor on --eval-data, sampled and greedy, and record it."""
+        scores, answers = evaluate_actors(self.executor, self.state)
+        self.run_folder.record_evaluation(self.step, scores, answers)
+        return scores
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate before the first step, every --eval-interval steps and after the last."""
+        interval = self.config.run.eval_interval
+        if not self.state.first.eval_rows or not interval or not self.config.algorithm.needs_rollout:
+            return
+        if self.step % interval == 0 or self.is_done:
+            self.evaluate()
+
+    def save_checkpoint(self) -> None:
+        """Begin a checkpoint of the state after this step, in --save; `wait`, or the next one, ends it.
+
+        Raises: ValueError within a step."""
+        if self.state.in_step:
+            raise ValueError(
+                f"a checkpoint is made between steps, and step {self.step} has no update yet. Call "
+                "update() first."
+            )
+        self.checkpointer.save()
+
+    def checkpoint_if_due(self) -> None:
+        """Begin a checkpoint every --save-interval steps and at the end, unless there is one of this step."""
+        interval = self.config.checkpoint.save_interval
+        if not interval or self.state.in_step or self.step == self.checkpointer.last_step:
+            return
+        if self.step % interval == 0 or self.is_done:
+            self.checkpointer.save()
+
+    def export_if_due(self) -> None:
+        """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end.
+
+        Those of the second actor are hf_2/ and hf_critic_2/."""
+        interval = self.config.run.export_interval
+        if not self.is_done and not (interval and self.step % interval == 0):
+            return
+        for role in self.meshes:
+            kind, suffix = kind_and_suffix(role)
+            if kind in TRAINED_KINDS:
+                folder = "hf" if kind == "actor" else "hf_critic"
+                path = self.run_folder.folder / f"{folder}{suffix}"
+                self.roles[role].export_hf(str(path)).result()
+
+    def wait(self) -> None:
+        """Wait for everything in flight, in the background too. Then timeline.json says when each call ran."""
+        self.runner.close()
+        self.checkpointer.wait()
+        self.runner.timeline.write(self.run_folder.folder / "timeline.json")
+
+    # The end.
+
+    def close(self) -> None:
+        """Wait for everything in flight and shut the ranks down. Does nothing the second time.
+
+        After a failure it is raised once more, with the ranks gone."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._contexts is None:
+            return
+        if exc_info[1] is None:
+            try:
+                self.wait()
+            except BaseException:
+                self._end(sys.exc_info())
+                raise
+        self._end(exc_info)
+
+    def _end(self, exc_info: tuple) -> None:
+        contexts, self._contexts = self._contexts, None
+        contexts.__exit__(*exc_info)
+
+    # Checks.
+
+    def _validate(self, flow: Flow) -> None:
+        """Raise FlowError for a flow that this job cannot run, or without a column that an algorithm
+        needs."""
+        needs = {}
+        for actor in self.state.actors.values():
+            needs[actor.actor, "advantages"] = actor.config.algorithm.advantage_reads
+            needs[actor.actor, "update"] = actor.config.algorithm.loss_reads
+        flow.validate(self.meshes, needs)
+
+    def _rows_of_actors(
+        self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
+    ) -> dict[str, Sequence[int] | None]:
+        """Suffix of each actor that takes part in sampling -> rows that it admits; None: the next ones."""
+        by_suffix = {}
+        if isinstance(rows, Mapping):
+            by_suffix = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
+        admitting = {f"rollout{suffix}.generate": suffix for suffix in self.state.actors}
+        admitting |= {f"actor{suffix}.receive_rows": suffix for suffix in self.state.actors}
+        chosen = {}
+        for node in flow.nodes:
+            if (suffix := admitting.get(f"{node.role}.{node.method}")) is not None:
+                chosen[suffix] = by_suffix.get(suffix) if isinstance(rows, Mapping) else rows
+        return chosen
+
+    def _check_current(self, batch: RolloutBatch) -> None:
+        batches = self.runner.batches
+        if batches is None or batch is not batches.first or not self.state.in_step:
+            raise ValueError(
+                f"batch ({batch}) must be what the last rollout() returned, once: the ranks hold "
+                "the tokens of that one alone."
+            )
+
+
+class PPOTrainer(Trainer):
+    """A training job with --algorithm ppo."""
+
+    algorithm = PPO
+
+
+class GRPOTrainer(Trainer):
+    """A training job with --algorithm grpo."""
+
+    algorithm = GRPO

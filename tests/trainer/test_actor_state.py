@@ -1,0 +1,134 @@
+"""What the driver keeps per actor: which rows, whose model's size, which roles an exchange knows. `pytest
+tests/trainer/test_actor_state.py`"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.algorithms import REGISTRY
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    RewardModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megarl.trainer.actor_state import ActorState
+from megarl.trainer.preflight import Inputs
+from megarl.trainer.state import TrainState
+from megarl.trainer.trainer import Trainer
+from megarl.flow import symbolic_roles
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 283,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "eos_token_id": 1,
+}
+
+
+def model(folder: Path, name: str, **config) -> str:
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps(config))
+    return str(folder / name)
+
+
+def config(folder: Path) -> TrainConfig:
+    return TrainConfig(
+        algorithm=REGISTRY["ppo"](),
+        model=ModelConfig(model=model(folder, "actor", **QWEN3, hidden_size=128)),
+        batch=BatchConfig(train_iters=1, num_prompts=2, num_samples_per_prompt=2, global_batch_size=4),
+        data=DataConfig(train_data=("rows",)),
+        run=RunConfig(save="unused"),
+    )
+
+
+def actor(config: TrainConfig, suffix: str = "") -> ActorState:
+    return ActorState(suffix, config, Inputs(ModelShape.load(config.model.model), range(10), None))
+
+
+def test_the_cost_of_a_sample_is_that_of_the_roles_own_model(tmp_path):
+    one = config(tmp_path)
+    assert [actor(one).hidden_size(role) for role in ("actor", "reference", "critic")] == [128, 128, 128]
+    bert = model(
+        tmp_path,
+        "bert",
+        model_type="bert",
+        architectures=["BertForSequenceClassification"],
+        hidden_size=32,
+        id2label={"0": "x"},
+    )
+    odd = model(
+        tmp_path,
+        "odd",
+        model_type="gpt2",
+        architectures=["GPT2ForSequenceClassification"],
+        n_embd=48,
+        id2label={"0": "x"},
+    )
+    larger = model(tmp_path, "critic", **QWEN3, hidden_size=192)
+    other = replace(
+        one,
+        model=replace(one.model, critic_model=larger),
+        reward_models=RewardModelConfig(reward_model=(bert, odd), reward_model_backend=("transformers",)),
+    )
+    roles = ("actor", "critic", "reward_model", "reward_model_2")
+    assert [actor(other).hidden_size(role) for role in roles] == [128, 192, 32, 128]
+    assert actor(other, "_2").hidden_size("critic_2") == 192
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A trainer without ranks: two actors and what decides on their rows."""
+    one = config(tmp_path)
+    trainer = object.__new__(Trainer)
+    trainer.state = object.__new__(TrainState)
+    trainer.state.actors = {"": actor(one), "_2": actor(replace(one, batch=replace(one.batch, seed=1)), "_2")}
+    trainer.runner = SimpleNamespace(share_of={"actor": "actor", "critic": "actor"})
+    return trainer
+
+
+def admitted(trainer, flow, rows) -> dict[str, dict[int, int]]:
+    """Suffix of each actor -> visit -> row, of the prompts that a step samples."""
+    chosen = trainer._rows_of_actors(flow, rows)
+    for suffix, of_actor in chosen.items():
+        trainer.state.actors[suffix].admit(of_actor, step=1)
+    return {suffix: trainer.state.actors[suffix].buffer.issue() for suffix in chosen}
+
+
+def test_every_actor_that_samples_has_rows_of_its_own(trainer):
+    first, second = symbolic_roles("actor actor_2")
+    flow = first.rollout().beside(second.rollout())
+    visits = admitted(trainer, flow, None)
+    assert visits.keys() == {"", "_2"} and visits[""] != visits["_2"]
+    assert [*visits[""]] == [*visits["_2"]] == [0, 1]  # each actor counts its own
+    assert admitted(trainer, flow, [3, 3]) == {"": {2: 3, 3: 3}, "_2": {2: 3, 3: 3}}
+    chosen = {"actor": [3, 4], "actor_2": [5, 6]}
+    assert admitted(trainer, flow, chosen) == {"": {4: 3, 5: 4}, "_2": {4: 5, 5: 6}}
+    before = trainer.state.actors["_2"].snapshot()
+    assert admitted(trainer, first.rollout(), None).keys() == {""}
+    assert trainer.state.actors["_2"].snapshot() == before
+    with pytest.raises(ValueError, match=r"actor \(actor_3\) must be one of actor, actor_2\."):
+        admitted(trainer, flow, {"actor_3": [1, 2]})
+    with pytest.raises(ValueError, match=r"rows \(12\) must be rows of --train-data: 0 to 9\."):
+        admitted(trainer, flow, {"actor_2": [1, 12]})
+
+
+def test_an_exchange_names_the_roles_that_there_are(trainer):
+    with pytest.raises(ValueError, match=r"role \(critik\) must be one of those of the job: actor, critic\."):
+        trainer.exchange(["values"], "critik", "actor")

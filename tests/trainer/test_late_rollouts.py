@@ -1,0 +1,185 @@
+"""The training loop on rollouts that come late, out of order and in groups of unequal sizes: each sample is
+trained on once, in a run that never stops and in one that goes on from a snapshot.
+
+    pytest tests/trainer/test_late_rollouts.py
+
+Trainer, flow, scheduler, plans, rewards and recording are the real ones; the roles are stand-ins without a model."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.algorithms import REGISTRY
+from megarl.config.hf_config import ModelShape
+from megarl.loggers.console import Progress
+from megarl.packing import MiniBatch, Sample
+from megarl.runtime.inline_executor import InlineExecutor
+from megarl.trainer.own_ranks import Started
+from megarl.trainer.preflight import Inputs
+from megarl.trainer.trainer import Trainer
+from tests.trainer.test_actor_state import config
+
+LARGEST_GROUP = 5
+
+
+def group_size(visit: int) -> int:
+    return 1 + 2 * visit % LARGEST_GROUP
+
+
+class LateRollout:
+    """Engines that deliver every second group with the next step's, the newest first."""
+
+    def __init__(self) -> None:
+        self.late: list[int] = []
+        self.delivered: list[int] = []
+
+    def setup(self) -> None:
+        pass
+
+    def sync(self, version: int) -> dict[str, float]:
+        return {}
+
+    def shut_down(self) -> None:
+        pass
+
+    def generate(self, purpose: str, visits: dict[int, int], greedy: bool = False) -> list[Sample]:
+        in_time = [visit for index, visit in enumerate(visits) if index % 2 == 0]
+        groups, self.late = [*in_time, *self.late][::-1], [visit for visit in visits if visit not in in_time]
+        samples = [
+            Sample(LARGEST_GROUP * visit + index, 5 + index, 3, group=visit)
+            for visit in groups
+            for index in range(group_size(visit))
+        ]
+        self.delivered = [sample.sample_id for sample in samples]
+        return samples
+
+
+class Rewards:
+    def __init__(self, rollout: LateRollout) -> None:
+        self.rollout = rollout
+
+    def setup(self) -> None:
+        pass
+
+    def shut_down(self) -> None:
+        pass
+
+    def score(self, purpose: str, num_logged: int | None = None) -> list[dict]:
+        return [{"sample_id": sample, "reward": 1.0} for sample in self.rollout.delivered]
+
+
+class Data:
+    """Notes what the mini-batches of every step hold."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def distribute(
+        self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
+    ) -> dict[str, float]:
+        self.steps.append([sample for mini_batch in mini_batches for sample in mini_batch.samples_of(0)])
+        return {}
+
+
+class Actor:
+    def __init__(self) -> None:
+        self.groups: list[Counter] = []
+
+    def setup(self) -> None:
+        pass
+
+    def log_probs(self) -> dict[str, float]:
+        return {}
+
+    def advantages(self, sample_ids, group_ids, rewards, kl_coef, digests=None) -> dict[str, float]:
+        self.groups.append(Counter(group_ids))
+        return {}
+
+    def update(self, kl_coef: float = 0.0) -> dict[str, float]:
+        return {"policy/loss": 0.0}
+
+
+def open_trainer(folder: Path, save: str) -> tuple[Trainer, Data, Actor]:
+    job = config(folder)
+    job = replace(
+        job,
+        algorithm=REGISTRY["grpo"](),
+        batch=replace(job.batch, train_iters=6, num_prompts=4, global_batch_size=8),
+        run=replace(job.run, save=str(folder / save)),
+    )
+    rollout, data, actor = LateRollout(), Data(), Actor()
+    executor = InlineExecutor({"actor": actor, "rollout": rollout, "reward": Rewards(rollout), "data": data})
+    inputs = {"": Inputs(ModelShape.load(job.model.model), range(10), None)}
+    progress = Progress(6, io.StringIO(), terminal=False)
+    trainer = Trainer(job, started=Started(executor, inputs, 1, progress))
+    buffer = trainer.state.first.buffer
+    buffer.staleness, admit = 1, buffer.admit
+    buffer.admit = lambda visits, _, step: admit(visits, {visit: group_size(visit) for visit in visits}, step)
+    return trainer, data, actor
+
+
+def train(trainer: Trainer, num_steps: int) -> None:
+    steps = trainer.steps()
+    for _ in range(num_steps):
+        next(steps)
+        trainer.update(trainer.rollout())
+
+
+def check(data: list[Data], actors: list[Actor], num_admitted: int, waiting: set[int]) -> None:
+    trained = Counter(sample for one in data for step in one.steps for sample in step)
+    expected = {
+        LARGEST_GROUP * visit + index
+        for visit in set(range(num_admitted)) - waiting
+        for index in range(group_size(visit))
+    }
+    assert trained.keys() == expected and {*trained.values()} == {1}
+    for groups in (groups for actor in actors for groups in actor.groups):
+        assert all(size == group_size(visit) for visit, size in groups.items())  # whole groups only
+
+
+def waiting_in(trainer: Trainer) -> set[int]:
+    return {group["visit"] for group in trainer.state.first.buffer.snapshot()}
+
+
+def test_each_sample_is_trained_on_once(tmp_path):
+    with open_trainer(tmp_path, "run")[0] as trainer:
+        train(trainer, 6)
+        data, actor = (trainer.executor._roles[name] for name in ("data", "actor"))
+        assert len(waiting_in(trainer)) == 2  # half of the last step's
+        check([data], [actor], num_admitted=24, waiting=waiting_in(trainer))
+        assert [len(groups) for groups in actor.groups] == [2, 4, 4, 4, 4, 4]
+
+
+def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path):
+    with open_trainer(tmp_path, "before")[0] as trainer:
+        train(trainer, 3)
+        first = [trainer.executor._roles[name] for name in ("data", "actor")]
+        snapshot, waiting = json.loads(json.dumps(trainer.state.snapshot())), waiting_in(trainer)
+        train(trainer, 1)  # what happens after the snapshot is lost
+        del first[0].steps[3:], first[1].groups[3:]
+    assert len(waiting) == 2
+    with open_trainer(tmp_path, "after")[0] as trainer:
+        trainer.state.restore(snapshot)
+        assert trainer.step == 3 and waiting_in(trainer) == waiting
+        train(trainer, 3)
+        second = [trainer.executor._roles[name] for name in ("data", "actor")]
+        check(
+            [first[0], second[0]],
+            [first[1], second[1]],
+            num_admitted=24,
+            waiting=waiting_in(trainer),
+        )
+
+
+def test_synchronous_training_refuses_a_late_group(tmp_path):
+    trainer = open_trainer(tmp_path, "run")[0]
+    trainer.state.first.buffer.staleness = 0
+    with pytest.raises(RuntimeError, match="samples of visit 1 are missing: groups must be complete"):
+        train(trainer, 1)
+    trainer.__exit__(RuntimeError, RuntimeError(), None)
