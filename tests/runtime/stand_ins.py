@@ -54,7 +54,10 @@ class Rollout(Role):
         """Each rank answers its part of the prompts."""
         here = list(visits)[self.ranks.index(self.context.rank) :: len(self.ranks)]
         ids = [visit * self.group + i for visit in here for i in range(self.group)]
-        self.state.samples = [Sample(i, 12 + i % 5, 4 + i % 5, holders=(self.context.rank,)) for i in ids]
+        rank = self.context.rank
+        self.state.samples = [
+            Sample(i, 12 + i % 5, 4 + i % 5, holders=(rank,), group=i // self.group) for i in ids
+        ]
         self.context.emit("generated", len(ids))
         return self.state.samples
 
