@@ -16,7 +16,7 @@ help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
 	@echo 'make test-slow                          run the long tail: every layout, real size, faults; hours, 20 GB of memory'
-	@echo 'make test-stress [ARGS="tests/driver"]   run what has processes, signals or deadlines 20 times in each of four conditions;'
+	@echo 'make test-stress [ARGS="tests/runtime"]  run what has processes, signals or deadlines 20 times in each of four conditions;'
 	@echo '                                        goes on where it was interrupted (tools/stress_tests.py says how)'
 	@echo 'make docs                               build the documentation into build/docs/; a broken link is an error'
 	@echo 'make clean                              remove the environment and everything that was built; runs/ stays'

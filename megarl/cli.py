@@ -81,6 +81,7 @@ def train(argv: list[str]) -> int:
     process starts."""
     from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
+    from megarl.trainer.executors import has_rank_processes
 
     config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
@@ -89,10 +90,10 @@ def train(argv: list[str]) -> int:
         )
         return 2
     check_everything(config, config.placement.nproc_per_node)
-    if config.placement.executor == "inline":
-        from megarl.train import run_inline
+    if not has_rank_processes(config):
+        from megarl.train import run_in_process
 
-        return run_inline(config)
+        return run_in_process(config)
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.launch import launch
 
@@ -103,10 +104,11 @@ def evaluate(argv: list[str]) -> int:
     """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
     from megarl.checks.job import check_everything
     from megarl.config.loader import load_config
+    from megarl.trainer.executors import has_rank_processes
 
     config = load_config(argv, _registry(), "megarl eval")
     check_everything(config, config.placement.nproc_per_node, new_run=False)
-    if config.placement.executor == "inline":
+    if not has_rank_processes(config):
         from megarl.evaluate import main as evaluate_here
 
         return evaluate_here(argv)

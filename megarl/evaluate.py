@@ -12,7 +12,7 @@ from megarl.runtime.process import quiet_libraries
 def main(argv: list[str]) -> int:
     from megarl.trainer.evaluation import evaluate_job
 
-    return run(argv, driver="megarl.trainer.evaluation", inline_job=evaluate_job, new_run=False)
+    return run(argv, driver="megarl.trainer.evaluation", in_process_job=evaluate_job, new_run=False)
 
 
 if __name__ == "__mp_main__":  # as in train.py

@@ -40,7 +40,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
 
 @functools.cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
-    return msgspec.msgpack.Decoder(kind, ext_hook=_from_extension)
+    return msgspec.msgpack.Decoder(kind, ext_hook=from_extension)
 
 
 # A row of a data set may hold values that MessagePack has no type for. These types travel as text, and a type
@@ -84,7 +84,8 @@ def packable(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
-def _from_extension(code: int, data: memoryview) -> object:
+def from_extension(code: int, data: memoryview) -> object:
+    """Return the value that `packable` has made an extension of. Raises: MessageError for an unknown code."""
     if code == _TUPLE:
         return tuple(decode(data, list))
     if code not in _FORMS:

@@ -16,22 +16,26 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
+from megarl.trainer.executors import has_rank_processes, open_executor
 from megarl.trainer.restarts import attempt_under_torchrun, continued
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
 
-InlineJob = Callable[..., None]
+InProcessJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
 
 
 def main(
-    argv: list[str], driver: str = "megarl.trainer", inline_job: InlineJob | None = None, new_run: bool = True
+    argv: list[str],
+    driver: str = "megarl.trainer",
+    in_process_job: InProcessJob | None = None,
+    new_run: bool = True,
 ) -> int:
     """One rank's life. Returns the exit code.
 
     Args:
         driver: module that rank 0 starts as the driver process.
-        inline_job: what --executor inline runs instead; default: training.
+        in_process_job: what an executor without rank processes runs instead; default: training.
         new_run: --save must be free.
     """
     if "RANK" in os.environ:
@@ -41,8 +45,8 @@ def main(
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = load_config(argv, REGISTRY)
-        if config.placement.executor == "inline":
-            return run_inline(config, inline_job, new_run)
+        if not has_rank_processes(config):
+            return run_in_process(config, in_process_job, new_run)
         if "RANK" not in os.environ:
             sys.stderr.write(
                 "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N "
@@ -87,32 +91,34 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
     quiet_libraries()
     from megarl.runtime.mailbox import connect, has_own_store
-    from megarl.runtime.worker_loop import answer_for_stacks, fail_to_start, serve
+    from megarl.runtime.worker_loop import answer_health, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
-    teller = answer_for_stacks(rank) if has_own_store() else None
+    health = answer_health(rank) if has_own_store() else None
     try:
         join_world(config.placement.call_timeout_s)
     except Exception as error:  # process boundary
         fail_to_start(error, rank)
-    return serve(lambda: build_roles(config, int(os.environ["WORLD_SIZE"])), rank, connect(), driver, teller)
+    world_size = int(os.environ["WORLD_SIZE"])
+    return serve(lambda context: build_roles(config, world_size), rank, connect(), driver, health)
 
 
-def run_inline(config: TrainConfig, job: InlineJob | None = None, new_run: bool = True) -> int:
-    """Driver and the only rank in one process: a debugger stands where the error is."""
+def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True) -> int:
+    """Run the job with this process as its driver, on an executor that needs no ranks of `megarl.train`."""
     quiet_libraries()
     from megarl.trainer.__main__ import train_job
-    from megarl.runtime.shutdown import run_job_in_process
-    from megarl.trainer.executors import inline_ranks
     from megarl.trainer.preflight import read_inputs
+    from megarl.runtime.shutdown import run_job_in_process
 
+    world_size = config.placement.nproc_per_node
     try:
-        inputs = read_inputs(config, 1, new_run)
+        inputs = read_inputs(config, world_size, new_run)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return run_job_in_process(
-        lambda executor: (job or train_job)(executor, config, inputs, 1), lambda: inline_ranks(config)
+        lambda executor: (job or train_job)(executor, config, inputs, world_size),
+        lambda: open_executor(config, world_size),
     )
 
 

@@ -2,7 +2,7 @@
 quiet machine does not show.
 
     make test-stress                                              every such test, 20 times in each condition: days on two cores
-    make test-stress ARGS="tests/driver/test_stopping.py"         these alone
+    make test-stress ARGS="tests/runtime/test_shutdown.py"         these alone
     make test-stress ARGS="--budget-s 3600"                       as far as an hour goes; the same command again goes on from there
 
     quiet      nothing beside it, that is, what else the machine does

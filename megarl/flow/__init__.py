@@ -1,5 +1,5 @@
 """A step of training as a graph of calls: the roles and their methods, the columns, how a flow is written,
-checked and drawn, and what of it may be issued next. `driver/scheduler.py` runs it. Reading it needs no
+checked and drawn, and what of it may be issued next. `trainer/scheduler.py` runs it. Reading it needs no
 torch."""
 
 from megarl.flow.flow import Flow

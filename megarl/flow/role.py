@@ -92,6 +92,7 @@ class RoleMethod(Generic[P, R]):
         optional: bool,
     ) -> None:
         self.function, self.reads, self.writes = function, reads, writes
+        self.__wrapped__ = function  # as of a decorated function: `inspect.unwrap` finds the annotations
         self.__doc__ = function.__doc__
         self.reports, self.phase, self.commits = reports, phase, commits
         self.of_algorithm, self.optional = of_algorithm, optional

@@ -8,8 +8,6 @@ cannot make a rank copy weights from elsewhere."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections import deque
 from datetime import timedelta
@@ -18,10 +16,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.messages import decode, encode
-from megarl.runtime.signing import JOB_SECRET, ForgedMessage, job_secret
+from megarl.runtime.signing import sign, verify
 
 T = TypeVar("T")
-_MAC_BYTES = hashlib.sha256().digest_size
 
 
 class Late(TimeoutError):
@@ -47,8 +44,7 @@ class KeyValueStore:
         self._own[key] = value
         self._keys_by_sync[-1].append(key)
         if self._store is not None:
-            data = encode(value)
-            self._store.set(key, self._mac(key, data) + data)
+            self._store.set(key, sign(encode(value), f"{self._generation}/{key}"))
 
     def read(self, key: str, kind: type[T], deadline: float) -> T:
         """Wait for the value of a key.
@@ -66,13 +62,7 @@ class KeyValueStore:
             if isinstance(error, dist.DistNetworkError):
                 raise
             raise Late(f"nobody wrote {key} within {left:.1f} s") from error
-        message = memoryview(self._store.get(key))
-        mac, data = message[:_MAC_BYTES], message[_MAC_BYTES:]
-        if not hmac.compare_digest(self._mac(key, data), mac):
-            raise ForgedMessage(
-                f"{key} in the job's store is not signed with the job's secret and was not read: another "
-                f"process wrote it, or {JOB_SECRET} is not the same on all nodes."
-            )
+        data = verify(self._store.get(key), f"{self._generation}/{key}")
         return decode(data, kind)
 
     def end_sync(self) -> None:
@@ -83,9 +73,3 @@ class KeyValueStore:
                 del self._own[key]
                 if self._store is not None:
                     self._store.delete_key(key)
-
-    def _mac(self, key: str, data: bytes | memoryview) -> bytes:
-        """Sign the key and the generation too: no message can stand in the place of another."""
-        mac = hmac.new(job_secret().encode(), f"{self._generation}/{key}".encode() + b"\0", hashlib.sha256)
-        mac.update(data)
-        return mac.digest()

@@ -1,9 +1,9 @@
 """Aborting work that may take long, because the job shuts down. The driver asks for it; an engine heeds it
 between two of its steps.
 
-The ranks of one engine must stop before the same step, or the others would wait for them in a collective. They
-take each step together, so none is more than one step ahead: once every rank knows of the abort, the engine's
-first rank names the step after its next."""
+The ranks of one engine must stop before the same step, or the others would wait for them in a collective.
+They take each step together, so none is more than one step ahead: once every rank knows of the abort, the
+engine's first rank names the step after its next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of the driver that nothing waits for: one thread, in the order given."""
+"""One thread that runs functions which nothing waits for, in the order given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class DriverCall:
-    """A function of the driver, as a Future."""
+    """A call of a function in this process, with the members of a Future."""
 
     def __init__(self, function: Callable, args: tuple, kwargs: dict):
         self._work = (function, args, kwargs)
@@ -48,7 +48,8 @@ class DriverCall:
 
 
 class BackgroundThread:
-    """Starts with the first call. A daemon: a function that hangs does not keep a failed job from ending."""
+    """A thread that starts with the first call. A daemon: a function that hangs does not keep a failed job
+    from ending."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[DriverCall | None] = queue.SimpleQueue()
@@ -62,7 +63,7 @@ class BackgroundThread:
         return call
 
     def close(self) -> None:
-        """Wait for everything submitted."""
+        """Wait for every call that was submitted."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import pickle
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from megarl.runtime.executor import RemoteError, RoleHandle, at_step, check_role, check_some, check_subset
-from megarl.runtime.stop_request import StopRequest
 from megarl.runtime.abort import ABORT, Aborted
-from megarl.runtime.mailbox import Failure
+from megarl.runtime.executor import (
+    Capabilities,
+    Health,
+    RemoteError,
+    RoleHandle,
+    at_label,
+    check_role,
+    check_some,
+    check_subset,
+)
+from megarl.runtime.hosting import HostedRoles, Roles, WorkerContext, stack_of_call
+from megarl.runtime.messages import Call, Event, Failure, decode_result, encode_arguments
+
+_TICK_S = 0.1  # between two looks at `check_interrupt`
 
 
 class InlineFuture:
-    """A call that was made already."""
+    """A call that has ended already."""
 
-    def __init__(self, role: str, value: object, seconds: float):
-        self.role, self._value, self.seconds, self.ended = role, value, seconds, time.time()
+    def __init__(self, role: str, value: object, seconds: float, ended: float):
+        self.role, self._value, self.seconds, self.ended = role, value, seconds, ended
 
     def result(self) -> list:
         return [self._value]
@@ -29,39 +41,57 @@ class InlineFuture:
 
 
 class InlineExecutor:
-    """An Executor whose roles are objects of this process, all of them on rank 0.
+    """An executor whose roles are objects of this process, all of them on rank 0.
 
-    A call runs at once and raises at once, with the original exception as cause. Arguments and results still
-    go through pickle, so that a loop that works here does not lean on shared objects.
-    """
+    A call runs at once and raises at once, with the original exception as cause. Arguments and results are
+    encoded and decoded as for another process, so that a loop that works here does not lean on shared
+    objects. The idle hook takes its steps while the loop waits for an event.
 
-    def __init__(self, roles: dict[str, object]):
-        self._roles = roles
-        self.failure: RemoteError | None = None
+    Args: roles: see `hosting.Roles`. interfaces: as of StoreExecutor."""
+
+    capabilities = Capabilities(
+        overlap=False, deadlines=False, rank_processes=False, survives_worker_death=False
+    )
+
+    def __init__(self, roles: Roles, interfaces: Mapping[str, type] | None = None):
+        self.failure: RuntimeError | None = None
+        self.label: str | None = None
+        self.check_interrupt: Callable[[], None] = lambda: None
+        self.call_timeout_s: float | None = None
+        self.num_calls = 0
+        self._interfaces = dict(interfaces or {})
         self._seconds: dict[tuple[str, str], float] = {}
-        self.ranks = {role: [0] for role in roles}
-        self.step: int | None = None
-        self.stop = StopRequest()
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._context = WorkerContext(0, self._keep_event)
+        self._thread = threading.current_thread()
+        self._hosted = HostedRoles(roles(self._context) if callable(roles) else roles, 0)
+        self.ranks = {role: [0] for role in self._hosted.by_name}
+
+    @property
+    def roles(self) -> dict[str, object]:
+        """Role -> its object, for a debugger."""
+        return self._hosted.by_name
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
         check_role(self.ranks, role)
         if self.failure is not None:
             raise self.failure
-        self.stop.before_call(method)
-        args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
-        start = time.perf_counter()
+        self.check_interrupt()
+        call = Call(role, (0,), method, self.label, encode_arguments(role, method, args, kwargs))
+        index, self.num_calls = self.num_calls, self.num_calls + 1
         try:
-            value = pickle.loads(pickle.dumps(getattr(self._roles[role], method)(*args, **kwargs)))
+            reply = self._hosted.run(call, index)
+            value = decode_result(self._interfaces.get(role), method, reply.value)
         except Aborted:
-            self.stop.check()
+            self.check_interrupt()
             raise
         except Exception as error:  # the boundary that a process would be
-            f = Failure.of(error, role, method, self.step)
-            self.failure = RemoteError(role, 0, method, self.step, f.error, f.traceback)
+            f = Failure.of(error, role, method, self.label)
+            self.failure = RemoteError(role, 0, method, self.label, f.error, f.traceback)
             raise self.failure from error
-        seconds = time.perf_counter() - start
-        self._seconds[role, method] = self._seconds.get((role, method), 0.0) + seconds
-        return InlineFuture(role, value, seconds)
+        self._seconds[role, method] = self._seconds.get((role, method), 0.0) + reply.seconds
+        return InlineFuture(role, value, reply.seconds, reply.ended)
 
     def call_on(
         self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
@@ -69,9 +99,31 @@ class InlineExecutor:
         check_subset(self.ranks, role, ranks)
         return self.call(role, method, *args, **kwargs)
 
-    def wait_any(self, futures: Sequence[InlineFuture]) -> list[InlineFuture]:
+    def wait_any(self, futures: Sequence[InlineFuture], or_event: bool = False) -> list[InlineFuture]:
         check_some(futures)
+        if self.failure is not None:
+            raise self.failure
         return list(futures)
+
+    def wait_event(self, timeout_s: float | None = None) -> Event | None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._events:
+            if self.failure is not None:
+                raise self.failure
+            self.check_interrupt()
+            left = _TICK_S if end is None else min(_TICK_S, end - time.monotonic())
+            if left <= 0.0:
+                return None
+            if not self._take_idle_step():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._events, left)
+        return self._events.popleft()
+
+    def take_events(self) -> list[Event]:
+        with self._changed:
+            taken = list(self._events)
+            self._events.clear()
+        return taken
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         taken, self._seconds = self._seconds, {}
@@ -82,22 +134,54 @@ class InlineExecutor:
         return RoleHandle(self, name)
 
     def wake(self) -> None:
-        """A shutdown is requested: a call that runs on the main thread aborts if its step will be dropped."""
-        ABORT.is_requested = self.stop.drops_step
+        """Abort the call that the loop's thread is in, if `check_interrupt` would interrupt the loop."""
+        try:
+            self.check_interrupt()
+        except BaseException:  # its own, which the loop's thread raises when the call has returned
+            ABORT.is_requested = True
 
-    def ask_who_lives(self) -> list[int]:
-        """This process does."""
+    def dead_ranks(self) -> list[int]:
         return []
 
+    def health(self, wait_s: float = 0.0) -> Health:
+        return Health({0: stack_of_call(self._thread)})
+
     def abort_calls(self) -> None:
-        """None is in flight: a call returns, or raises Aborted, before the loop can ask."""
+        """Do nothing: a call returns, or raises Aborted, before the loop can ask."""
+
+    def drain(self) -> None:
+        """Raise the failure, if there is one: no call is in flight."""
+        if self.failure is not None:
+            raise self.failure
 
     def where(self) -> str:
-        return at_step(self.step).strip() or "before the first step"
+        return at_label(self.label).strip() or "before the first step"
+
+    def fail(self, error: RuntimeError) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
 
     def kill(self, exit_code: int) -> None:
-        """Nobody else is to be told."""
+        self.shutdown()
 
     def shutdown(self) -> None:
-        self._roles = {}
+        self._hosted.by_name.clear()
+        self._context.idle_hook = None
         self.ranks = {}
+
+    def _take_idle_step(self) -> bool:
+        hook = self._context.idle_hook
+        if hook is None:
+            return False
+        try:
+            return not hook.agree(bool(self._events)) and hook.step()
+        except Exception as error:  # the boundary that a process would be
+            f = Failure.of(error, "worker", "idle step", None)
+            self.failure = RemoteError("worker", 0, "idle step", None, f.error, f.traceback)
+            raise self.failure from error
+
+    def _keep_event(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()

@@ -1,5 +1,5 @@
-"""The store of a job whose ranks this machine starts itself: nobody outside of the machine reaches it, and
-nobody on it can sign."""
+"""The store of a job whose ranks this process starts. Nobody outside of the machine reaches it, and nobody
+else on it can sign messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback_store() -> dist.TCPStore:
-    """A new one on a free port. torch by itself listens on all interfaces, whatever host name it is given."""
+    """Make a store on a free port of the loopback interface. torch by itself listens on all interfaces."""
     import torch.distributed as dist
 
     with socket.socket() as listener:
@@ -29,7 +29,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def store_environment(store: dist.TCPStore) -> dict[str, str]:
-    """What a rank needs to find the store and to be believed there."""
+    """Return the variables by which a rank finds the store and signs its messages."""
     return {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store.port),

@@ -1,8 +1,9 @@
-"""Ranks that this process starts and ends itself: the process that runs the loop is the driver. So it is
-under `megarl train`, and for a loop of one's own.
+"""Ranks that this process starts and ends itself; the process that runs the loop is the driver. This is how
+`megarl train` and loops of one's own run.
 
     this process     holds the store, runs the loop; no torchrun, no driver beside rank 0
-      |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process alone, which ends them
+      |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process
+      |              alone, which ends them
       `-- rank 1 ...
 
 To the ranks this process is what torchrun's agent is to others: they find its store and their place in the
@@ -18,11 +19,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.runtime.job_store import LOOPBACK, loopback_store, store_environment
-from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import DRIVER_PID, store_prefix, without_rank
 
 if TYPE_CHECKING:
@@ -40,23 +40,24 @@ def local_ranks(
     world_size: int,
     call_timeout_s: float,
     module: str = "megarl.train",
+    describe_rank: Callable[[int], str] = str,
     tidy_up: Callable[[], object] = lambda: None,
+    interfaces: Mapping[str, type] | None = None,
 ) -> Iterator[StoreExecutor]:
-    """Start the ranks of a job; the executor that reaches them. At the end they are shut down, after an
-    exception killed; in both cases all of them are gone when this returns.
+    """Start the ranks of a job, and return the executor that reaches them. At the end they are shut down,
+    after an exception killed; in both cases all of them are gone when this returns.
 
-    A rank that dies without a word is the executor's failure, like one that raises: then the other ranks are
-    ended at once.
+    A rank that dies is the executor's failure, like one that raises: then the other ranks are ended at once.
 
     Args:
         argv, module: a rank is `python -m module argv`.
         ranks: role -> its ranks.
-        call_timeout_s: as of StoreExecutor.
-        tidy_up: as of LocalRanks.
+        call_timeout_s, interfaces: as of StoreExecutor.
+        describe_rank, tidy_up: as of LocalRanks.
     """
-    processes, executor = LocalRanks(argv, world_size, module, ranks, tidy_up=tidy_up), None
+    processes, executor = LocalRanks(argv, world_size, module, describe_rank, tidy_up), None
     try:
-        executor = processes.start(call_timeout_s)
+        executor = processes.start(ranks, call_timeout_s, interfaces)
         executor.death_first_s = _DEATH_FIRST_S
         yield executor
         executor.shutdown()
@@ -74,8 +75,8 @@ def local_ranks(
 
 @contextlib.contextmanager
 def undisturbed(is_interrupt: bool) -> Iterator[None]:
-    """Hold back signals that the user's program handles, until the ranks are gone. is_interrupt: another
-    Ctrl-C says nothing new."""
+    """Hold back signals that the user's program handles, until the ranks are gone. is_interrupt: drop another
+    Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():  # handlers run on the main thread alone
         yield
         return
@@ -96,16 +97,11 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
 
 
 class RankDied(RuntimeError):
-    """A rank that has ended before its time. is_kill: it was ended from outside, so it has not said why."""
+    """A rank ended before its time. is_kill: it was ended from outside, so it has not reported why."""
 
-    def __init__(self, rank: int, code: int, ranks_of: Mapping[str, Sequence[int]]):
-        """code: as of Popen. ranks_of: role -> its ranks, to say who was there."""
-        roles = ", ".join(
-            role
-            for role, ranks in ranks_of.items()
-            if rank in ranks and kind_and_suffix(role)[0] not in ("data", "reward")
-        )
-        who = f"[rank {rank}: {roles}]" if roles else f"[rank {rank}]"
+    def __init__(self, code: int, description: str):
+        """code: as of Popen. description: of the rank, "1: actor, critic" for example."""
+        who = f"[rank {description}]"
         self.is_kill = code < 0
         if code == -signal.SIGKILL:
             super().__init__(
@@ -117,26 +113,30 @@ class RankDied(RuntimeError):
             super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
 
     def at(self, where: str) -> RankDied:
-        """Say also where the job was."""
+        """Add where the job was to the message."""
         self.args = (f"{self} The job was {where}.",)
         return self
 
 
 class LocalRanks:
-    """Processes `python -m module argv`, one per rank, and the store that they meet at.
+    """Starts one process `python -m module argv` per rank, and the store that they meet at.
 
     Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that
-    started it, and a caller's thread may be short-lived. `ranks_of`: role -> its ranks. `attempt`: how often
-    the job was started before. `tidy_up` removes what killed ranks could not remove themselves."""
+    started it, and a caller's thread may be short-lived.
+
+    Args:
+        describe_rank: describes a rank that has died: "1: actor, critic" for example.
+        tidy_up: removes what killed ranks could not remove themselves.
+        attempt: how often the job was started before."""
 
     def __init__(
         self,
         argv: list[str],
         world_size: int,
         module: str,
-        ranks_of: Mapping[str, Sequence[int]],
-        attempt: int = 0,
+        describe_rank: Callable[[int], str] = str,
         tidy_up: Callable[[], object] = lambda: None,
+        attempt: int = 0,
     ):
         self._store = loopback_store()
         self._env = (
@@ -155,10 +155,10 @@ class LocalRanks:
         )
         self._env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         self._command = [sys.executable, "-u", "-P", "-m", module, *argv]
-        self._world_size, self._ranks_of, self._tidy_up = world_size, ranks_of, tidy_up
+        self._world_size, self._describe_rank, self._tidy_up = world_size, describe_rank, tidy_up
         self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RankDied] = []
-        self._tell: Callable[[RankDied], None] = self._deaths.append
+        self._report: Callable[[RankDied], None] = self._deaths.append
         self._processes: dict[int, subprocess.Popen] = {}
         self._not_started: list[OSError] = []
         self._threads: list[threading.Thread] = []
@@ -166,19 +166,25 @@ class LocalRanks:
         """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the
         job; then it is no failure."""
 
-    def start(self, call_timeout_s: float) -> StoreExecutor:
-        """Start the ranks. A rank that dies without a word is this executor's failure."""
+    def start(
+        self,
+        ranks: dict[str, list[int]],
+        call_timeout_s: float,
+        interfaces: Mapping[str, type] | None = None,
+    ) -> StoreExecutor:
+        """Start the processes and the executor that reaches them. A rank that dies is this executor's
+        failure. ranks: role -> its ranks."""
         from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
         executor = StoreExecutor(
-            dict(self._ranks_of), self._world_size, call_timeout_s, self._connect(), self._connect()
+            ranks, self._world_size, call_timeout_s, self._connect(), self._connect(), interfaces
         )
-        self.tell_deaths(lambda death: executor.fail(death.at(executor.where())))
+        self.report_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
 
     def start_ranks(self) -> None:
-        """Raises: OSError if one cannot be started."""
+        """Start the processes. Raises: OSError if one cannot be started."""
         started = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._run, args=(rank, started), name=f"rank_{rank}", daemon=True)
@@ -196,25 +202,25 @@ class LocalRanks:
 
         return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
-    def tell_deaths(self, tell: Callable[[RankDied], None]) -> None:
-        """Call this, on another thread, for every rank that dies before `end`, and now for those that
-        have."""
+    def report_deaths(self, report: Callable[[RankDied], None]) -> None:
+        """Have every rank that dies before `end` reported to this function, on another thread. Ranks that
+        have died already are reported now."""
         with self._lock:
-            self._tell = tell
+            self._report = report
             for death in self._deaths:
-                tell(death)
+                report(death)
 
     def are_running(self) -> bool:
-        """Some rank."""
+        """Return whether some rank has not ended."""
         return any(thread.is_alive() for thread in self._threads)
 
     def expect_end(self) -> None:
-        """From now on a rank that ends is nothing to tell."""
+        """From now on a rank that ends is no failure."""
         self._ending = True
 
     def end(self, wait_s: float) -> None:
-        """Give the ranks so long to exit by themselves, then end them and whatever they have started. Returns
-        when all are gone."""
+        """Wait so long for the ranks to exit by themselves, then end them and whatever they have started.
+        Returns when all are gone."""
         self.expect_end()
         self._join(wait_s)
         self._end_ranks()
@@ -225,7 +231,7 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """The ranks and whatever they have started, without waiting."""
+        """Kill the ranks and whatever they have started, without waiting."""
         self.expect_end()
         for process in list(self._processes.values()):
             _kill_group(process)
@@ -261,11 +267,11 @@ class LocalRanks:
             self._end_ranks()
         elif code != 0 and not self._ending:
             with self._lock:
-                self._tell(RankDied(rank, code, self._ranks_of))
+                self._report(RankDied(code, self._describe_rank(rank)))
             self._end_ranks()  # the others would wait for it
 
     def _end_ranks(self) -> None:
-        """Those that have not ended, at once; what they have started may tidy up."""
+        """End the ranks that still run at once. What they have started may tidy up."""
         for process in list(self._processes.values()):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
-"""One process of the job (Linux): its attempt, its end (no orphans, no walls of text on a signal), its peak
-memory."""
+"""What one process of a job sets for itself on Linux: its place in the job, its signals and its end, its
+libraries and memory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def world_size_from_env() -> int:
 
 
 def store_prefix(env: Mapping[str, str] = os.environ) -> str:
-    """Prefix of this attempt's keys. `env` is that of a worker."""
-    return f"megarl/{env.get('TORCHELASTIC_RUN_ID', 'none')}/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    """Return the prefix of this attempt's keys in the store. env: of a rank."""
+    run, attempt = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"megarl/{run}/attempt_{attempt}"
 
 
 def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
-    """Get `death_signal` when process `parent`, ours now, ends; where that is not enough within `grace_s`,
-    leave without asking.
+    """Have this process get `death_signal` when its parent ends, and end `grace_s` later whatever it does.
 
     The kernel sends it when the *thread* that started us ends, so start children from the main thread.
     """
@@ -59,8 +59,8 @@ def _watch_parent(parent: int, grace_s: float) -> None:
 
 
 def process_name(pid: int | None = None) -> str:
-    """Of a process, this one by default, among all of all machines and times: "who sees it/pid/start". A
-    process that has ended has no start."""
+    """Return a name that no other process of any machine ever has: "who sees it/pid/start". A process that
+    has ended has no start. Default: this process."""
     pid = os.getpid() if pid is None else pid
     with open("/proc/sys/kernel/random/boot_id") as boot:
         name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
@@ -73,14 +73,14 @@ def process_name(pid: int | None = None) -> str:
 
 
 def has_died(name: str) -> bool:
-    """Whether this process has ended, as far as that can be seen from here."""
+    """Return whether the process of this name has ended, as far as that can be seen from here."""
     seen_by, pid, _ = name.split("/")
     now = process_name(int(pid))
     return now.startswith(f"{seen_by}/") and now != name
 
 
 def end_on_signals() -> None:
-    """SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python
+    """Let SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python
     handler would run.
 
     torchrun sends them to every worker when the job is interrupted or a peer died; the driver says what
@@ -91,15 +91,15 @@ def end_on_signals() -> None:
 
 
 def exit_on_signals(*signums: int) -> None:
-    """These signals end this process at once with exit code 128 + n, which the parent sees as such: not for a
-    process with work to undo."""
+    """Let these signals end this process at once with exit code 128 + n. Not for a process with work to
+    undo."""
     for signum in signums:
         signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
 
 
 def ignore_signals_for_good() -> None:
-    """From now on SIGINT and SIGTERM change nothing, also while the interpreter shuts down: it puts the
-    default back where a Python function handles a signal, but not where the signal is ignored."""
+    """Ignore SIGINT and SIGTERM from now on, also while the interpreter shuts down: it puts the default back
+    where a Python function handles a signal, but not where the signal is ignored."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -112,8 +112,8 @@ def ignore_signals_for_good() -> None:
 
 
 def listen_on_loopback() -> None:
-    """gloo and NCCL take connections from whoever reaches them, so nobody outside of this machine shall. What
-    the user has set stays."""
+    """Have gloo and NCCL listen on the loopback interface only: they take connections from whoever reaches
+    them. What the user has set stays."""
     if os.path.exists("/sys/class/net/lo"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
@@ -150,9 +150,9 @@ def compute_fp32_exactly() -> None:
 
 
 def quiet_libraries() -> None:
-    """Before torch, Megatron and vLLM are imported: about thirty lines in every process about what is not
-    installed, not on a GPU or renamed in a later torch. PYTHONWARNINGS and the libraries' own logging
-    variables bring them back."""
+    """Silence about thirty lines of warnings per process about what is not installed or will be renamed.
+    Before torch, Megatron and vLLM are imported. PYTHONWARNINGS and the libraries' own logging variables
+    bring them back."""
     if os.environ.get("PYTHONWARNINGS"):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -166,7 +166,7 @@ def quiet_libraries() -> None:
 
 
 def keep_checkout_off_path() -> None:
-    """`-m` puts the working directory on sys.path; in a checkout of ours vLLM would then take our folder
+    """Take a checkout of ours off sys.path, where `-m` puts the working directory: vLLM would take our folder
     triton_kernels/ for OpenAI's package of that name."""
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.path[:] = [
@@ -178,7 +178,7 @@ def keep_checkout_off_path() -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far. Pages shared between processes count in each of them.
+    """Return the largest resident memory of this process so far. Pages that processes share count in each.
 
     VmHWM and not getrusage: ru_maxrss of a child starts at the size its parent had at the fork.
     """

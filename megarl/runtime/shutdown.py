@@ -1,7 +1,7 @@
-"""How a driver process ends, whoever started it and its ranks: one message, one exit code, nothing left
-behind.
+"""How a driver process shuts down, whoever started it and its ranks: one message, one exit code, no process
+left behind.
 
-    running    SIGTERM, and the loop stops in order (`graceful_shutdown`)   -> stopping
+    running    SIGTERM, within `graceful_shutdown`                     -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
     stopping   SIGTERM once more: changes nothing
     stopping   SIGINT; the death of rank 0 under torchrun              -> unwinding
@@ -32,26 +32,34 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from megarl.runtime.executor import at_step
+from megarl.runtime.executor import Executor, ProcessExecutor, at_label
 from megarl.runtime.process import ignore_signals_for_good
 
-if TYPE_CHECKING:
-    from megarl.runtime.inline_executor import InlineExecutor
-    from megarl.runtime.store_executor import StoreExecutor
-
 logger = logging.getLogger(__name__)
-_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _ABORT_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
+_UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _KILL_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
 _signals: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM reached the driver. text: what to say of it, if the job was ended in order."""
+    """SIGINT or SIGTERM reached the driver. text: the message after a graceful shutdown."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
         self.signal, self.text = signal.Signals(signum), text
+
+
+class ShutdownRequest(Protocol):
+    """A request for a graceful shutdown. The signal handler makes it; the loop acts on it."""
+
+    is_armed: bool
+    """The loop acts on a request now."""
+    requested_at: float | None
+    """time.monotonic() of the first one."""
+
+    def request(self) -> None:
+        """Ask for the shutdown."""
 
 
 class Processes(Protocol):
@@ -62,27 +70,28 @@ class Processes(Protocol):
     then it is no failure."""
 
     def expect_end(self) -> None:
-        """From now on a rank that ends is nothing to tell."""
+        """From now on a rank that ends is no failure."""
 
     def end(self, wait_s: float) -> None:
-        """Give them so long to exit by themselves, then end them."""
+        """Wait so long for the ranks to exit by themselves, then end them."""
 
     def kill(self) -> None:
-        """At once."""
+        """End the ranks at once."""
 
 
 @dataclass
 class _Running:
-    """The job of this process, for the signal handlers."""
+    """The job of this process, as the signal handlers see it."""
 
-    executor: StoreExecutor | InlineExecutor | None = None
+    executor: Executor | None = None
     processes: Processes | None = None
     rank_0: int | None = None
     """Under torchrun the process that has started this one; its death is a SIGTERM."""
+    request: ShutdownRequest | None = None
     grace_s: float = 0.0
     newest: Callable[[], str] | None = None
-    told: tuple[int | None, str] | None = None
-    """Step of the failure, and the first line of what was said of it."""
+    reported: tuple[str | None, str] | None = None
+    """Label of the failure ("step 3"), and the first line of its message."""
     ended_by: int | None = None
     """The signal that Stopped was raised for. It is raised once."""
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -92,15 +101,20 @@ class _Running:
     """What handlers want done on another thread; `put` may interrupt itself."""
     _claim: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_requested(self) -> bool:
+        """Return whether a graceful shutdown was asked for."""
+        return self.request is not None and self.request.requested_at is not None
+
     def claim(self) -> bool:
-        """Whether the caller is the one that ends the job. Then nobody else does."""
+        """Return whether the caller is the one that ends the job. Then nobody else does."""
         claimed = self._claim.acquire(blocking=False)
         if claimed:
             self.has_ended.set()
         return claimed
 
     def start_limits(self) -> None:
-        threading.Thread(target=self._run_limits, name="limit_ending", daemon=True).start()
+        threading.Thread(target=self._run_limits, name="limit_shutdown", daemon=True).start()
 
     def _run_limits(self) -> None:
         while (limit := self.limits.get()) is not None:
@@ -110,21 +124,24 @@ class _Running:
 _running = _Running()
 
 
-def last_failure() -> tuple[int | None, str] | None:
-    """Step and first line of what `run_job` has told."""
-    return _running.told
+def last_failure() -> tuple[str | None, str] | None:
+    """Return label and first line of the failure that `run_job` has reported."""
+    return _running.reported
 
 
 def received_signal() -> int | None:
-    """A signal that came, also while a job was being ended."""
+    """Return the first signal that this process got, also while a job was shutting down; None: none came."""
     return _signals[0] if _signals else None
 
 
 @contextlib.contextmanager
-def graceful_shutdown(grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
-    """Around a loop that sees to `executor.stop`: seconds that it has for it; what to say of the checkpoint
-    that there is if it takes longer."""
-    _running.grace_s, _running.newest = grace_s, newest
+def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
+    """Make a SIGTERM a request, within the loop that acts on it.
+
+    Args:
+        grace_s: seconds that the loop has from the request to its end.
+        newest: says which checkpoint there is, if the loop takes longer."""
+    _running.request, _running.grace_s, _running.newest = request, grace_s, newest
     try:
         yield
     finally:
@@ -132,8 +149,8 @@ def graceful_shutdown(grace_s: float, newest: Callable[[], str]) -> Iterator[Non
 
 
 def run_job(
-    main: Callable[[StoreExecutor], object],
-    connect: Callable[[], StoreExecutor],
+    main: Callable[[ProcessExecutor], object],
+    connect: Callable[[], ProcessExecutor],
     processes: Processes | None = None,
 ) -> int:
     """Run `main(connect())`, then shut the workers down.
@@ -160,16 +177,11 @@ def run_job(
             job.executor = executor = connect()
             # A dead rank makes the collectives of its peers raise; by the time its death is known to all it
             # is known why.
-            executor.death_first_s, executor.is_shutting_down, executor.on_terminated = (
-                _DEATH_FIRST_S,
-                _is_shutting_down,
-                _terminate,
-            )
+            executor.death_first_s = _DEATH_FIRST_S
+            executor.is_shutting_down, executor.on_terminated = _is_shutting_down, _terminate
             main(executor)
-            if executor.stop.requested_at is not None:
-                job.judged.wait(
-                    _JUDGED_S
-                )  # ranks that have been shut down do not answer, and would pass for dead
+            if job.is_requested:
+                job.judged.wait(_JUDGED_S)  # ranks that are shut down do not answer, and would pass for dead
             executor.shutdown()
             if processes is not None:
                 processes.end(_EXIT_S)
@@ -177,12 +189,8 @@ def run_job(
             _ignore_signals()  # a signal can still raise in here, once; then it lands below
     except BaseException as error:  # process boundary
         _ignore_signals()
-        return _shut_down_after(
-            _first_stop(error)
-            if job.ended_by is None or isinstance(error, Stopped)
-            else Stopped(job.ended_by),
-            job,
-        )
+        came_first = job.ended_by is None or isinstance(error, Stopped)
+        return _shut_down_after(_first_stop(error) if came_first else Stopped(job.ended_by), job)
     else:
         _claim_or_wait(job)
         return 0
@@ -191,16 +199,16 @@ def run_job(
 
 
 def _shut_down_after(error: BaseException, job: _Running) -> int:
-    """Tell what has happened and end the ranks. Returns the exit code."""
+    """Report what has happened and end the ranks. Returns the exit code."""
     _claim_or_wait(job)
     executor, processes = job.executor, job.processes
     if processes is not None:
-        # before they hear of it: an interrupt may have left the executor locked for those who would tell it
+        # before they hear of it: an interrupt may have left the executor locked for those who report deaths
         processes.expect_end()
     sys.stdout.flush()
     explanation, code = _explain(error, job), _exit_code(error, executor)
-    job.told = None if executor is None else executor.step, explanation.splitlines()[0]
-    _tell(explanation)
+    job.reported = None if executor is None else executor.label, explanation.splitlines()[0]
+    _print(explanation)
     _kill_workers(executor, code)
     if processes is not None:
         processes.end(0.0)
@@ -208,19 +216,19 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
 
 
 def _claim_or_wait(job: _Running) -> None:
-    """Returns only if the main thread is the one that ends the job: else a limit does, with `os._exit`."""
+    """Return only if the main thread is the one that ends the job. Otherwise a limit does, by `os._exit`."""
     if not job.claim():
         threading.Event().wait()
 
 
 def run_job_in_process(
-    main: Callable[[InlineExecutor], object],
-    ranks: Callable[[], contextlib.AbstractContextManager[InlineExecutor]],
+    main: Callable[[Executor], object],
+    ranks: Callable[[], contextlib.AbstractContextManager[Executor]],
 ) -> int:
     """Run `main` where the roles are objects of this process. SIGTERM means what it means elsewhere; Ctrl-C
     stays a KeyboardInterrupt until it arrives here, as a debugger wants it; an error is raised.
 
-    Returns: 0, or 128 + n after signal n, which is told in one line."""
+    Returns: 0, or 128 + n after signal n, which is reported in one line."""
     global _running
     job = _running = _Running()
     job.judged.set()  # the only rank is this process
@@ -238,7 +246,7 @@ def run_job_in_process(
         _claim_or_wait(job)
         first = _first_stop(error)
         stopped = first if isinstance(first, Stopped) else Stopped(signal.SIGINT)
-        _tell(_explain(stopped, job))
+        _print(_explain(stopped, job))
         return _exit_code(stopped, job.executor)
     else:
         return 0
@@ -248,13 +256,13 @@ def run_job_in_process(
 
 
 def _first_stop(error: BaseException) -> BaseException:
-    """Of several signals that raised, one while the other unwound, the first."""
+    """Return the first of several signals that have raised, each while the one before unwound."""
     while isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__
     return error
 
 
-def _exit_code(error: BaseException, executor: StoreExecutor | None) -> int:
+def _exit_code(error: BaseException, executor: Executor | None) -> int:
     if executor is not None and executor.failure is not None:
         return 1
     if isinstance(error, Stopped):
@@ -262,7 +270,7 @@ def _exit_code(error: BaseException, executor: StoreExecutor | None) -> int:
     return 2 if _is_about_input(error, executor) else 1
 
 
-def _is_about_input(error: BaseException, executor: StoreExecutor | None) -> bool:
+def _is_about_input(error: BaseException, executor: Executor | None) -> bool:
     return isinstance(error, ValueError) and (executor is None or executor.num_calls == 0)
 
 
@@ -280,16 +288,16 @@ def _explain(error: BaseException, job: _Running) -> str:
     if _is_about_input(error, executor):
         return str(error)
     last = "".join(traceback.format_exception_only(error)).strip()
-    step = None if executor is None else executor.step
-    return f"[driver] failed{at_step(step)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    label = None if executor is None else executor.label
+    return f"[driver] failed{at_label(label)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
-def _kill_workers(executor: StoreExecutor | None, exit_code: int) -> None:
+def _kill_workers(executor: Executor | None, exit_code: int) -> None:
     if executor is None:
         return
     try:
@@ -299,42 +307,37 @@ def _kill_workers(executor: StoreExecutor | None, exit_code: int) -> None:
 
 
 def _reason(job: _Running) -> str:
-    """Why a SIGTERM came, as far as it is known."""
+    """Return why a SIGTERM came, as far as it is known."""
     if job.rank_0 is None:
         return ""
     return " (rank 0 has died)" if _is_orphan(job) else " (a worker died, or torchrun was told to stop)"
 
 
 def _is_orphan(job: _Running) -> bool:
-    """The kernel also sends SIGTERM when rank 0, which has started this process, ends."""
+    """Return whether rank 0, which has started this process, has ended: the kernel then sends SIGTERM."""
     return job.rank_0 is not None and os.getppid() != job.rank_0
 
 
 def _is_shutting_down() -> bool:
-    """Whether what a rank raises is of no interest: of a signal the consequences. Waits until that is
-    known."""
+    """Return whether what a rank raises is the consequence of a signal. Waits until that is known."""
     if not _signals:
         return False
-    if _running.executor.stop.requested_at is None:
+    if not _running.is_requested:
         return True
     _running.judged.wait(_JUDGED_S)
     return _running.executor.failure is not None
 
 
 def _terminate() -> None:
-    """A rank has got SIGTERM. So has the driver, or it is to act as if it had."""
+    """Send the driver the SIGTERM that a rank has got, unless it came here too."""
     if not _signals:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _act_on_signal_of_rank(signum: int) -> bool:
-    """It has ended a rank, which was still starting, say. One that has agreed to stop in order may not end by
-    SIGTERM."""
-    if (
-        signum == signal.SIGTERM
-        and _running.executor is not None
-        and _running.executor.stop.requested_at is not None
-    ):
+    """Send the driver the signal that has ended a rank. Returns whether that ends the job: during a graceful
+    shutdown no rank may end by SIGTERM."""
+    if signum == signal.SIGTERM and _running.executor is not None and _running.is_requested:
         return False
     if signum not in _signals:
         os.kill(os.getpid(), signum)
@@ -346,9 +349,7 @@ def _act_on_signal_of_rank(signum: int) -> bool:
 
 
 def _handle_signals(*signums: int) -> None:
-    atexit.register(
-        ignore_signals_for_good
-    )  # the interpreter's shutdown puts the default back where a handler of ours is
+    atexit.register(ignore_signals_for_good)  # the interpreter's shutdown takes Python handlers away
     for signum in signums:
         signal.signal(signum, _stop)
 
@@ -360,11 +361,11 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     a SIGINT to overtake it; or while this function is at work on the SIGINT, which then goes on."""
     job = _running
     if signum == signal.SIGTERM:
-        is_seen_to = any(
+        is_request = any(
             outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)
-        ) or _is_seen_to(job)
+        ) or _make_request(job)
         _signals.append(signum)  # now that the request is made: `_is_shutting_down` looks at both
-        if is_seen_to:
+        if is_request:
             return
         if job.rank_0 is not None and job.ended_by is None:
             time.sleep(_OVERTAKE_S)
@@ -376,16 +377,16 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         raise Stopped(signum)
 
 
-def _is_seen_to(job: _Running) -> bool:
-    """Whether a SIGTERM is a request that the loop sees to, or has seen already."""
+def _make_request(job: _Running) -> bool:
+    """Return whether a SIGTERM is a request for a graceful shutdown, and make it if it is the first."""
     executor = job.executor
     if executor is None or _is_orphan(job):
         return False
-    if executor.stop.requested_at is not None:
+    if job.is_requested:
         return True
-    if not executor.stop.is_armed:
+    if job.request is None or not job.request.is_armed:
         return False
-    executor.stop.request()
+    job.request.request()
     job.limits.put(_see_who_lives)
     job.limits.put(_limit_stop)
     return True
@@ -397,7 +398,7 @@ def _ignore_signals() -> None:
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN: the next attempt asks whether a signal came."""
+    """Keep the signal for the next attempt, which asks whether one came; SIG_IGN would not."""
     _signals.append(signum)
 
 
@@ -407,7 +408,7 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 def _see_who_lives(job: _Running) -> None:
     executor = job.executor
     executor.wake()
-    if missing := executor.ask_who_lives():
+    if missing := executor.dead_ranks():
         named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         executor.fail(
             RuntimeError(f"[driver] stopped by SIGTERM {executor.where()}, with no sign of life from {named}")
@@ -416,10 +417,10 @@ def _see_who_lives(job: _Running) -> None:
 
 
 def _limit_stop(job: _Running) -> None:
-    deadline = job.executor.stop.requested_at + job.grace_s
+    deadline = job.request.requested_at + job.grace_s
     if not job.has_ended.wait(max(0.0, deadline - time.monotonic())) and job.claim():
         newest = "" if job.newest is None else f"; {job.newest()}"
-        _tell(
+        _print(
             f"[driver] stopped by SIGTERM {job.executor.where()}, as --exit-grace-s "
             f"({job.grace_s:g}) is over{newest}"
         )
@@ -429,18 +430,18 @@ def _limit_stop(job: _Running) -> None:
 def _limit_unwinding(job: _Running) -> None:
     if not job.has_ended.wait(_UNWIND_S) and job.claim():
         stopped = Stopped(job.ended_by)
-        _tell(_explain(stopped, job))
+        _print(_explain(stopped, job))
         _exit_now(_exit_code(stopped, job.executor), job)
 
 
 def _exit_now(code: int, job: _Running) -> None:
-    """At once, with all ranks."""
+    """End all ranks and this process at once."""
     try:
         if job.processes is not None:
             job.processes.kill()
         elif job.executor is not None:
             killing = threading.Thread(target=_kill_workers, args=(job.executor, code), daemon=True)
             killing.start()
-            killing.join(_ABORT_S)  # the store may hang
+            killing.join(_KILL_S)  # the store may hang
     finally:
         os._exit(code)

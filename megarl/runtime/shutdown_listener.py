@@ -1,11 +1,13 @@
 """A rank's part in a graceful shutdown: it lives on until the driver has decided what a SIGTERM means.
 
-    SIGTERM                  reported to the driver. It may be the end of the whole job, and then the driver shuts it down gracefully. Or it is
-                             torchrun's answer to the death of another rank: then that rank does not answer, and the driver gives up
+    SIGTERM                  reported to the driver. It may be the end of the whole job, then the driver shuts
+                             it down gracefully. Or it is torchrun's answer to the death of another rank: then
+                             that rank does not answer, and the driver gives up
     shutdown/process         name of each rank's process, so that a dead one is seen at once on one machine
     shutdown/driver          name of the driver's process
     shutdown/ping            answered by every rank that lives
-    shutdown/abort           index of the first command that is not aborted; commands before it abort where they can, see abort.py
+    shutdown/abort           index of the first command that is not aborted; earlier ones abort where they
+                             can, see abort.py
     shutdown/all_ranks_know  set when every rank has read the one before
 
 The driver sets the last three in this order, or all of them to "end" when it will ask no more."""
@@ -14,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import threading
 import time
@@ -23,15 +24,15 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megarl.runtime.abort import ABORT, Aborted
-from megarl.runtime.mailbox import TERMINATED, Mailbox, Result, connect
+from megarl.runtime.mailbox import Mailbox, connect
+from megarl.runtime.messages import Terminated
 from megarl.runtime.process import has_died, process_name
 
 PROCESS, PING = "shutdown/process", "shutdown/ping"
 ABORT_CALLS, ALL_RANKS_KNOW = "shutdown/abort", "shutdown/all_ranks_know"
 ASKED, END = b"asked", b"end"
 DRIVER = "shutdown/driver"
-# that a driver which lives, as far as one sees, may take to ask who lives: less than torchrun leaves until
-# SIGKILL
+# that a driver which seems to live may take to ask who lives: less than torchrun leaves until SIGKILL
 _HEARD_S = 20.0
 _CONNECT_S, _ASKED_S = 4.0, 10.0
 _SAME_SIGNAL_S = 1.0  # within which a signal reaches all processes that it is sent to
@@ -86,12 +87,12 @@ class ShutdownListener:
             ABORT.all_ranks_know = store.get(ALL_RANKS_KNOW) == ASKED
 
     def _end(self) -> None:
-        """On a thread. Ends this process when the driver has, or does not know of it."""
+        """End this process when the driver has ended, or cannot hear of it. On a thread."""
         self._terminated.set()
         try:
             store = connect(timeout_s=_CONNECT_S)
             mailbox = Mailbox(store)
-            mailbox.report(Result(TERMINATED, self._rank, pickle.dumps(None)))
+            mailbox.report(Terminated(self._rank))
             deadline = time.monotonic() + _HEARD_S
             while (
                 not mailbox.is_killed()
@@ -105,13 +106,14 @@ class ShutdownListener:
 
 
 def _has_driver_died(store: dist.Store) -> bool:
-    """Whether it is known that nobody will ask: not of a driver that is on its way, or on another machine."""
+    """Return whether the driver has surely ended. Of one that is starting, or on another machine, nobody
+    knows."""
     return store.check([DRIVER]) and has_died(store.get(DRIVER).decode())
 
 
 def _on_sigterm(call: Callable[[], None]) -> None:
-    """Call this once, on a thread, after SIGTERM; at once also while the main thread is inside a collective,
-    where no Python handler runs. On the main thread."""
+    """Have this function called once, on a thread, after SIGTERM, even while the main thread is inside a
+    collective, where no Python handler runs. Call on the main thread."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(reading, True)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -129,6 +131,6 @@ def _on_sigterm(call: Callable[[], None]) -> None:
 
 
 def _forget_sigterm() -> None:
-    """In a child, whose signals are not this rank's."""
+    """Undo `_on_sigterm` in a forked child, whose signals are not this rank's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,11 +1,11 @@
-"""Pickles that travel through the job's store, each with an HMAC-SHA256 (RFC 2104) that is checked before
-anything is unpickled.
+"""Signatures of what travels through the job's store: an HMAC-SHA256 (RFC 2104) before each message, which is
+checked before anything of it is read.
 
-A pickle runs code when it is read, and whoever can reach the store's port can write there. The key is the
-job's secret:
+Whoever can reach the store's port can write there. The key is the job's secret:
 
     started by megarl               drawn by the process that starts the ranks, in their environment
-    torchrun, one node              drawn by rank 0, in a file that only this user can read, removed when all ranks have read it
+    torchrun, one node              drawn by rank 0, in a file that only this user can read, removed
+                                    when all ranks have read it
     torchrun, several nodes         the user's, in MEGARL_JOB_SECRET, the same on all nodes
 
 What is signed is the name that a message is stored under, too: one message cannot be put in the place of
@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import hmac
 import os
-import pickle
 import secrets
 import stat
 import tempfile
@@ -31,7 +30,7 @@ _FILE, _READERS = "secret/file", "secret/readers"
 
 
 class ForgedMessage(RuntimeError):
-    """What lies in the store was not written by this job."""
+    """A message in the store was not written by this job."""
 
 
 class SecretError(ValueError):
@@ -39,30 +38,29 @@ class SecretError(ValueError):
 
 
 class Store(Protocol):
-    """Of torch.distributed.Store."""
+    """The part of torch.distributed.Store that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
 
 
-def dumps(value: object, name: str) -> bytes:
-    """32 bytes of HMAC, then the pickle of `value`, which is stored under `name`."""
-    data = pickle.dumps(value)
+def sign(data: bytes, name: str) -> bytes:
+    """Return 32 bytes of HMAC, then the data, which will be stored under `name`."""
     return _mac(name, data) + data
 
 
-def loads(data: bytes, name: str) -> object:
-    """Raises: ForgedMessage if `dumps(value, name)` of a process with the same secret did not make it;
-    nothing is unpickled then."""
-    pickled = memoryview(data)[_MAC_BYTES:]
-    if not hmac.compare_digest(_mac(name, pickled), data[:_MAC_BYTES]):
+def verify(signed: bytes, name: str) -> memoryview:
+    """Return the data. Raises: ForgedMessage if no process with the same secret has signed it for this
+    name."""
+    data = memoryview(signed)[_MAC_BYTES:]
+    if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
             f"{name} in the job's store is not signed with the job's secret and was not read: "
             "another process wrote it, or "
             f"{JOB_SECRET} is not the same on all nodes."
         )
-    return pickle.loads(pickled)
+    return data
 
 
 def _mac(name: str, data: bytes | memoryview) -> bytes:
@@ -76,8 +74,8 @@ _secret: str | None = None
 
 
 def job_secret() -> str:
-    """This process's: from the environment, else drawn; once. Raises: SecretError for one that is short
-    enough to be guessed."""
+    """Return this process's secret: from the environment, else drawn once. Raises: SecretError for one that
+    is short enough to be guessed."""
     global _secret
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
@@ -91,8 +89,8 @@ def job_secret() -> str:
 
 
 def check_secret(env: Mapping[str, str] = os.environ) -> None:
-    """In a rank. Raises: SecretError if its secret is too short, or there is none where the ranks cannot
-    agree on one by themselves."""
+    """Raise SecretError if this rank's secret is too short, or there is none where the ranks cannot agree on
+    one by themselves."""
     job_secret()
     alone = env["WORLD_SIZE"] == "1"
     on_one_node = (
@@ -107,9 +105,9 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
 
 
 def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
-    """In a rank under a launcher, before the first message: the secret of the environment, out of which it is
-    taken, as children inherit that, or rank 0's. Collective over the world; `store`: where the ranks of this
-    attempt meet. Raises: SecretError like check_secret."""
+    """Agree on the secret of all ranks before the first message: the one in the environment, from which it is
+    removed, as children inherit that, or rank 0's. Collective over the world; `store`: where the ranks of
+    this attempt meet. Raises: SecretError like check_secret."""
     global _secret
     check_secret(env)
     if env.pop(JOB_SECRET, None) is not None or env["WORLD_SIZE"] == "1":
@@ -126,7 +124,8 @@ def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _write(secret: str) -> Path:
-    """A new file with it. Files of jobs that ended before all of their ranks had started are removed."""
+    """Write the secret to a new file. Files of jobs that ended before all of their ranks had started are
+    removed."""
     folder = _folder()
     for path in folder.glob("secret-*"):
         if not Path(f"/proc/{path.name.split('-')[1]}").exists():
@@ -143,8 +142,8 @@ def _read(path: Path) -> str:
 
 
 def _folder() -> Path:
-    """One that nobody else can read or put anything into. Raises: SecretError if somebody else has made
-    it."""
+    """Return a folder that nobody else can read or put anything into. Raises: SecretError if somebody else
+    has made it."""
     folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

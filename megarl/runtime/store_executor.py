@@ -1,30 +1,41 @@
-"""The executor over the job's c10d store: commands out, results in, deadlines."""
+"""The executor over the job's c10d store: commands out, reports in, deadlines."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
 from megarl.runtime.executor import (
     CallTimeout,
+    Capabilities,
+    Health,
     RemoteError,
     RoleHandle,
-    at_step,
+    at_label,
     check_role,
     check_some,
     check_subset,
 )
-from megarl.runtime.stop_request import StopRequest
-from megarl.runtime.signing import JOB_SECRET, job_secret
-from megarl.runtime.mailbox import SHUTDOWN, TERMINATED, Command, Mailbox, Result, connect
+from megarl.runtime.mailbox import Mailbox, connect
+from megarl.runtime.messages import (
+    Call,
+    Command,
+    Event,
+    Failure,
+    Reply,
+    Shutdown,
+    Terminated,
+    decode_result,
+    encode_arguments,
+)
 from megarl.runtime.process import has_died, process_name, world_size_from_env
 from megarl.runtime.shutdown_listener import ABORT_CALLS, ALL_RANKS_KNOW, DRIVER, PING, PROCESS
+from megarl.runtime.signing import JOB_SECRET, job_secret
 
 _TICK_S = 1.0  # between two looks at the clock
 _SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
@@ -36,22 +47,26 @@ _LOCK_S = 1.0
 class _Future:
     """A call in flight. The executor's reader thread fills it in."""
 
-    def __init__(self, executor: StoreExecutor, index: int, command: Command):
-        self.index, self.command, self.issued = index, command, executor._now()
+    def __init__(
+        self,
+        executor: StoreExecutor,
+        index: int,
+        role: str,
+        method: str,
+        ranks: Sequence[int],
+    ):
+        self.index, self.role, self.method, self.ranks = index, role, method, tuple(ranks)
+        self.label, self.issued = executor.label, executor._now()
         self.values: dict[int, object] = {}
         self.seconds = self.ended = 0.0
         self._executor = executor
 
-    @property
-    def role(self) -> str:
-        return self.command.role
-
     def missing(self) -> list[int]:
-        return [rank for rank in self.command.ranks if rank not in self.values]
+        return [rank for rank in self.ranks if rank not in self.values]
 
     def result(self) -> list:
-        self._executor._wait(self)
-        return [self.values[rank] for rank in self.command.ranks]
+        self._executor.wait_any([self])
+        return [self.values[rank] for rank in self.ranks]
 
     def first(self) -> object:
         return self.result()[0]
@@ -61,7 +76,7 @@ class _Future:
 
 
 class StoreExecutor:
-    """An Executor over the job's store. A reader thread takes results from the inbox as they come, so an
+    """An executor over the job's store. A reader thread takes reports from the inbox as they come, so an
     error of any rank is known at once, whatever the driver is waiting for or doing.
 
     Args:
@@ -69,29 +84,34 @@ class StoreExecutor:
         world_size: ranks of the job.
         call_timeout_s: seconds that a rank may take for one call, from when it is free to start it.
         writer, reader: two connections to the store; see `mailbox.connect`.
+        interfaces: role -> class whose annotated methods say what the role's methods return. Without one
+            results are of plain types.
     """
+
+    capabilities = Capabilities(
+        overlap=True, deadlines=True, rank_processes=True, survives_worker_death=False
+    )
 
     def __init__(
         self,
-        ranks: dict[str, list[int]],
+        ranks: Mapping[str, Sequence[int]],
         world_size: int,
         call_timeout_s: float,
         writer: dist.Store,
         reader: dist.Store,
+        interfaces: Mapping[str, type] | None = None,
     ):
         _check_ranks(ranks, world_size)
         self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
-        self.step: int | None = None
-        self.stop = StopRequest()
+        self.label: str | None = None
+        self.check_interrupt: Callable[[], None] = lambda: None
         self.failure: RuntimeError | None = None
+        self.call_timeout_s = call_timeout_s
         self.death_first_s = 0.0
-        """So long what a rank raises is kept back, where someone tells `fail` of dead ranks: that one died is
-        why another raised."""
         self.is_shutting_down: Callable[[], bool] = lambda: False
-        """Asked then: whether the job is being ended, for a reason that is not what the rank raised."""
         self.on_terminated: Callable[[], None] = lambda: None
-        """Called, on another thread, when a rank has got SIGTERM."""
-        self._timeout_s, self._stopped_s = call_timeout_s, 0.0
+        self._interfaces = dict(interfaces or {})
+        self._stopped_s = 0.0
         self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
         self._outbox.set(DRIVER, process_name())
         self._changed = threading.Condition()
@@ -100,11 +120,10 @@ class StoreExecutor:
             rank: deque() for rank in range(world_size)
         }  # their indices on each rank, oldest first
         self._free_since = dict.fromkeys(range(world_size), 0.0)
-        self._ended = False
-        self._next, self._log = (
-            0,
-            deque(),
-        )  # next index; (index, keys) of the commands that are still in the store
+        self._events: deque[Event] = deque()
+        self._has_ended = False
+        self._next, self._num_questions = 0, 0
+        self._log: deque[tuple[int, list[str]]] = deque()  # (index, keys) of the commands still in the store
         self._answered = dict.fromkeys(
             range(world_size), -1
         )  # newest index that each rank answered, and so the newest it surely read
@@ -113,14 +132,16 @@ class StoreExecutor:
         self._reader.start()
 
     @classmethod
-    def from_env(cls, ranks: dict[str, list[int]], call_timeout_s: float) -> StoreExecutor:
-        """In the driver process: connect to the job that `start_driver` described."""
+    def from_env(
+        cls, ranks: dict[str, list[int]], call_timeout_s: float, interfaces: Mapping[str, type] | None = None
+    ) -> StoreExecutor:
+        """Connect to the job that `start_driver` described. In the driver process."""
         job_secret()
         os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
         writer, reader = (
             connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2)
         )
-        return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader)
+        return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader, interfaces)
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> _Future:
         check_role(self.ranks, role)
@@ -130,17 +151,26 @@ class StoreExecutor:
         self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
     ) -> _Future:
         check_subset(self.ranks, role, ranks)
-        return self._issue(Command(role, tuple(ranks), method, self.step, pickle.dumps((args, kwargs))))
+        arguments = encode_arguments(role, method, args, kwargs)
+        call = Call(role, tuple(ranks), method, self.label, arguments)
+        return self._issue(call, role, method, ranks)
 
-    def wait_any(self, futures: Sequence[_Future]) -> list[_Future]:
+    def wait_any(self, futures: Sequence[_Future], or_event: bool = False) -> list[_Future]:
         check_some(futures)
+        self._wait_until(
+            lambda: (or_event and self._events) or any(f.index not in self._futures for f in futures)
+        )
+        return [future for future in futures if future.index not in self._futures]
+
+    def wait_event(self, timeout_s: float | None = None) -> Event | None:
+        self._wait_until(lambda: bool(self._events), timeout_s)
+        return self._events.popleft() if self._events else None
+
+    def take_events(self) -> list[Event]:
         with self._changed:
-            while self.failure is None and all(future.index in self._futures for future in futures):
-                self.stop.check()
-                self._wait_for_change(self._seconds_left())
-            if self.failure is not None:
-                raise self.failure
-            return [future for future in futures if future.index not in self._futures]
+            taken = list(self._events)
+            self._events.clear()
+        return taken
 
     def role(self, name: str) -> RoleHandle:
         check_role(self.ranks, name)
@@ -151,54 +181,55 @@ class StoreExecutor:
             taken, self._seconds = self._seconds, {}
         return taken
 
+    def drain(self) -> None:
+        self._wait_until(lambda: not self._futures)
+
+    def abort_calls(self) -> None:
+        self._outbox.set(PING, "asked")  # ranks read it first
+        if not self._outbox.ask_all(ABORT_CALLS, list(self._queues), _PING_S, str(self._next)):
+            self._outbox.set(ALL_RANKS_KNOW, "asked")
+        self.drain()
+
+    def health(self, wait_s: float = _STACKS_S) -> Health:
+        with self._changed:
+            number, self._num_questions = self._num_questions, self._num_questions + 1
+        return self._ask_health(number, wait_s)
+
     def shutdown(self) -> None:
-        if not self._ended:
-            self._outbox.ask_for_stacks()  # whoever waits to be asked is in the store's code, see `_end`
+        if not self._has_ended:
+            # Threads of the ranks that wait to be asked are in the store's code, see `_end`.
+            self._outbox.end_health(self._num_questions)
             for key in (PING, ABORT_CALLS, ALL_RANKS_KNOW):
                 self._outbox.set(key, "end")
-            self._issue(Command("", tuple(self._queues), SHUTDOWN, self.step, b"")).result()
+            self._issue(Shutdown(), "driver", "shutdown", list(self._queues)).result()
             self._end()
 
-    @property
-    def num_calls(self) -> int:
-        """Calls issued so far."""
-        return self._next
-
     def kill(self, exit_code: int) -> None:
-        """Tell the workers that the job is over: they exit with this code, without waiting for the driver's
-        end."""
         self._outbox.kill(self._next, exit_code)
         self._end()
 
+    @property
+    def num_calls(self) -> int:
+        return self._next
+
     def wake(self) -> None:
-        """Let whoever waits look at `stop` again."""
         with self._changed:
             self._changed.notify_all()
 
-    def ask_who_lives(self) -> list[int]:
-        """Ranks that have died, or do not answer. From another thread than the loop's."""
+    def dead_ranks(self) -> list[int]:
         missing = self._outbox.ask_all(PING, list(self._queues), _SOON_S)
         dead = [rank for rank, name in self._outbox.of_ranks(PROCESS, missing).items() if has_died(name)]
         return dead or self._outbox.ask_all(PING, missing, _PING_S)
 
-    def abort_calls(self) -> None:
-        """Have ranks abort the calls in flight where they can, and wait for the end of all. No value of them
-        is of use any more."""
-        if not self._outbox.ask_all(ABORT_CALLS, list(self._queues), _PING_S, str(self._next)):
-            self._outbox.set(ALL_RANKS_KNOW, "asked")
-        while futures := list(self._futures.values()):
-            self.wait_any(futures)
-
     def where(self) -> str:
-        """What the driver waits for, in words: "at step 3, waiting for actor.update on rank 1"."""
-        when = at_step(self.step).strip() or "before the first step"
+        when = at_label(self.label).strip() or "before the first step"
         if not self._changed.acquire(
             timeout=_LOCK_S
         ):  # a thread that hangs in the store has it; whoever asks may be there to end it
             return f"{when}, in the job's store"
         try:
             calls = [
-                f"{f.command.role}.{f.command.method} on rank {', '.join(map(str, f.missing()))}"
+                f"{f.role}.{f.method} on rank {', '.join(map(str, f.missing()))}"
                 for f in self._futures.values()
             ]
         finally:
@@ -208,25 +239,43 @@ class StoreExecutor:
     def _end(self) -> None:
         """End the reader thread: a process that exits while a thread is in the store's C++ code may be
         terminated by it."""
-        self._ended = True
+        self._has_ended = True
         self._outbox.close()
         self._reader.join(timeout=1.0)
 
-    def _issue(self, command: Command) -> _Future:
+    def _issue(self, command: Command, role: str, method: str, ranks: Sequence[int]) -> _Future:
         with self._changed:
             if self.failure is not None:
                 raise self.failure
-            self.stop.before_call(command.method)
-            future = _Future(self, self._next, command)
+            self.check_interrupt()
+            future = _Future(self, self._next, role, method, ranks)
             self._futures[future.index] = future
-            for rank in command.ranks:
+            for rank in ranks:
                 self._queues[rank].append(future.index)
             self._next += 1
             self._log.append((future.index, self._outbox.post(future.index, command)))
         return future
 
-    def _wait(self, future: _Future) -> None:
-        self.wait_any([future])
+    def _wait_until(self, is_ready: Callable[[], object], timeout_s: float | None = None) -> None:
+        """Block until it is ready, or the time is over. Raises: the failure; what `check_interrupt`
+        raises."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while self.failure is None and not is_ready():
+                self.check_interrupt()
+                left = self._seconds_left()
+                if end is not None:
+                    left = min(left, end - time.monotonic())
+                if end is not None and left <= 0.0 and self.failure is None:
+                    return
+                self._wait_for_change(left)
+            if self.failure is not None:
+                raise self.failure
+
+    def _ask_health(self, number: int, wait_s: float) -> Health:
+        ranks = list(self._queues)
+        stacks = self._outbox.ask_health(number, ranks, wait_s)
+        return Health(stacks, [rank for rank in ranks if rank not in stacks])
 
     def _is_done(self, future: _Future) -> bool:
         with self._changed:
@@ -254,39 +303,39 @@ class StoreExecutor:
             for rank, queue in self._queues.items()
             if queue
         }
+        if not waited:
+            return _TICK_S
         slowest = max(waited, key=waited.__getitem__)
-        if waited[slowest] >= self._timeout_s:
+        if waited[slowest] >= self.call_timeout_s:
             late = self._futures[self._queues[slowest][0]]
-            c = late.command
-            stacks = self._outbox.stacks(list(self._queues), wait_s=_STACKS_S)
+            number, self._num_questions = self._num_questions, self._num_questions + 1
             self.failure = CallTimeout(
-                c.role or "driver",
-                c.method,
-                c.step,
+                late.role,
+                late.method,
+                late.label,
                 late.missing(),
                 sorted(late.values),
-                self._timeout_s,
-                stacks,
+                self.call_timeout_s,
+                self._ask_health(number, _STACKS_S).stacks,
             )
             return 0.0
-        return self._timeout_s - waited[slowest]
+        return self.call_timeout_s - waited[slowest]
 
     # The reader thread.
 
     def _read(self) -> None:
         try:
-            while (result := self._inbox.receive()) is not None:
-                if result.index == TERMINATED:
-                    self.on_terminated()
-                elif result.failure is not None:
-                    f = result.failure
-                    time.sleep(self.death_first_s)
-                    if self.is_shutting_down():
-                        continue
-                    self.fail(RemoteError(f.role, result.rank, f.method, f.step, f.error, f.traceback))
-                elif self.failure is None:
-                    self._accept(result)
-                    self._inbox.delete(self._read_by_all())
+            while (report := self._inbox.receive()) is not None:
+                match report:
+                    case Terminated():
+                        self.on_terminated()
+                    case Event():
+                        self._keep_event(report)
+                    case Reply(failure=Failure() as failure):
+                        self._take_failure(report.rank, failure)
+                    case Reply() if self.failure is None:
+                        self._accept(report)
+                        self._inbox.delete(self._read_by_all())
         except Exception as error:  # thread boundary: the main thread would wait for ever
             time.sleep(
                 _SIGNAL_S
@@ -296,30 +345,40 @@ class StoreExecutor:
             )
             self.fail(RuntimeError(text.splitlines()[0]))
 
-    def _accept(self, result: Result) -> None:
+    def _keep_event(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _take_failure(self, rank: int, failure: Failure) -> None:
+        time.sleep(self.death_first_s)
+        if not self.is_shutting_down():
+            f = failure
+            self.fail(RemoteError(f.role, rank, f.method, f.label, f.error, f.traceback))
+
+    def _accept(self, reply: Reply) -> None:
         """Store one value; tell the main thread if it was the call's last."""
         with self._changed:
-            future = self._futures[result.index]
-            c = future.command
+            future = self._futures[reply.index]
             try:
-                future.values[result.rank] = pickle.loads(result.value)
-            except Exception as error:  # a class that only exists on the worker, say
-                text = f"its result cannot be read by the driver: {error!r}"
-                return self.fail(RemoteError(c.role, result.rank, c.method, c.step, text, ""))
-            self._queues[result.rank].popleft()
-            self._free_since[result.rank] = self._now()
-            self._answered[result.rank] = result.index
-            future.seconds, future.ended = (
-                max(future.seconds, result.seconds),
-                max(future.ended, result.ended),
-            )
+                interface = self._interfaces.get(future.role)
+                future.values[reply.rank] = decode_result(interface, future.method, reply.value)
+            except Exception as error:  # what an interface's own types raise, too
+                return self.fail(
+                    RemoteError(future.role, reply.rank, future.method, future.label, str(error), "")
+                )
+            self._queues[reply.rank].popleft()
+            self._free_since[reply.rank] = self._now()
+            self._answered[reply.rank] = reply.index
+            future.seconds = max(future.seconds, reply.seconds)
+            future.ended = max(future.ended, reply.ended)
             if not future.missing():
-                del self._futures[result.index]
-                self._seconds[c.role, c.method] = self._seconds.get((c.role, c.method), 0.0) + future.seconds
+                del self._futures[reply.index]
+                called = future.role, future.method
+                self._seconds[called] = self._seconds.get(called, 0.0) + future.seconds
                 self._changed.notify_all()
 
     def fail(self, error: RuntimeError) -> None:
-        """From now on every wait raises this, unless something has failed before."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
@@ -334,7 +393,7 @@ class StoreExecutor:
         return keys
 
 
-def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
+def _check_ranks(ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
     placed = {rank for of_role in ranks.values() for rank in of_role}
     if outside := sorted(placed - set(range(world_size))):
         raise ValueError(

@@ -1,10 +1,10 @@
-"""The driver process under torchrun, from its first to its last line.
+"""The driver process beside rank 0 under torchrun, from its start to its exit code.
 
-    torchrun -> rank 0 -> start_driver -> run_driver(main, ...)     the driver: connect, main(executor), shut down
-             -> rank 0, 1, ... -> serve(roles, ...)                 the workers
+    torchrun -> rank 0 -> start_driver -> run_driver(main, ...)  the driver: connect, run, shut down
+             -> rank 0, 1, ... -> serve(roles, ...)              the workers
 
-Whatever fails is told once (`shutdown.py`), and then everything ends: the driver exits, with it rank 0, with it
-(torchrun) all. Importing this module does not import torch, so the driver starts before rank 0 has.
+Whatever fails is reported once (`shutdown.py`), and then everything ends: the driver exits, then rank 0, then
+torchrun ends all others. Importing this module does not import torch, so the driver starts before rank 0 has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.runtime.shutdown import run_job
@@ -62,14 +62,17 @@ def _watch_driver(driver: subprocess.Popen) -> None:
 
 
 def run_driver(
-    main: Callable[[StoreExecutor], object], ranks: dict[str, list[int]], call_timeout_s: float
+    main: Callable[[StoreExecutor], object],
+    ranks: dict[str, list[int]],
+    call_timeout_s: float,
+    interfaces: Mapping[str, type] | None = None,
 ) -> int:
     """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns
-    the exit code, as `run_job`."""
+    the exit code, as `run_job`. interfaces: as of StoreExecutor."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
     from megarl.runtime.store_executor import (
         StoreExecutor,
     )  # torch: what a signal interrupts there cannot be unwound
 
-    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s))
+    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s, interfaces))

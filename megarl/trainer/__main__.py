@@ -16,6 +16,7 @@ from megarl.trainer.preflight import Inputs, read_inputs
 from megarl.trainer.restarts import attempt_under_torchrun, continued
 from megarl.trainer.graceful_stop import graceful_stop
 from megarl.trainer.own_ranks import Started
+from megarl.trainer.executors import interfaces_of
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
         lambda executor: train_job(executor, config, read_inputs(config, world_size), world_size),
         ranks,
         config.placement.call_timeout_s,
+        interfaces_of(ranks),
     )
 
 

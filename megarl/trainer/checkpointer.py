@@ -39,6 +39,7 @@ from megarl.config.schema import TrainConfig
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 from megarl.trainer.run_folder import Run
 from megarl.trainer.state import TrainState
+from megarl.trainer.stop_request import StopRequest
 
 
 class NoWholeCheckpoint(RuntimeError):
@@ -64,6 +65,7 @@ class Checkpointer:
         meshes: role -> its mesh.
         state: what the driver keeps; it goes into job.json.
         run_folder: where checkpoints are written, and whose metrics they name.
+        stop: a request for a shutdown does not interrupt a checkpoint half-way.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Checkpointer:
         meshes: Mapping[str, MeshSpec],
         state: TrainState,
         run_folder: Run,
+        stop: StopRequest,
     ) -> None:
         self._job_config, self.config = config, config.checkpoint
-        self.executor, self._state, self._run = executor, state, run_folder
+        self.executor, self._state, self._run, self._stop = executor, state, run_folder, stop
         self.roles = [role for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
         self.last_step: int | None = None
         """Step of the newest checkpoint that was begun or restored."""
@@ -104,7 +107,7 @@ class Checkpointer:
         if step in self._metrics:  # the folder of another cannot have its name
             return
         partial = folder.with_name(f".{folder.name}.partial")
-        with self.executor.stop.held(), _removed_if_failed(partial):
+        with self._stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
             with writing(partial):
                 partial.mkdir(parents=True)
@@ -122,7 +125,7 @@ class Checkpointer:
         saving = self._saving
         if saving is None:
             return
-        with self.executor.stop.held():
+        with self._stop.held():
             if saving.asked is None:
                 saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
             if all(future.done() for future in saving.asked.values()):
@@ -135,7 +138,7 @@ class Checkpointer:
         """Until what was begun is visible. Raises as `poll`."""
         if self._saving is None:
             return
-        with self.executor.stop.held():
+        with self._stop.held():
             asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
             self._publish({role: future.result()[0] for role, future in asked.items()})
 

@@ -11,6 +11,7 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
+from megarl.trainer.executors import interfaces_of
 from megarl.runtime.executor import Executor
 from megarl.trainer.preflight import Inputs, read_inputs
 from megarl.trainer.weights import sync_weights
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
         ),
         ranks,
         config.placement.call_timeout_s,
+        interfaces_of(ranks),
     )
 
 

@@ -1,23 +1,90 @@
-"""Executors of a training job: who builds the roles, and where they run."""
+"""The executors of a training job by name: --executor chooses one.
+
+    torchrun    ranks are processes: of torchrun, or of `megarl train`, which then starts them itself
+    inline      the only rank is this process: a debugger stands where the error is
+
+`register_executor` adds another one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.errors import ConfigError, did_you_mean
+from megarl.config.render import write_args
+from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path
+from megarl.flow import role_class
+from megarl.role_names import kind_and_suffix
+from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries
 
 if TYPE_CHECKING:
+    from megarl.runtime.executor import Executor
     from megarl.runtime.inline_executor import InlineExecutor
+    from megarl.runtime.store_executor import StoreExecutor
+
+ExecutorFactory = Callable[[TrainConfig, int], AbstractContextManager["Executor"]]
+"""(configuration, number of ranks) -> the executor of the job, whose roles can be called within the
+context."""
+
+
+def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:
+    """Start the ranks of a job from this process, which is its driver."""
+    return _factory(config)(config, world_size)
+
+
+def has_rank_processes(config: TrainConfig) -> bool:
+    """Return whether the ranks are processes that run `megarl.train`. Otherwise `open_executor` is all that
+    the job needs. Raises: ConfigError for an executor that nobody has registered."""
+    return _factory(config) is rank_processes
+
+
+def register_executor(name: str, factory: ExecutorFactory) -> None:
+    """Make jobs with this name in `config.placement.executor` run on the executor that the factory makes."""
+    _FACTORIES[name] = factory
+
+
+def _factory(config: TrainConfig) -> ExecutorFactory:
+    name = config.placement.executor
+    if name not in _FACTORIES:
+        known = ", ".join(_FACTORIES)
+        raise ConfigError(
+            [f"--executor ({name}): must be one of {known}.{did_you_mean(name, _FACTORIES, prefix='')}"]
+        )
+    return _FACTORIES[name]
 
 
 @contextlib.contextmanager
-def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
+def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
+    """Start every rank as a process of its own on this machine."""
+    from megarl.runtime.local_ranks import local_ranks
+
+    ranks = hosting_ranks(config, world_size)
+    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
+        arguments = Path(folder) / "job.args"
+        arguments.write_text(write_args(config))
+        with local_ranks(
+            [f"@{arguments}"],
+            ranks,
+            world_size,
+            config.placement.call_timeout_s,
+            describe_rank=rank_description(ranks),
+            tidy_up=remove_engine_memory,
+            interfaces=interfaces_of(ranks),
+        ) as executor:
+            yield executor
+
+
+@contextlib.contextmanager
+def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExecutor]:
     """Build the roles of a world of one rank, which is this process, and the executor that calls them."""
+    quiet_libraries()
     keep_checkout_off_path()
     if trains_in_fp32(config):
         compute_fp32_exactly()
@@ -32,9 +99,33 @@ def inline_ranks(config: TrainConfig) -> Iterator[InlineExecutor]:
     from megarl.workers.worker import build_roles, join_world
 
     join_world(config.placement.call_timeout_s)
-    executor = InlineExecutor(build_roles(config, world_size=1))
+    roles = build_roles(config, world_size)
+    executor = InlineExecutor(roles, interfaces_of(roles))
     yield executor
     executor.shutdown()
+
+
+_FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": inline_ranks}
+
+
+def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
+    """Return the class that declares each role: its annotations say what the role's methods return."""
+    return {role: role_class(role) for role in roles}
+
+
+def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]:
+    """Return a function that describes a rank by its roles: "1: actor, critic". Data and rewards, which
+    accompany other roles, are left out."""
+
+    def describe(rank: int) -> str:
+        roles = ", ".join(
+            role
+            for role, of_role in ranks.items()
+            if rank in of_role and kind_and_suffix(role)[0] not in ("data", "reward")
+        )
+        return f"{rank}: {roles}" if roles else str(rank)
+
+    return describe
 
 
 def remove_engine_memory() -> None:

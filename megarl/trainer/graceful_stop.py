@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.config.rules_files import is_savable
 from megarl.files.checkpoints import checkpoints_in, folder_of_step
 from megarl.runtime.shutdown import Stopped, graceful_shutdown
-from megarl.runtime.stop_request import StopRequested
+from megarl.trainer.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer
 
 
@@ -18,17 +18,17 @@ from megarl.trainer.trainer import Trainer
 def graceful_stop(trainer: Trainer) -> Iterator[None]:
     """Around the loop: a SIGTERM ends it with a checkpoint. Raises: Stopped, with what to report."""
     grace_s = trainer.config.checkpoint.exit_grace_s
-    with graceful_shutdown(grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
+    with graceful_shutdown(trainer.stop, grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
         trainer.stops_gracefully = True
         try:
             yield
         except StopRequested:
-            with trainer.executor.stop.held():
+            with trainer.stop.held():
                 trainer.executor.abort_calls()
                 where = _save_last_step(trainer)
             raise Stopped(signal.SIGTERM, f"[driver] stopped by SIGTERM {where}") from None
         finally:
-            trainer.executor.stop.is_armed = False
+            trainer.stop.is_armed = False
 
 
 def newest_checkpoint(run: Path) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
-from megarl.trainer.executors import remove_engine_memory
+from megarl.trainer.executors import interfaces_of, rank_description, remove_engine_memory
 from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.runtime.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
 
@@ -65,12 +65,11 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     from megarl.trainer.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
-    processes = LocalRanks(
-        argv, world_size, module, hosting_ranks(config, world_size), attempt, remove_engine_memory
-    )
+    ranks = hosting_ranks(config, world_size)
+    processes = LocalRanks(argv, world_size, module, rank_description(ranks), remove_engine_memory, attempt)
     return run_job(
         lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
-        lambda: processes.start(config.placement.call_timeout_s),
+        lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
         processes,
     )
 
@@ -83,8 +82,8 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
     _prepare_process()
     from megarl.runtime.local_ranks import LocalRanks, undisturbed
 
-    processes, deaths = LocalRanks(argv, world_size, module, {}, tidy_up=remove_engine_memory), []
-    processes.tell_deaths(deaths.append)
+    processes, deaths = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory), []
+    processes.report_deaths(deaths.append)
     try:
         processes.start_ranks()
         while processes.are_running() and not deaths:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.runtime.background import BackgroundThread, DriverCall
-from megarl.runtime.executor import Executor, Future, at_step
+from megarl.runtime.executor import Executor, Future, at_label
 from megarl.trainer.timeline import Timeline
 from megarl.flow import Flow, Node
 from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
@@ -61,7 +61,7 @@ class _Call:
     ranks: frozenset[int]
     future: Future | DriverCall
     issued: float
-    step: int | None
+    label: str | None
     of: FlowStep
     ended: bool = False
 
@@ -222,7 +222,7 @@ class Scheduler:
                         ranks,
                         future,
                         issued,
-                        self._executor.step,
+                        self._executor.label,
                         step,
                     )
                 )
@@ -235,7 +235,7 @@ class Scheduler:
             future = self._background.submit(DriverCall(node.function, args, kwargs))
         else:
             future = DriverCall(node.function, args, kwargs).run()
-        call = _Call(node.name, node, ranks, future, issued, self._executor.step, step)
+        call = _Call(node.name, node, ranks, future, issued, self._executor.label, step)
         self._results[node.name] = NodeResult(self, call)
         self._add(call)
         if node.function is not None and not node.background:
@@ -270,7 +270,7 @@ class Scheduler:
         self.timeline.add(
             call.name,
             tuple(sorted(call.ranks)),
-            call.step,
+            call.label,
             call.issued,
             call.future.seconds,
             call.future.ended,
@@ -278,7 +278,7 @@ class Scheduler:
         if isinstance(call.future, DriverCall) and (error := call.future.error) is not None:
             where = "in the background" if call.node.background else "on the critical path"
             raise RuntimeError(
-                f"[driver] node {call.name}, {where}, failed{at_step(call.step)}: {error!r}"
+                f"[driver] node {call.name}, {where}, failed{at_label(call.label)}: {error!r}"
             ) from error
         if call.node is not None:
             call.of.ended.add(call.name)

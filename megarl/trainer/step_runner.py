@@ -24,6 +24,7 @@ from megarl.trainer.scores import check_failed_rewards, take_scores
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_batches import StepBatches
 from megarl.trainer.step_report import metrics_of_actors
+from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.weights import send_weights
 
 
@@ -33,14 +34,20 @@ class StepRunner:
     Args:
         meshes: role -> its mesh.
         gate: compares trainer and engine before an actor's first update.
+        stop: a request for a shutdown drops the step until its first update.
     """
 
     driver_columns = DRIVER_COLUMNS
 
     def __init__(
-        self, executor: Executor, meshes: Mapping[str, MeshSpec], state: TrainState, gate: LogProbGate
+        self,
+        executor: Executor,
+        meshes: Mapping[str, MeshSpec],
+        state: TrainState,
+        gate: LogProbGate,
+        stop: StopRequest,
     ) -> None:
-        self.executor, self.meshes, self.state, self.gate = executor, meshes, state, gate
+        self.executor, self.meshes, self.state, self.gate, self.stop = executor, meshes, state, gate, stop
         self.shard_key_of = shard_keys(meshes)
         keys = dict.fromkeys(self.shard_key_of[role] for role in training_data_roles(meshes))
         self.hidden_size = {key: state.actor_of(key).hidden_size(key) for key in keys}
@@ -113,7 +120,16 @@ class StepRunner:
     # Called by the scheduler.
 
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
-        """Return the arguments of a node's call. Everything that it reads from the driver is there."""
+        """Return the arguments of a node's call. Everything that it reads from the driver is there.
+
+        Raises: StopRequested instead of an update that a shutdown drops."""
+        arguments = self._arguments(node, results)
+        declared = node.declaration()
+        if declared is not None and declared.commits:
+            self.stop.begin_update()
+        return arguments
+
+    def _arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
         batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
         called = node.declaration()
         if called is Rollout.generate:

@@ -20,7 +20,8 @@ class Record:
     name: str
     ranks: tuple[int, ...]
     """Empty: a function of the driver."""
-    step: int | None
+    label: str | None
+    """The executor's when the call was issued: "step 3"."""
     issued: float
     started: float
     """`ended` less the time it took on the slowest rank: the others may have begun earlier."""
@@ -34,9 +35,15 @@ class Timeline:
         self.records: deque[Record] = deque(maxlen=_MAX_RECORDS)
 
     def add(
-        self, name: str, ranks: tuple[int, ...], step: int | None, issued: float, seconds: float, ended: float
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        label: str | None,
+        issued: float,
+        seconds: float,
+        ended: float,
     ) -> None:
-        self.records.append(Record(name, ranks, step, issued, max(issued, ended - seconds), ended))
+        self.records.append(Record(name, ranks, label, issued, max(issued, ended - seconds), ended))
 
     def chrome_trace(self) -> dict:
         """A line per rank and one for the driver; times in microseconds since the first call."""
@@ -57,7 +64,7 @@ class Timeline:
                         "tid": tid,
                         "ts": (r.started - start) * 1e6,
                         "dur": (r.ended - r.started) * 1e6,
-                        "args": {"step": r.step, "queued_s": r.started - r.issued},
+                        "args": {"label": r.label, "queued_s": r.started - r.issued},
                     }
                 )
         return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -36,6 +36,7 @@ from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import Run
 from megarl.trainer.scheduler import NodeResult
 from megarl.trainer.state import TrainState
+from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.step_report import rollout_rows
 from megarl.trainer.step_runner import StepRunner
 from megarl.trainer.weights import sync_weights
@@ -88,10 +89,15 @@ class Trainer:
         self.meshes = role_meshes(config, started.world_size)
         self.run_folder = self._contexts.enter_context(Run(config, write_args(config), started.progress))
         self.state = TrainState(config, started.inputs)
+        self.stop = StopRequest()
+        """The request to shut the job down; a SIGTERM makes it, see `graceful_stop`."""
+        self.executor.check_interrupt = self.stop.check
         self.roles = Roles(self.executor, self.executor.ranks)
         self.gate = LogProbGate(self.executor, self.state)
-        self.runner = StepRunner(self.executor, self.meshes, self.state, self.gate)
-        self.checkpointer = Checkpointer(config, self.executor, self.meshes, self.state, self.run_folder)
+        self.runner = StepRunner(self.executor, self.meshes, self.state, self.gate, self.stop)
+        self.checkpointer = Checkpointer(
+            config, self.executor, self.meshes, self.state, self.run_folder, self.stop
+        )
         self._contexts.push(self._shut_down_roles)
         self.flow = flow_of_actors(config, self.meshes)
         """What depends on what in a step, as the algorithms of all actors say."""
@@ -200,9 +206,9 @@ class Trainer:
 
     def _begin_step(self) -> None:
         self.state.begin_step()
-        self.executor.step = self.state.step
-        self.executor.stop.is_armed = self.stops_gracefully
-        self.executor.stop.check()
+        self.executor.label = f"step {self.state.step}"
+        self.stop.is_armed = self.stops_gracefully
+        self.stop.check()
         self.checkpointer.poll()
         self.executor.take_seconds()
         self.run_folder.begin_step()
@@ -221,7 +227,7 @@ class Trainer:
         for note in self.runner.judge(of_actors):
             self.run_folder.progress.note(note)
         state.complete_step()
-        self.executor.stop.step_is_whole()
+        self.stop.step_completed()
         self._metrics = metrics
         return metrics
 

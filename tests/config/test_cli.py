@@ -120,7 +120,7 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
     )
     module("megarl.trainer.__main__", train_job="the training")
     module("megarl.trainer.evaluation", evaluate_job="the evaluation")
-    module("megarl.train", run_inline=lambda config: calls.append(config.placement.executor) or 4)
+    module("megarl.train", run_in_process=lambda config: calls.append(config.placement.executor) or 4)
     module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
     save = str(tmp_path / "run")

@@ -41,7 +41,7 @@ NOT_RUN = {
     'python -m pytest tests/faults/test_silent_faults.py -m "" --write-table': "its cases are slow tests",
     'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are slow tests",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
-    "tests/driver/test_inline.py stands there",
+    "tests/runtime/test_inline.py stands there",
 }
 """What no test runs: a command, or the first line of a block -> why."""
 

@@ -46,17 +46,19 @@ def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model)
         row["mismatch/max_abs"] < 1e-4 and row["policy/ratio_deviation_max"] < 0.5 for row in job.steps
     )
     spans = spans_of(job)
-    assert {rank for name, (_, _, rank) in spans[1] if name == "critic.values"} == {1}
-    assert sum(overlap(spans[step], "critic.values", "reference.log_probs") for step in (1, 2, 3)) > 0
+    assert {rank for name, (_, _, rank) in spans["step 1"] if name == "critic.values"} == {1}
+    assert (
+        sum(overlap(spans[f"step {step}"], "critic.values", "reference.log_probs") for step in (1, 2, 3)) > 0
+    )
 
 
-def spans_of(job: Job) -> dict[int, list[tuple[str, tuple[float, float, int]]]]:
-    """Step -> (node, (start, end, rank)), in microseconds."""
+def spans_of(job: Job) -> dict[str, list[tuple[str, tuple[float, float, int]]]]:
+    """Label of a step -> (node, (start, end, rank)), in microseconds."""
     events = json.loads((job.folder / "timeline.json").read_text())["traceEvents"]
-    spans: dict[int, list] = {}
+    spans: dict[str, list] = {}
     for e in events:
         if e["ph"] == "X":
-            spans.setdefault(e["args"]["step"], []).append(
+            spans.setdefault(e["args"]["label"], []).append(
                 (e["name"], (e["ts"], e["ts"] + e["dur"], e["tid"]))
             )
     return spans

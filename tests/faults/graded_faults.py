@@ -43,19 +43,19 @@ class Bench:
     """Trainer and engine after one update, and 128 responses that the engine has sampled since.
 
     Args:
-        training: megarl.Trainer of an inline job; reward: any."""
+        trainer: megarl.Trainer of an inline job; reward: any."""
 
-    def __init__(self, training) -> None:
+    def __init__(self, trainer) -> None:
         import megarl
         from megarl.trainer.gate import exceeded
 
         actor, reward = megarl.symbolic_roles("actor reward")
-        self.role = training.job.executor._roles["actor"]
+        self.role = trainer.executor.roles["actor"]
         self.parameters = self.role.model.parameters
         self.stale = {name: value.clone() for name, value in self.parameters.items()}
-        training.update(training.rollout())
-        training.rollout(actor.rollout().join(reward.score))
-        self.limits = training.job.first.gate_limits
+        trainer.update(trainer.rollout())
+        trainer.rollout(actor.rollout().join(reward.score))
+        self.limits = trainer.state.first.gate_limits
         self.exceeded = exceeded
 
     def judge(self, fault: str, size: float, planted: contextlib.AbstractContextManager) -> Verdict:

@@ -63,7 +63,7 @@ CASES = [
     ),
     Case(
         "tools/stress_tests.py",
-        "tests/test_abort.py --runs 1 --conditions quiet delayed --folder OUT/stress",
+        "tests/runtime/test_abort.py --runs 1 --conditions quiet delayed --folder OUT/stress",
         says=r"failed, of all runs \| 0 of \d+ \| 0 of 0 \| 0 of 0 \| 0 of \d+",
     ),
     # What it installs, and how that can fail: tests/test_package.py.

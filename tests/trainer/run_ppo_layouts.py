@@ -28,7 +28,7 @@ from megarl.trainer.gate import LogProbGate
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_runner import StepRunner
-from megarl.runtime.stop_request import StopRequest
+from megarl.trainer.stop_request import StopRequest
 from megarl.flow import Flow, symbolic_roles
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix, with_suffix
@@ -125,7 +125,7 @@ class EveryRankExecutor:
     """Each rank makes every call in the same order, and runs those that are for it."""
 
     def __init__(self, roles: dict[str, object], ranks: dict[str, list[int]]) -> None:
-        self.roles, self.ranks, self.step, self.stop = roles, ranks, None, StopRequest()
+        self.roles, self.ranks, self.label = roles, ranks, None
 
     def call(self, role: str, method: str, /, *args, **kwargs):
         return self.call_on(self.ranks[role], role, method, *args, **kwargs)
@@ -215,7 +215,7 @@ def run(placement: str, folder: Path, data: Path) -> None:
     )
     inputs = Inputs(shape, range(NUM_PROMPTS - 1), None)  # fewer rows than a step takes: one comes twice
     state = TrainState(config, dict.fromkeys(configs_of_actors(config), inputs))
-    runner = StepRunner(executor, meshes, state, LogProbGate(executor, state))
+    runner = StepRunner(executor, meshes, state, LogProbGate(executor, state), StopRequest())
     for role in meshes:
         executor.call(role, "setup")
     flow = flow_with_student(config) if placement in STUDENT else flow_of_actors(config, meshes)

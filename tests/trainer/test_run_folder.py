@@ -356,7 +356,7 @@ WRITES = {
 def timeline() -> Timeline:
     lines = Timeline()
     for step in range(300):
-        lines.add("actor.update", (0, 1), step, 0.0, 1.0, 2.0)
+        lines.add("actor.update", (0, 1), f"step {step}", 0.0, 1.0, 2.0)
     return lines
 
 

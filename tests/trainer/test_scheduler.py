@@ -45,7 +45,7 @@ class Machine:
     """An Executor in simulated time. `seconds`: name of a call -> how long it takes, else 1."""
 
     def __init__(self, meshes, seconds=None):
-        self.meshes, self.seconds, self.now, self.step = meshes, seconds or {}, 0.0, 1
+        self.meshes, self.seconds, self.now, self.label = meshes, seconds or {}, 0.0, "step 1"
         self.free = {rank: 0.0 for mesh in meshes.values() for rank in mesh.ranks}
         self.calls = []
 
@@ -350,7 +350,7 @@ class Inline(Host):
 
 def inline(nodes, **host):
     executor = InlineExecutor({"a": Role(), "b": Role()})
-    executor.step = 3
+    executor.label = "step 3"
     owner = Inline(**host)
     return Scheduler(executor, {"a": Mesh((0,)), "b": Mesh((0,), tp=2)}, owner), Flow(nodes), owner
 

@@ -5,7 +5,7 @@ python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--
                                             [--exchange-samples 256] [--skip-exchange]
 
 planning   plan_mini_batches for an actor with dp 8 and a critic with dp 3, in one process without tensors, as in the driver
-dispatch   the commands of both `distribute` calls: pickled, put into a real c10d store in parts, read back and unpickled once
+dispatch   the commands of both `distribute` calls: encoded, put into a real c10d store in parts, read back and decoded once
 memory     growth of the driver's peak resident set over all of this, and over plans of one sixteenth of the tokens per sample
 route      what one rank needs to work out its messages (the busiest of a job of 64 ranks)
 exchange   four processes: rollouts -> actor TP2 DP2 and critic DP4, then columns from the critic to the actor. Beside it, in the same
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import pickle
 import platform
 import random
 import socket
@@ -33,7 +32,8 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec, replicas, shard_keys
 from megarl.packing import Sample, preferred_ranks, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
-from megarl.runtime.mailbox import Command, Mailbox
+from megarl.runtime.mailbox import Mailbox
+from megarl.runtime.messages import Call, decode_arguments, encode_arguments
 from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.store import RolloutSample, RolloutBlock, SampleStore
 
@@ -134,12 +134,15 @@ def plan_and_dispatch(
     }
     planned, num_bytes = time.perf_counter(), 0
     for index, (key, plan) in enumerate(plans.items()):
-        arguments = pickle.dumps(((key, samples, plan), {}))
-        keys = mailbox.post(index, Command("data", tuple(range(11)), "distribute", 1, arguments))
+        arguments = encode_arguments("data", "distribute", (key, samples, plan), {})
+        call = Call("data", tuple(range(11)), "distribute", "step 1", arguments)
+        keys = mailbox.post(index, call)
         num_bytes += len(arguments)
-        received = pickle.loads(mailbox.next_command(index).arguments)
+        received = decode_arguments(
+            DataRole.distribute.__get__(object()), mailbox.next_command(index).arguments
+        )
         mailbox.delete(keys)
-    assert received == ((key, samples, plan), {})
+    assert received == ([key, samples, plan], {})
     end = time.perf_counter()
     return {
         "planning_s": planned - start,

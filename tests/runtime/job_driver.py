@@ -21,8 +21,9 @@ from megarl.runtime.shutdown import Stopped, graceful_shutdown, run_job_in_proce
 from megarl.runtime.executor import Executor, RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
 from megarl.runtime.local_ranks import LocalRanks
+from megarl.trainer.executors import rank_description
 from megarl.trainer.scheduler import Scheduler
-from megarl.runtime.stop_request import StopRequested
+from megarl.trainer.stop_request import StopRequest, StopRequested
 from megarl.runtime.torchrun import run_driver
 from megarl.flow import Flow, Node
 from megarl.runtime.abort import ABORT
@@ -61,11 +62,11 @@ def conversation(executor: Executor, role: str) -> list:
         handle._private
     except AttributeError:
         seen.append("private")
-    executor.step = 3
+    executor.label = "step 3"
     try:
         executor.call(role, "update", bad_rank=executor.ranks[role][-1]).result()
     except RemoteError as error:
-        seen += [error.role, error.method, error.step, error.error, "in update" in error.remote_traceback]
+        seen += [error.role, error.method, error.label, error.error, "in update" in error.remote_traceback]
         seen.append(str(error).splitlines()[0].replace(f"rank {error.rank}", "rank R"))
     try:
         handle.echo().result()
@@ -134,7 +135,7 @@ def chain(executor, folder: Path) -> None:
     earlier = [int(p) for f in folder.glob("pids_*") for p in f.read_text().split()]
     (folder / f"left_over_{attempt}").write_text(" ".join(map(str, left_after(earlier, seconds=10.0))))
     (folder / f"pids_{attempt}").write_text(" ".join(map(str, [*pids, os.getpid()])))
-    executor.step = 10 + attempt
+    executor.label = f"step {10 + attempt}"
     if attempt == 0:
         executor.call("actor", "update", bad_rank=1).result()
     elif attempt == 4:
@@ -152,7 +153,7 @@ def chain(executor, folder: Path) -> None:
 def late(executor, folder: Path) -> None:
     """Rank 1 hangs in one call; the driver waits for a later one, which rank 0 answers."""
     right, actor = executor.role("right"), executor.role("actor")
-    executor._timeout_s = LATE_S  # only now: how long the workers take to start says nothing here
+    executor.call_timeout_s = LATE_S  # only now: how long the workers take to start says nothing here
     right.sleep(60.0)
     mark_time(folder)
     actor.sleep(0.0).result()
@@ -274,19 +275,19 @@ def flows(executor, folder: Path) -> None:
         statistics.median(times) * 1e3 for times in (per_step, by_hand)
     )
     (folder / "seen.json").write_text(json.dumps(seen))
-    executor.step = 7
+    executor.label = "step 7"
     timed(flow_of("left.echo:>a", "actor.update:a>"), FlowHost({"actor.update": (1,)}))
 
 
 def dies(executor, folder: Path) -> None:
-    executor.step = 2
+    executor.label = "step 2"
     executor.call("actor", "setup").result()
     executor.call("actor", "die", bad_rank=1).result()
 
 
 def waits(executor, folder: Path) -> None:
     """Everything is busy until someone outside ends it."""
-    executor.step = 2
+    executor.label = "step 2"
     pids = executor.call("actor", "setup").result()
     (folder / "pids").write_text(" ".join(map(str, pids)))
     future = executor.call("actor", "sleep", 60.0)
@@ -315,7 +316,7 @@ def inline_stops(executor, folder: Path) -> None:
 
 
 def inline_waits(executor, folder: Path) -> None:
-    executor.step = 2
+    executor.label = "step 2"
     (folder / "ready").touch()
     executor.call("actor", "generate", 60.0)
 
@@ -330,30 +331,31 @@ def main(scenario: str, folder: str) -> int:
         return run_job_in_process(
             job, lambda: contextlib.nullcontext(InlineExecutor({"actor": InlineRole(), "left": InlineRole()}))
         )
-    processes = LocalRanks([scenario, folder], 2, "job_worker", RANKS)
-    return run_job(job, lambda: processes.start(CALL_TIMEOUT_S), processes)
+    processes = LocalRanks([scenario, folder], 2, "job_worker", rank_description(RANKS))
+    return run_job(job, lambda: processes.start(RANKS, CALL_TIMEOUT_S), processes)
 
 
 class InOrder:
     """A loop that stops in order, and saves by an echo."""
 
     def __init__(self, executor, folder: Path, grace_s: float = 20.0):
-        self.executor, self.folder, self.grace_s = executor, folder, grace_s
+        self.executor, self.folder, self.grace_s, self.stop = executor, folder, grace_s, StopRequest()
+        executor.check_interrupt = self.stop.check
 
     def run(self, *calls: tuple) -> None:
         executor = self.executor
-        if executor.step is None:
+        if executor.label is None:
             pids = executor.call("actor", "setup").result()
             (self.folder / "pids").write_text(" ".join(map(str, pids)))
-        executor.step, executor.stop.is_armed = 3, True
-        with graceful_shutdown(self.grace_s, lambda: "nothing is saved"):
+        executor.label, self.stop.is_armed = "step 3", True
+        with graceful_shutdown(self.stop, self.grace_s, lambda: "nothing is saved"):
             try:
                 futures = [executor.call(*call) for call in calls]
                 (self.folder / "ready").touch()
                 for future in futures:
                     future.result()
             except StopRequested:
-                with executor.stop.held():
+                with self.stop.held():
                     executor.abort_calls()
                     (self.folder / "saved").write_text(str(executor.call("actor", "echo").result()))
                 raise Stopped(signal.SIGTERM, "[driver] stopped in order") from None
@@ -370,9 +372,10 @@ def stops_with_children(executor, folder: Path) -> None:
 def stops_after_update(executor, folder: Path) -> None:
     """The step is finished: nothing is raised before the next one."""
     order = InOrder(executor, folder)
+    order.stop.begin_update()
     order.run(("actor", "update", -1), ("right", "sleep", 3.0), ("left", "note", 1))
     (folder / "finished").touch()
-    executor.stop.step_is_whole()
+    order.stop.step_completed()
     order.run(("left", "note", 2))
 
 

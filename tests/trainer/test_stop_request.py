@@ -1,8 +1,8 @@
-"""When a request to stop interrupts the loop. `pytest tests/driver/test_stop_request.py`"""
+"""When a request to stop interrupts the loop. `pytest tests/trainer/test_stop_request.py`"""
 
 import pytest
 
-from megarl.runtime.stop_request import StopRequest, StopRequested
+from megarl.trainer.stop_request import StopRequest, StopRequested
 
 
 @pytest.fixture
@@ -13,29 +13,28 @@ def stop():
 
 
 def test_a_step_without_an_update_is_dropped_at_the_next_call_or_wait(stop):
-    stop.before_call("generate")
     stop.check()
     stop.request()
-    for look in (stop.check, lambda: stop.before_call("score"), lambda: stop.before_call("update")):
+    for look in (stop.check, stop.begin_update):
         with pytest.raises(StopRequested):
             look()
 
 
 def test_from_its_first_update_on_a_step_is_finished(stop):
-    stop.before_call("update")
+    stop.begin_update()
     stop.request()
-    stop.before_call("sync")
+    stop.begin_update()
     stop.check()
-    stop.step_is_whole()
+    stop.step_completed()
     with pytest.raises(StopRequested):
-        stop.before_call("export_hf")
+        stop.check()
 
 
 def test_what_must_not_be_done_by_halves_is_not_interrupted(stop):
     stop.request()
     with stop.held():
         with stop.held():
-            stop.before_call("begin_checkpoint")
+            stop.check()
         stop.check()
     with pytest.raises(StopRequested):
         stop.check()
@@ -45,4 +44,3 @@ def test_nobody_who_does_not_see_to_it_is_interrupted():
     stop = StopRequest()
     stop.request()
     stop.check()
-    stop.before_call("setup")

@@ -1,5 +1,5 @@
 """The runtime as `megarl train` has it: a driver that starts its two ranks. `pytest --import-mode=importlib
-tests/driver/test_launch.py`"""
+tests/runtime/test_launch.py`"""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S
+from tests.runtime.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S
 
 HERE = Path(__file__).parent
 LAUNCH_RANKS = (

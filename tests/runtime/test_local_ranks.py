@@ -1,5 +1,5 @@
 """Ranks that the user's own process starts: real processes and collectives, no models. `pytest
-tests/driver/test_local_ranks.py`
+tests/runtime/test_local_ranks.py`
 
 However the loop ends, all ranks end within seconds; and the loop sees why."""
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.driver.jobs import END_WITHIN_S
+from tests.runtime.jobs import END_WITHIN_S
 
 COMMAND = [sys.executable, "-P", "-m", "local_job"]
 

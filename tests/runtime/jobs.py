@@ -75,8 +75,8 @@ class Job:
     def read(self, name: str) -> str:
         return (self.folder / name).read_text()
 
-    def seen(self):
-        return json.loads(self.read("seen.json"))
+    def seen(self, name: str = "seen.json"):
+        return json.loads(self.read(name))
 
     def end(self) -> None:
         for pid in self.alive():

@@ -1,5 +1,5 @@
-"""Ranks of one engine leave it before the same step, whenever each of them hears of it. `pytest
-tests/test_abort.py`"""
+"""Ranks of one engine abort before the same step, whenever each of them hears of it. `pytest
+tests/runtime/test_abort.py`"""
 
 import random
 import threading
@@ -35,7 +35,7 @@ class Board(dict):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_all_ranks_leave_before_the_same_step(seed):
+def test_all_ranks_abort_before_the_same_step(seed):
     draw, size, board = random.Random(seed), 3, Board()
     barrier, tokens = threading.Barrier(size), [AbortToken() for _ in range(size)]
     engines = [Engine(barrier, 10 * seed + rank) for rank in range(size)]
@@ -71,7 +71,7 @@ def test_all_ranks_leave_before_the_same_step(seed):
     assert left[0] < STEPS
 
 
-def test_an_engine_alone_leaves_at_once():
+def test_an_engine_alone_aborts_at_once():
     engine, token = Engine(threading.Barrier(1), 0), AbortToken()
     AbortableEngine(engine, token=token)
     engine.step()

@@ -1,8 +1,9 @@
-"""The scheduler with real processes: torchrun, two ranks, a driver. `pytest tests/driver/test_flow_job.py`"""
+"""The scheduler with real processes: torchrun, two ranks, a driver. `pytest
+tests/runtime/test_flow_job.py`"""
 
 import pytest
 
-from tests.driver.jobs import TORCHRUN
+from tests.runtime.jobs import TORCHRUN
 
 
 @pytest.mark.timeout(120)

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.driver.jobs import Job
+from tests.runtime.jobs import Job
 
 
 @pytest.fixture

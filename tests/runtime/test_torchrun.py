@@ -1,5 +1,5 @@
 """The runtime with real processes: torchrun, two ranks, a driver. `pytest --import-mode=importlib
-tests/driver/test_torchrun.py`
+tests/runtime/test_torchrun.py`
 
 Each launch costs seconds (four processes import torch), so cases share them: `chain` fails in six ways, one
 per elastic attempt, and then must run.
@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.driver.jobs import END_WITHIN_S, START_WITHIN_S, TORCHRUN
+from tests.runtime.jobs import END_WITHIN_S, START_WITHIN_S, TORCHRUN
 
 
 def check_healthy(seen: dict, world_is: str) -> None:

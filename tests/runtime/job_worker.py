@@ -93,7 +93,7 @@ def main(scenario: str, folder: str) -> int:
     dist.init_process_group(
         "gloo", store=world_store(30.0), rank=rank, world_size=int(os.environ["WORLD_SIZE"])
     )
-    code = serve(lambda: build_roles(scenario, Path(folder)), rank, connect(timeout_s=30), driver)
+    code = serve(lambda context: build_roles(scenario, Path(folder)), rank, connect(timeout_s=30), driver)
     dist.destroy_process_group()
     return code
 

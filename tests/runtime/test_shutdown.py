@@ -1,5 +1,5 @@
 """SIGTERM, by whom and when: real processes, no models. `pytest --import-mode=importlib
-tests/driver/test_stopping.py`
+tests/runtime/test_shutdown.py`
 
 tests/e2e/test_stopping.py has the same with a job that trains."""
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.jobs import DRIVER, END_WITHIN_S, TORCHRUN, Job
+from tests.runtime.jobs import DRIVER, END_WITHIN_S, TORCHRUN, Job
 
 
 def started(job: Job, scenario: str, command: list[str] = DRIVER):
@@ -29,7 +29,7 @@ def test_calls_are_left_or_waited_for_and_then_the_rest_is_done(job):
         os.kill(pid, signal.SIGTERM)
     assert process.wait(END_WITHIN_S) == 143, job.stderr()
     assert job.stderr() == "[driver] stopped in order\n"
-    assert job.read("saved") == "[[(), {}], [(), {}]]"
+    assert job.read("saved") == "[[[], {}], [[], {}]]"
     job.wait_until_gone(END_WITHIN_S)
 
 
@@ -133,7 +133,7 @@ def test_under_torchrun_too(job):
     assert process.wait(END_WITHIN_S + 10) != 0
     job.wait_until_gone(END_WITHIN_S)  # torchrun may be gone before the driver is
     assert "[driver] stopped in order\n" in job.stderr()
-    assert job.read("saved") == "[[(), {}], [(), {}]]"
+    assert job.read("saved") == "[[[], {}], [[], {}]]"
 
 
 @pytest.mark.slow

@@ -67,7 +67,14 @@ class Role:
 def ranks_of(scenario: str, folder: str):
     from megarl.runtime.local_ranks import local_ranks
 
-    return local_ranks([scenario, folder], {"actor": [0, 1]}, 2, 60.0, module="local_job")
+    return local_ranks(
+        [scenario, folder],
+        {"actor": [0, 1]},
+        2,
+        60.0,
+        module="local_job",
+        describe_rank=lambda rank: f"{rank}: actor",
+    )
 
 
 def everything(folder: str) -> None:
@@ -79,7 +86,7 @@ def everything(folder: str) -> None:
         try:
             with ranks_of(scenario, folder) as executor:
                 actor = executor.role("actor")
-                executor.step = 7
+                executor.label = "step 7"
                 try:
                     if scenario != "cannot_start":
                         pids = [pid for _, pid, _ in actor.whoami().result()]

@@ -1,0 +1,107 @@
+"""What runs on a rank, whatever carries its messages: the roles, the context that they are built with, and
+the idle hook.
+
+An executor's worker loop makes a WorkerContext, builds the roles with it and hands every call to
+`HostedRoles.run`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from megarl.runtime.abort import ABORT, AbortToken
+from megarl.runtime.messages import Call, CannotSend, Event, Reply, decode_arguments, encode
+
+
+class IdleHook(Protocol):
+    """Work that a rank does while no command waits: an engine that takes its steps, for example.
+
+    Ranks that step together (those of one engine) register it in the same call. They take the same number of
+    steps before each command: one of them, the leader, decides for all."""
+
+    def agree(self, value: bool) -> bool:
+        """Return the leader's value. Collective over the ranks that step together; a single rank returns
+        `value`."""
+
+    def step(self) -> bool:
+        """Do one step. Returns: False if there is nothing left to do before the next command; the same on all
+        ranks that step together."""
+
+
+class WorkerContext:
+    """What a role knows of the rank that hosts it.
+
+    Args:
+        rank: of this process in the job.
+        send_event: hands an event to the driver; called from any thread, one at a time.
+        abort: says whether the calls of this rank are to be aborted."""
+
+    def __init__(self, rank: int, send_event: Callable[[Event], None], abort: AbortToken = ABORT) -> None:
+        self.rank, self.abort = rank, abort
+        self.idle_hook: IdleHook | None = None
+        """Set by a role during a call, on all ranks that step together; None: the rank waits."""
+        self._send_event, self._lock = send_event, threading.Lock()
+
+    def emit(self, name: str, payload: object = None) -> None:
+        """Tell the driver something now, from any thread. Events of a rank arrive in the order of their
+        `emit`, and before the value of a call that has emitted them. Raises: CannotSend."""
+        try:
+            encode(payload)
+        except CannotSend as error:
+            raise CannotSend(f"event {name} of rank {self.rank} cannot be sent: {error}") from None
+        with self._lock:
+            self._send_event(Event(self.rank, name, payload))
+
+
+BuildRoles = Callable[[WorkerContext], Mapping[str, object]]
+Roles = Mapping[str, object] | BuildRoles
+"""Role name -> object whose methods the driver calls; only the roles of this rank. Or a function that builds
+them: an error in it is then reported as any other."""
+
+
+class HostedRoles:
+    """The roles of one rank."""
+
+    def __init__(self, roles: Mapping[str, object], rank: int) -> None:
+        self.by_name, self._rank = dict(roles), rank
+
+    def run(self, call: Call, index: int) -> Reply:
+        """Run a call of the driver. Raises: what the method raises; TypeError for arguments or a result that
+        no message can hold."""
+        start = time.perf_counter()
+        if call.role not in self.by_name:
+            hosted = sorted(self.by_name)
+            raise ValueError(f"role {call.role!r} is not on rank {self._rank}, which hosts {hosted}.")
+        method = getattr(self.by_name[call.role], call.method)
+        args, kwargs = decode_arguments(method, call.arguments)
+        value = method(*args, **kwargs)
+        try:
+            encoded = encode(value)
+        except CannotSend as error:
+            raise CannotSend(f"its result ({type(value).__name__}) cannot be sent: {error}") from None
+        return Reply(index, self._rank, encoded, time.perf_counter() - start, time.time())
+
+
+def step_until(hook: IdleHook | None, has_command: Callable[[], bool]) -> None:
+    """Take idle steps until a command waits, or nothing is left to do."""
+    while hook is not None and not hook.agree(has_command()):
+        if not hook.step():
+            return
+
+
+def stack_of_call(thread: threading.Thread, others: tuple[str, ...] = ()) -> str:
+    """Return where a rank's thread is, below the call that it runs, and where its threads of these names are.
+
+    Needs the GIL, which every wait in torch or gloo gives up."""
+    frames = traceback.extract_stack(sys._current_frames()[thread.ident])
+    inside = [i for i, frame in enumerate(frames) if frame.name == "run" and frame.filename == __file__]
+    text = "".join(traceback.format_list(frames[inside[-1] + 1 if inside else 0 :])).rstrip()
+    for other in threading.enumerate():
+        frame = sys._current_frames().get(other.ident)
+        if other.name in others and frame is not None:
+            text += f"\nin its thread {other.name}:\n" + "".join(traceback.format_stack(frame)).rstrip()
+    return text

@@ -1,0 +1,57 @@
+"""What a request for a graceful shutdown means for the step that runs.
+
+before its first update      the step is dropped: the next call, or wait for one, raises StopRequested
+from then on                 it is finished first"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class StopRequested(BaseException):
+    """Raised in the loop of a job that shuts down, where its weights are those of a completed step. Not an
+    Exception: nothing but the end of the job is to catch it."""
+
+
+class StopRequest:
+    """The request to shut one job down. A signal handler sets it; the executor calls `check` before every
+    call and while the loop waits."""
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        """Somebody acts on the request, so a SIGTERM is one."""
+        self.requested_at: float | None = None
+        """time.monotonic() of the first request."""
+        self._has_updated = False
+        self._holds = 0
+
+    def request(self) -> None:
+        """Ask for the shutdown."""
+        self.requested_at = self.requested_at or time.monotonic()
+
+    def begin_update(self) -> None:
+        """Note that a model is about to be updated: from here on the step is finished. Raises:
+        StopRequested."""
+        self.check()
+        self._has_updated = True
+
+    def check(self) -> None:
+        """Raise StopRequested if the step that runs is to be dropped."""
+        drops_step = not self._has_updated and not self._holds
+        if self.requested_at is not None and self.is_armed and drops_step:
+            raise StopRequested
+
+    def step_completed(self) -> None:
+        """Note that the step is over: the next one can be dropped again."""
+        self._has_updated = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Raise nothing within this context, which must not be interrupted half-way."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1

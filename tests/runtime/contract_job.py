@@ -1,0 +1,107 @@
+"""The contract on ranks that are processes: `python -m contract_job FOLDER` starts them itself;
+`torchrun -m contract_job FOLDER` is ranks with a driver beside the first. What each check found goes to
+FOLDER/found.json."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import executor_contract as contract
+
+WORLD_SIZE, CALL_TIMEOUT_S = 2, 60.0
+RANKS = contract.ranks_of(WORLD_SIZE)
+
+
+def rank_main(folder: str) -> int:
+    from megarl.runtime.mailbox import connect, world_store
+    from megarl.runtime.process import DRIVER_PID, end_on_signals, end_with_parent
+    from megarl.runtime.torchrun import start_driver
+    from megarl.runtime.worker_loop import serve
+
+    end_on_signals()
+    rank, driver_pid = int(os.environ["RANK"]), os.environ.get(DRIVER_PID)
+    if driver_pid:
+        end_with_parent(int(driver_pid))
+    driver = start_driver([folder], module="contract_job") if rank == 0 and not driver_pid else None
+    agree = StoreAgreement(rank, world_store(30.0))
+    return serve(
+        lambda context: contract.build_roles(context, RANKS, agree), rank, connect(timeout_s=30), driver
+    )
+
+
+class StoreAgreement:
+    """Gives all ranks the first one's value, call by call."""
+
+    def __init__(self, rank: int, store):
+        self.rank, self.store, self.number = rank, store, 0
+
+    def __call__(self, value: bool) -> bool:
+        self.number += 1
+        if self.rank == 0:
+            self.store.set(f"agree/{self.number}", str(int(value)))
+            return value
+        return self.store.get(f"agree/{self.number}") == b"1"
+
+
+def beside_torchrun(executor, folder: Path) -> None:
+    found = {check.__name__: contract._outcome(check, executor) for check in contract.CHECKS}
+    (folder / "found.json").write_text(json.dumps(found))
+    found["raises"] = contract.run_failure(executor, "raises")
+    (folder / "found.json").write_text(json.dumps(found))
+    raise executor.failure
+
+
+def on_own_ranks(folder: Path) -> None:
+    """One job after another: one that ends well, then one for each failure that a store executor adds to
+    what all executors share."""
+    from megarl.runtime.local_ranks import local_ranks
+
+    found, pids = {}, []
+
+    def job(run, name: str) -> None:
+        try:
+            with local_ranks(
+                [str(folder)],
+                RANKS,
+                WORLD_SIZE,
+                CALL_TIMEOUT_S,
+                module="contract_job",
+                interfaces=contract.INTERFACES,
+            ) as executor:
+                pids.extend(executor.call("both", "pid").result())
+                found.update(run(executor))
+                if executor.failure is not None:
+                    raise executor.failure
+        except RuntimeError as error:
+            found[f"end of {name}"] = None if error is executor.failure else repr(error)
+        found[f"processes left by {name}"] = (
+            str(left) if (left := [p for p in pids if Path(f"/proc/{p}").exists()]) else None
+        )
+
+    job(contract.run, "a whole job")
+    for name in ("raises", "result_type", "deadline", "death", "killed"):
+        job(lambda executor: {name: contract.run_failure(executor, name)}, name)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def main(folder: str) -> int:
+    if "RANK" in os.environ:
+        return rank_main(folder)
+    if "MEGARL_STORE" in os.environ:
+        from megarl.runtime.torchrun import run_driver
+
+        return run_driver(
+            lambda executor: beside_torchrun(executor, Path(folder)),
+            RANKS,
+            CALL_TIMEOUT_S,
+            contract.INTERFACES,
+        )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    on_own_ranks(Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

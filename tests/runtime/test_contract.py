@@ -1,0 +1,107 @@
+"""Every executor keeps the contract in executor_contract.py. `pytest tests/runtime/test_contract.py`
+
+One job per set-up runs all checks; each is a test of its own, so that what is broken has a name."""
+
+import sys
+import threading
+
+import pytest
+
+from megarl.runtime.abort import ABORT
+from megarl.runtime.inline_executor import InlineExecutor
+from tests.runtime import executor_contract as contract
+from tests.runtime.jobs import END_WITHIN_S, TORCHRUN, Job
+from tests.runtime.thread_executor import Agreement, ThreadExecutor
+
+CHECKS = [check.__name__ for check in contract.CHECKS]
+IN_PROCESS = [name for name in contract.FAILURES if name not in ("deadline", "death")]
+
+
+def inline() -> InlineExecutor:
+    ranks = contract.ranks_of(1)
+    return InlineExecutor(
+        lambda context: contract.build_roles(context, ranks, lambda value: value), contract.INTERFACES
+    )
+
+
+def threads(world_size: int = 3) -> ThreadExecutor:
+    ranks, agreement = contract.ranks_of(world_size), Agreement(world_size)
+    return ThreadExecutor(
+        lambda context: contract.build_roles(context, ranks, agreement.of_rank(context.rank)),
+        ranks,
+        world_size,
+        contract.INTERFACES,
+    )
+
+
+def run_in_process(make) -> dict[str, str | None]:
+    found = contract.run(make())
+    ABORT.is_requested = False
+    for name in IN_PROCESS:
+        found[name] = contract.run_failure(executor := make(), name)
+        executor.shutdown()
+    return found
+
+
+def run_job(folder, command: list[str], code: int) -> dict[str, str | None]:
+    job = Job(folder)
+    try:
+        process = job.start([*command, "contract_job", str(folder)])
+        assert process.wait(200) == code, job.stderr()
+        job.wait_until_gone(END_WITHIN_S)
+        return job.seen("found.json")
+    finally:
+        job.end()
+
+
+RUN = {
+    "inline": lambda folder: run_in_process(inline),
+    "threads": lambda folder: run_in_process(threads),
+    "own_processes": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0),
+    "torchrun": lambda folder: run_job(folder, [*TORCHRUN, "-m"], 1),
+}
+ENDS = {
+    "inline": ["shutdown", *IN_PROCESS],
+    "threads": ["shutdown", *IN_PROCESS],
+    "own_processes": ["shutdown", "raises", "result_type", "deadline", "death", "killed"],
+    "torchrun": ["raises"],
+}
+
+
+@pytest.fixture(scope="module")
+def found_by(tmp_path_factory):
+    """A function: name of a set-up -> what its one job found."""
+    found: dict[str, dict[str, str | None]] = {}
+
+    def run(setup: str) -> dict[str, str | None]:
+        if setup not in found:
+            found[setup] = {}
+            found[setup] = RUN[setup](tmp_path_factory.mktemp(setup))
+        return found[setup]
+
+    return run
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "setup, check", [(setup, check) for setup in RUN for check in (*CHECKS, *ENDS[setup])]
+)
+def test_the_contract(found_by, setup, check):
+    found = found_by(setup)
+    assert check in found, f"the job of {setup} did not get here"
+    assert found[check] is None, found[check]
+
+
+@pytest.mark.timeout(300)
+def test_no_process_is_left_after_any_end(found_by):
+    found = found_by("own_processes")
+    ends = {name: error for name, error in found.items() if name.startswith(("processes left", "end of"))}
+    assert len(ends) >= 6 and not any(ends.values()), ends
+
+
+def test_no_thread_is_left_after_a_shutdown():
+    before = set(threading.enumerate())
+    executor = threads(2)
+    executor.shutdown()
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("rank_")]
