@@ -6,6 +6,7 @@ import pytest
 import megarl.workers.actor
 import megarl.workers.critic
 import megarl.workers.data
+import megarl.workers.reference
 import megarl.workers.reward
 import megarl.workers.reward_model
 import megarl.workers.rollout
