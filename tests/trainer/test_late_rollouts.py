@@ -20,6 +20,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.loggers.console import Progress
 from megarl.packing import MiniBatch, Sample
 from megarl.runtime.inline_executor import InlineExecutor
+from megarl.trainer.executors import interfaces_of
 from megarl.trainer.own_ranks import Started
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.trainer import Trainer
@@ -114,7 +115,8 @@ def open_trainer(folder: Path, save: str) -> tuple[Trainer, Data, Actor]:
         run=replace(job.run, save=str(folder / save)),
     )
     rollout, data, actor = LateRollout(), Data(), Actor()
-    executor = InlineExecutor({"actor": actor, "rollout": rollout, "reward": Rewards(rollout), "data": data})
+    roles = {"actor": actor, "rollout": rollout, "reward": Rewards(rollout), "data": data}
+    executor = InlineExecutor(roles, interfaces_of(roles))
     inputs = {"": Inputs(ModelShape.load(job.model.model), range(10), None)}
     progress = Progress(6, io.StringIO(), terminal=False)
     trainer = Trainer(job, started=Started(executor, inputs, 1, progress))
@@ -150,7 +152,7 @@ def waiting_in(trainer: Trainer) -> set[int]:
 def test_each_sample_is_trained_on_once(tmp_path):
     with open_trainer(tmp_path, "run")[0] as trainer:
         train(trainer, 6)
-        data, actor = (trainer.executor._roles[name] for name in ("data", "actor"))
+        data, actor = (trainer.executor.roles[name] for name in ("data", "actor"))
         assert len(waiting_in(trainer)) == 2  # half of the last step's
         check([data], [actor], num_admitted=24, waiting=waiting_in(trainer))
         assert [len(groups) for groups in actor.groups] == [2, 4, 4, 4, 4, 4]
@@ -159,7 +161,7 @@ def test_each_sample_is_trained_on_once(tmp_path):
 def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path):
     with open_trainer(tmp_path, "before")[0] as trainer:
         train(trainer, 3)
-        first = [trainer.executor._roles[name] for name in ("data", "actor")]
+        first = [trainer.executor.roles[name] for name in ("data", "actor")]
         snapshot, waiting = json.loads(json.dumps(trainer.state.snapshot())), waiting_in(trainer)
         train(trainer, 1)  # what happens after the snapshot is lost
         del first[0].steps[3:], first[1].groups[3:]
@@ -168,7 +170,7 @@ def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path)
         trainer.state.restore(snapshot)
         assert trainer.step == 3 and waiting_in(trainer) == waiting
         train(trainer, 3)
-        second = [trainer.executor._roles[name] for name in ("data", "actor")]
+        second = [trainer.executor.roles[name] for name in ("data", "actor")]
         check(
             [first[0], second[0]],
             [first[1], second[1]],
