@@ -41,8 +41,11 @@ class StoreAgreement:
         self.number += 1
         if self.rank == 0:
             self.store.set(f"agree/{self.number}", str(int(value)))
+            self.store.get(f"taken/{self.number}")  # as in a collective: the first rank must not run ahead
             return value
-        return self.store.get(f"agree/{self.number}") == b"1"
+        agreed = self.store.get(f"agree/{self.number}") == b"1"
+        self.store.set(f"taken/{self.number}", "1")
+        return agreed
 
 
 def beside_torchrun(executor, folder: Path) -> None:
