@@ -1,7 +1,6 @@
-"""The nodes of a step and what depends on what between them.
+"""The nodes of a step and the dependencies between them.
 
-Edges are the columns that nodes write and read. A graph knows nothing of ranks, devices or tensors.
-"""
+Edges are the columns that nodes write and read. A graph has no ranks, devices or tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ Meshes = Mapping[str, HasRanks]
 class Graph:
     """The nodes of a step, with the edges between them.
 
-    The order of the nodes counts where columns do not decide: between equals, and for state.
+    The order of the nodes matters where columns do not decide: between equal nodes, and for state.
 
     Args:
-        declared: nodes with columns as roles and users name them. In `nodes` every column has the name that
-            is its own in this flow: two rollouts, actors, critics or reward models do not write the same one.
-    """
+        declared: nodes with columns as roles and users name them. In `nodes` every column has a name that is
+            unique in this flow: two rollouts, actors, critics or reward models do not write the same
+            column."""
 
     def __init__(self, declared: Iterable[Node] = ()) -> None:
         self.declared = tuple(declared)
@@ -43,15 +42,15 @@ class Graph:
     def rollout_source(self, role: str) -> str:
         """Return the index of the rollout whose samples the role works on.
 
-        It is the role's own index if a rollout with it samples, else ""."""
+        The result is the role's own index if a rollout with this index samples, else ""."""
         index = kind_and_suffix(role)[1]
         return index if index in rollout_sources(self.declared) else ""
 
     @cached_property
     def dependencies(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Node -> the nodes it comes after -> the columns that it reads from each.
+        """Node -> the nodes before it -> the columns that it reads from each.
 
-        () where a node must only not overtake a reader of the state that it writes."""
+        The columns are () where a node only must not overtake a reader of the state that it writes."""
         needs: dict[str, dict[str, tuple[str, ...]]] = {node.name: {} for node in self.nodes}
         for index, node in enumerate(self.nodes):
             for column in node.reads or ():
@@ -73,7 +72,7 @@ class Graph:
     def depth(self) -> dict[str, int]:
         """Node -> length of the longest chain of nodes before it.
 
-        The nodes of a cycle, and all behind it, are missing."""
+        The nodes of a cycle, and all nodes behind a cycle, are missing."""
         depth: dict[str, int] = {}
         for _ in self.nodes:
             for name, needs in self.dependencies.items():
@@ -111,7 +110,7 @@ class Graph:
 
 
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Give every column the name that is its own in this flow."""
+    """Give every column a name that is unique in this flow."""
     names = _Names(declared)
     resolved = []
     for node in declared:
@@ -126,9 +125,8 @@ def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
 class _Names:
     """The names of columns in one flow.
 
-    The n-th role of a kind writes `column:role` if another role of the kind writes `column`. Where several
-    rollouts sample, roles with the index of one read columns of its samples only.
-    """
+    The n-th role of a kind writes `column:role` if another role of the kind writes `column`. If several
+    rollouts sample, a role with the index of one rollout reads only columns of that rollout's samples."""
 
     def __init__(self, declared: tuple[Node, ...]) -> None:
         self._declared, self._sources = declared, rollout_sources(declared)
@@ -170,5 +168,7 @@ class _Names:
         return node.index if node.index in self._sources else ""
 
     def _state(self, node: Node, column: str) -> str:
-        """weights:actor means the actor of the node's own index where the role's class says it."""
+        """Return the state that a node names.
+
+        If the role's class names it, weights:actor means the actor with the node's own index."""
         return column + node.index if node.declares(column) else column
