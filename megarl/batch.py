@@ -197,8 +197,7 @@ class MicroBatch:
         return self.batch.tokens[self.response_positions]
 
     def column(self, name: str) -> torch.Tensor | None:
-        """Return [N] values of a token column on the response tokens, or None if the batch lacks the
-        column."""
+        """Return [N] values of a token column on the response tokens, or None without such a column."""
         column = getattr(self.batch, name)
         return None if column is None else column[self.response_positions]
 

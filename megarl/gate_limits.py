@@ -112,9 +112,8 @@ class GateLimits:
         rule, num_tokens = self.multiples, max(mismatch["mismatch/tokens"], 1)
         limits = {}
         if self.mean_abs is None:
-            log_prob = (
-                mismatch["mismatch/log_prob_abs"] + LEAST_LOG_PROB
-            )  # min(NaN, 1) is NaN, min(1, NaN) is not
+            # This number comes first in `min`: min(NaN, 1) is NaN, and min(1, NaN) is 1.
+            log_prob = mismatch["mismatch/log_prob_abs"] + LEAST_LOG_PROB
             limits["clipped_abs"] = (
                 rule.mean * min(log_prob, rule.unsure) + FEW * rule.outlier / num_tokens
             ) * self.unit

@@ -17,8 +17,7 @@ def is_maximum(name: str) -> bool:
 
 
 def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of several ranks or micro-batches. A rank with nothing to report passes {} or
-    None."""
+    """Combine the metrics of several ranks or micro-batches. A part without metrics is {} or None."""
     out: dict[str, float] = {}
     for part in parts:
         for name, value in (part or {}).items():

@@ -248,7 +248,7 @@ def plan_route(
     turns at sending, so the numbers of samples they send differ by one at most.
 
     Raises: KeyError or ZeroDivisionError for a sample of `destinations` that no rank owns; check it
-    before."""
+        before."""
     route, turns = Route(), Counter()
     # (owners, destinations) -> destinations that are not owners
     missing: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}

@@ -13,8 +13,7 @@ TRAINED_KINDS = ("actor", "critic")
 
 
 def kind_and_suffix(role: str) -> tuple[str, str]:
-    """Split a role name, e.g. reward_model_2 into ("reward_model", "_2"). The first of a kind has the suffix
-    ""."""
+    """Split a role name into kind and suffix, e.g. ("reward_model", "_2"). The first has the suffix ""."""
     match = re.fullmatch(r"(.+?)(_(?:[2-9]|[1-9]\d+))?", role)
     return match[1], match[2] or ""
 
@@ -33,6 +32,5 @@ def actor_suffix(role: str, roles: Container[str]) -> str:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Return the name of an actor's metric, e.g. policy/loss for the first actor and policy_2/loss for the
-    second."""
+    """Return an actor's metric name: policy/loss for the first actor, policy_2/loss for the second."""
     return metric.replace("/", f"{suffix}/", 1)

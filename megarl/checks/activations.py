@@ -66,7 +66,7 @@ LAYER = (
 
 _LOGIT_ELEMENTS_CPU, _MIN_ROWS_CPU = 2**23, 256
 _LOGIT_BYTES_CUDA, _MIN_ROWS_CUDA, _MAX_ROWS_CUDA = 5 * 2**29, 1024, 8192
-"""The same numbers as in kernels/linear_head.py, which imports torch. A test compares them."""
+"""Copies of the numbers in kernels/linear_head.py, which imports torch. A test compares them."""
 
 
 def role_activations(

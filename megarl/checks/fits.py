@@ -132,8 +132,7 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
 
 
 def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield the configuration itself, then with recomputed activations, then with shorter micro-batches
-    too."""
+    """Yield the configuration, then with recomputed activations, then also with shorter micro-batches."""
     yield flags, config
     if config.actor.recompute_granularity is None:
         recompute = {
@@ -217,8 +216,7 @@ def _no_room_for_a_sequence(config: TrainConfig, rank: int, cache: int, one: int
 
 
 def memory_table(parts: Parts, machine: Machine) -> list[str]:
-    """Return the lines of the memory table: one row per group of equal ranks, and below it the row's
-    parts."""
+    """Return the lines of the memory table: one row per group of equal ranks, followed by its parts."""
     alike: dict[tuple[Part, ...], list[int]] = {}
     for rank, of_rank in parts.items():
         alike.setdefault(of_rank, []).append(rank)

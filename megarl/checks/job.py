@@ -34,7 +34,7 @@ class Report:
         findings: errors, each `flag (value): rule. Try ...`.
         estimates: errors that rest on an estimate of the activations, in the same form.
         lines: a summary of the job, as far as the errors permit one. The first line begins with ok or not
-        ok."""
+            ok."""
 
     findings: tuple[str, ...]
     lines: tuple[str, ...]

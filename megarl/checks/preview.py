@@ -64,7 +64,7 @@ def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDatas
     try:
         needs = "ground_truth" if needs is None and needs_ground_truth(config) else needs
     except (OSError, UnicodeDecodeError):
-        pass  # of --judge-template, which a rule reports
+        pass  # the file of --judge-template; a rule reports this error
     datasets = {}
     for flag, names in {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}.items():
         files = [
@@ -112,7 +112,7 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
     try:
         shape = ModelShape.load(config.model.model)
     except ConfigError:
-        shape = None  # this error is reported elsewhere, and maybe there is no folder at all
+        shape = None  # a rule of the configuration reports this error
     if not Path(path).exists() or shape is None and not config.model.tokenizer_model:
         return None
     try:

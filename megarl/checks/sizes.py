@@ -89,8 +89,9 @@ def _place_held(shape: ModelShape, place: MegatronPlace, qkv_layout: str, lora: 
 
 
 def _kinds_of_stage(shape: ModelShape, place: MegatronPlace) -> Counter[bool]:
-    """Return whether it is a mixture of experts -> number of layers in the rank's stage, over all its
-    chunks."""
+    """Count the layers of the rank's stage by kind, over all its chunks.
+
+    The key says whether a layer is a mixture of experts."""
     per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
     starts = [(chunk * place.pp_size + place.pp_rank) * per_chunk for chunk in range(place.vpp_size)]
     return Counter(shape.is_moe_layer(layer) for start in starts for layer in range(start, start + per_chunk))

@@ -28,8 +28,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 class TensorFileError(ValueError):
-    """Error of a safetensors file that cannot be used. The text names the file and, if there is one, the
-    tensor."""
+    """Error of a safetensors file that cannot be used. The text names the file and the tensor, if any."""
 
 
 @dataclass(frozen=True, slots=True)

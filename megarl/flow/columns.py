@@ -1,8 +1,9 @@
-"""The columns of a step's data in one table, and how flows name them.
+"""Define the columns of a step's data in one table, and the ways in which flows name columns.
 
-To add a token column: write a row of COLUMNS, and declare it in `writes=` of the role method that computes it
-(megarl/flow/job_roles.py; the worker stores it with `write_column` or `Share.set_column`). Batches hold it,
-exchanges move it between meshes and flows know who writes it from then on.
+To add a token column, write a row of COLUMNS, and declare the column in `writes=` of the role method that
+computes it (megarl/flow/job_roles.py). The worker stores the column with `write_column` or
+`BatchShard.set_column`. Batches then hold the column, exchanges move it between meshes, and flows know which
+node writes it.
 
 A flow names columns in four ways:
 
@@ -13,7 +14,7 @@ A flow names columns in four ways:
 
 and state, which outlives the step:
 
-    weights:actor    who reads it before a node writes it sees what the last step left
+    weights:actor    a node that reads it before another node writes it sees the last step's state
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Column:
 
     name: str
     holds: str
-    """What a number in the column means."""
+    """Meaning of a number in the column, in words."""
     dtype: str = "float32"
     """Name of the torch dtype. Alternatives are separated by a bar; the model decides between them."""
     row: tuple[str, ...] = ()

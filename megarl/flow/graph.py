@@ -131,7 +131,7 @@ class _Names:
     def __init__(self, declared: tuple[Node, ...]) -> None:
         self._declared, self._sources = declared, rollout_sources(declared)
         self._written: list[tuple[str, str, str]] = []
-        """(rollout source, column as declared, its name in this flow)"""
+        """Tuples (rollout source, column as declared, its name in this flow)."""
 
     def add_written_by(self, node: Node) -> None:
         for column in node.writes or ():

@@ -50,8 +50,7 @@ class Future(Protocol[R]):
         """`time.time()` at which the last rank finished, or 0 until the call is done."""
 
     def result(self) -> list[R]:
-        """Return the values in the order of the role's ranks. Blocks, and raises the first error of the
-        job."""
+        """Block, and return the values in the order of the role's ranks. Raises the job's first error."""
 
     def first(self) -> R:
         """Return the value of the role's first rank. Waits for all ranks."""

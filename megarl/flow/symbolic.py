@@ -34,7 +34,7 @@ class SymbolicRole:
     Args:
         name: "actor", "critic_2", ...
         present: whether the job has the role. If not, the object is false, and a flow leaves out its
-        nodes."""
+            nodes."""
 
     def __init__(self, name: str, present: bool = True, trace: _Trace | None = None) -> None:
         self.name, self._present, self._trace = name, present, trace

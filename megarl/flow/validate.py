@@ -18,8 +18,7 @@ Needs = Mapping[tuple[str, str], Sequence[str]]
 
 
 class FlowError(ValueError):
-    """Error of a flow that cannot run. `errors` has one line per error, which names the node and the
-    column."""
+    """Error of a flow that cannot run. Each line of `errors` names the node and the column of one error."""
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)

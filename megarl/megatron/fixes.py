@@ -209,9 +209,8 @@ def _p2p_ops(
         ("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
         ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives),
     ]
-    in_order = (
-        forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]
-    )  # even ranks send first, odd ones receive
+    # Even ranks send first, and odd ranks receive first.
+    in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]
     return {
         name: start(tensor, peer, group=channel)
         for name, start, tensor, peer, channel in in_order

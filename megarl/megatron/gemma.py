@@ -92,7 +92,6 @@ def adapt_model(model: GPTModel, shape: ModelShape) -> None:
     )
     model.rotary_pos_emb.inv_freq = torch.stack(frequencies)
     if model.pre_process and shape.scaled_embeddings:
-        scale = (
-            torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()
-        )  # transformers rounds the scale like this
+        # transformers rounds the scale to the dtype of the weights.
+        scale = torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()
         model.embedding.register_forward_hook(lambda module, arguments, output: output * scale)

@@ -72,14 +72,13 @@ class Adapter(torch.nn.Module):
         split, whole = (
             (self.linear_in, self.linear_out) if is_row_parallel else (self.linear_out, self.linear_in)
         )
-        split.weight.tensor_model_parallel = (
-            group.size() > 1
-        )  # the gradient norm counts the others on one rank only
+        # The gradient norm counts unmarked weights on one rank only.
+        split.weight.tensor_model_parallel = group.size() > 1
         split.weight.partition_dim, split.weight.partition_stride = (1 if is_row_parallel else 0), 1
         whole.weight.sequence_parallel = config.sequence_parallel  # this matrix sees only this rank's tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the input of the layer x [T, b, in] to the term [T, b, out] that is added to its output."""
+        """Map the layer's input x [T, b, in] to the term [T, b, out] that is added to its output."""
         return self.linear_out(self._between_ranks(self.linear_in(x)) * self.scale)
 
     def _between_ranks(self, hidden: Tensor) -> Tensor:

@@ -78,9 +78,8 @@ def groups_of(mesh: MeshSpec) -> ProcessGroupCollection:
         setattr(groups, name, _groups[mesh.peers(rank, *varied)])
     pipeline = mesh.peers(rank, "pp")
     ends = _ends(pipeline)
-    groups.embd = (
-        _groups[ends] if rank in ends else None
-    )  # tied word embeddings live on the first and the last stage
+    # Tied word embeddings are on the first and the last stage.
+    groups.embd = _groups[ends] if rank in ends else None
     groups.pos_embd = _groups[pipeline[:1]] if rank == pipeline[0] else None
     groups.hcp = groups.inter_dist_opt = None
     return groups

@@ -73,8 +73,7 @@ class ResponseTokens:
     loss: TokenLoss | None = None
     """Loss that is computed, with its gradients, in the forward pass. It is a sum over tokens."""
     rows: torch.Tensor | None = None
-    """[n] int64: indices of these tokens among the N response tokens of all context-parallel ranks. None
-    means all."""
+    """[n] int64: indices of these tokens among the N tokens of all context-parallel ranks, or None."""
     count: int = 0
     """N, the number of response tokens on all context-parallel ranks; only used with `rows`."""
 
@@ -178,8 +177,9 @@ class ValuePositions:
 
 
 class ValueHeadModel(GPTModel):
-    """GPTModel whose last stage returns the values [N] fp32 at the positions of all context-parallel
-    ranks."""
+    """GPTModel whose last stage returns values [N] fp32.
+
+    The values are at the positions of all context-parallel ranks."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

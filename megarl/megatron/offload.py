@@ -46,7 +46,7 @@ class Trained(Frozen, Protocol):
     ddp: list[Any]
     """Megatron's data-parallel wrappers of the chunks."""
     sharded: list[Any]
-    """The same wrappers if Megatron-FSDP shards the parameters, else an empty list."""
+    """The wrappers in `ddp` if Megatron-FSDP shards the parameters, else an empty list."""
 
 
 class ModelMemory:
@@ -121,9 +121,8 @@ class ModelMemory:
         return self._copies.take_seconds() if self._copies is not None else 0.0
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
-        return (
-            self._lasting[part] if part in self._lasting else self._find(part)
-        )  # the moments exist from the first step on
+        # The optimizer's moments exist only from the first step on, so they are looked up each time.
+        return self._lasting[part] if part in self._lasting else self._find(part)
 
     def _find(self, part: str) -> list[torch.UntypedStorage]:
         """Return the storages of a part, each once.
@@ -154,9 +153,7 @@ class ModelMemory:
             )
         else:
             for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-                if (
-                    adam := getattr(inner, "optimizer", None)
-                ) is not None:  # None on a rank without parameters
+                if (adam := getattr(inner, "optimizer", None)) is not None:  # a rank may have no parameters
                     yield from (
                         local(parameter.data) for group in adam.param_groups for parameter in group["params"]
                     )
@@ -192,8 +189,7 @@ class _Copies:
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def take(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
-        """Copy a part to the host (if `keep`) and free it, after the work that is queued on the current
-        stream."""
+        """Copy a part to the host (if `keep`) and free it, after all queued work of the current stream."""
         here = torch.cuda.current_stream()
         self._out.wait_stream(here)
         if part in self._arrived:  # the part may have been loaded and never used

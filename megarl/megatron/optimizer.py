@@ -144,7 +144,6 @@ def _use_decoupled_grad(inner: MegatronOptimizer) -> bool:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return one optimizer for the parameters outside of experts and one for experts, if this rank has
-    any."""
+    """Return the optimizers of this rank: one for experts, and one for all other parameters."""
     found = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in found if not getattr(inner, "is_stub_optimizer", False)]

@@ -1,6 +1,6 @@
-"""The router of a mixture of experts: Megatron's choice of experts, our balancing losses, statistics and
-replay.
+"""The router of a mixture of experts, with balancing losses, statistics and replay.
 
+Megatron's router chooses the experts.
 Megatron's own balancing losses are not used, for three reasons. With calculate_per_token_loss they are scaled
 by the tokens of one rank (router.py:465 of 0.16.1), which is tp * cp too little where a sequence is split.
 Their mean depends on how samples are packed. Their values accumulate in one tracker of the process for all
@@ -94,8 +94,7 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self.router_replay = _Choices(self)
         self.num_changed: torch.Tensor | None = None
-        """[T] int64, in a replay: number of experts that each token would choose now and did not choose
-        before."""
+        """[T] int64, in a replay: how many of the experts that a token would choose now are not replayed."""
         self.statistics: torch.Tensor | None = None
         """[E + len(STATISTICS)] fp64: sums over the passes since it was None."""
 
@@ -132,8 +131,7 @@ class Router(TopKRouter):
     def _losses(
         self, favoured: torch.Tensor, scores: torch.Tensor, z: torch.Tensor, balance: Balance
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return this rank's balancing loss without its coefficient, and the total added to the loss (or
-        None)."""
+        """Return this rank's balancing loss without coefficient, and the total added to the loss or None."""
         loss, spread = None, scores.new_zeros(())
         if balance.weights is not None:
             real, groups, weights = self.routed.is_real[:, None], self.routed.groups, balance.weights[:, None]

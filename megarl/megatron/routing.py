@@ -163,8 +163,9 @@ class Routing:
                 self._counts[chunk] = self._take(routers)[:, None, : routers[0].num_experts].float()
 
     def begin_update(self, micro_batches: list[MicroBatch]) -> None:
-        """Start an update: until `end_update`, passes with gradients add the losses of this mini-batch and
-        are counted."""
+        """Start an update of a mini-batch.
+
+        Until `end_update`, passes with gradients add this mini-batch's balancing losses and are counted."""
         amounts = torch.tensor(
             [[len(m.batch.tokens), len(m.batch)] for m in micro_batches], device=self.device
         ).sum(0)
@@ -201,8 +202,9 @@ class Routing:
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _take(self, routers: list) -> torch.Tensor:
-        """Return and reset the statistics [layers, E + len(STATISTICS)] fp64, summed over all ranks of this
-        stage."""
+        """Return and reset the statistics, summed over all ranks of this stage.
+
+        The result is [layers, E + len(STATISTICS)] fp64."""
         taken = torch.stack([router.statistics for router in routers])
         for router in routers:
             router.statistics = None

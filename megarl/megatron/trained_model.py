@@ -84,10 +84,8 @@ class TrainedModel(ABC):
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
-                self.config.gradient_accumulation_fusion = (
-                    # the fused kernel overwrites the gradients of earlier micro-batches (layers.py:566)
-                    False
-                )
+                # The fused kernel overwrites the gradients of earlier micro-batches (layers.py:566).
+                self.config.gradient_accumulation_fusion = False
             self.chunks = self._build(parallel)  # one for each virtual stage
             self.routing = (
                 Routing(self.chunks, experts or MoEConfig(), self.groups, self.device)
@@ -103,9 +101,8 @@ class TrainedModel(ABC):
                 build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             )
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {
-            name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()
-        }  # read after DDP has moved the weights
+        # The views are taken here because DDP has moved the weights before.
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}
         self.memory = ModelMemory(self, owner=self.prefix)
         self._losses: list[torch.Tensor] = []
         """Losses of the micro-batches of the latest passes with gradients, on the last stage."""
@@ -170,8 +167,7 @@ class TrainedModel(ABC):
             )
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters, and the buffers that a checkpoint also has: the corrections of routers'
-        scores."""
+        """Yield the parameters, and the routers' score corrections, which are buffers in checkpoints too."""
         yield from self.named_parameters()
         for prefix, chunk in self._named_chunks():
             yield from (
@@ -186,8 +182,9 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
-        """Build this rank's stage and shard as chunks, with uninitialised weights. Collective over the
-        mesh."""
+        """Build this rank's stage and shard as chunks, with uninitialised weights.
+
+        Collective over the mesh."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -205,7 +202,7 @@ class TrainedModel(ABC):
 
     @property
     def _reports_shard(self) -> bool:
-        """The same for numbers of which every context-parallel rank has a part."""
+        """True on each rank that reports its part of numbers that are split over context-parallel ranks."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel | ShardedDataParallel]:
@@ -370,9 +367,9 @@ class TrainedModel(ABC):
         request: Request,
         keep: Callable[[Any], torch.Tensor] = lambda output: output,
     ) -> list[torch.Tensor] | None:
-        """Return `keep` of the last stage's output for each micro-batch, on the CPU; None before the last
-        stage.
+        """Run forward passes, and return `keep` of the last stage's outputs on the CPU.
 
+        Stages before the last one return None.
         The model is in training mode, so that a check of the output sees the model as it is trained. With
         dropout the check fails."""
 
@@ -433,8 +430,8 @@ class TrainedModel(ABC):
         """Describe the packed sequences to Megatron.
 
         The lengths are of whole sequences with padding, also where this rank has a part of each sequence:
-        rope and Transformer Engine divide them by the context-parallel size. The padded lengths are the same,
-        which means that nothing lies between sequences."""
+        rope and Transformer Engine divide them by the context-parallel size. The fields
+        for padded lengths hold the same lengths, which says that nothing lies between sequences."""
         lengths = shard.lengths
         cu_seqlens = (
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
@@ -450,10 +447,11 @@ class TrainedModel(ABC):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
+        # PackedAttention reads these on the host.
         packed.sequence_lengths, packed.gather_order = (
             lengths,
             shard.gather_order,
-        )  # on the host, for PackedAttention
+        )
         return packed
 
 

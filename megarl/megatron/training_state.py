@@ -280,9 +280,8 @@ def _optimizer_steps(model: TrainedModel) -> int:
     steps = []
     for inner in _inner_optimizers(model):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
-        steps += [
-            group["step"] for group in inner.optimizer.param_groups if "step" in group
-        ]  # Transformer Engine keeps the counter here
+        # Transformer Engine's Adam keeps the counter in the parameter group.
+        steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]
     return int(max(steps, default=0))
 
 
