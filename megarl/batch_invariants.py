@@ -14,7 +14,7 @@ from megarl.batch import Batch
 from megarl.invariants import InvariantError, digest_of_bytes
 
 Digests: TypeAlias = dict[str, dict[int, int]]
-"""Column -> sample id -> digest of the sample's rows. "tokens" is the digest of tokens and mask."""
+"""Digests of samples' rows, by column and sample id. "tokens" is the digest of tokens and mask."""
 
 _LARGEST_LOG_PROB = 1e-3
 """Largest log-prob that is accepted from an engine.

@@ -32,7 +32,7 @@ class Sample:
     owners: tuple[int, ...] = ()
     """Ranks that hold the tokens as the engine made them."""
     truncated: bool = False
-    """Whether the response was cut at max_response_length."""
+    """True if the response was cut at max_response_length."""
     digest: int | None = None
     """Digest of the tokens, see `megarl.invariants.digest`. None if no digest was made."""
     group: int = -1
@@ -225,9 +225,9 @@ class Route:
     """The messages that one rank sends and receives. Both ends list the samples in the same order."""
 
     outgoing: dict[int, list[int]] = field(default_factory=dict)
-    """Destination rank -> sample ids."""
+    """Maps each destination rank to sample ids."""
     incoming: dict[int, list[int]] = field(default_factory=dict)
-    """Source rank -> sample ids."""
+    """Maps each source rank to sample ids."""
 
     def reads(self, wanted: Iterable[int]) -> list[int]:
         """Return the samples that the rank must hold: those that it sends, and those that it keeps.

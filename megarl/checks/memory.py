@@ -35,7 +35,7 @@ PHASES = ("rollout", "log-probs", "update", "sync")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor group that a role holds on one rank.
+    """Memory of one kind that a role holds on one rank.
 
     Args:
         name: parameters, gradients, optimizer, activations, engine or KV cache.
@@ -54,7 +54,7 @@ class Part:
 
 
 Parts = dict[int, tuple[Part, ...]]
-"""Rank -> the parts on the rank."""
+"""Maps each rank to the parts on the rank."""
 
 
 def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: bool = True) -> Parts:

@@ -21,7 +21,7 @@ ITEMSIZE = {
     }.items()
     for dtype in dtypes.split()
 }
-"""dtype -> bytes of an element."""
+"""Maps each dtype to the bytes of an element."""
 MAX_HEADER_BYTES = 100 << 20
 """Size limit of a header, the same as in the safetensors library."""
 _LFS_POINTER = b"version https://git-lfs"

@@ -106,7 +106,7 @@ BATCH_COLUMNS = tuple(
 )
 """Token columns that a batch may lack."""
 TOKEN_COLUMNS = tuple(name for name in BATCH_COLUMNS if not COLUMNS[name].row)
-"""Batch columns with one number per token. It is 0 on tokens that are not part of the response."""
+"""Batch columns with one number per token. The number is 0 on tokens that are not part of the response."""
 COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].comes_with)
 """Token columns that a role computes from the samples. Exchanges move them between meshes."""
 SAMPLED_COLUMNS = tuple(

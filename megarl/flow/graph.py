@@ -22,7 +22,7 @@ class HasRanks(Protocol):
 
 
 Meshes = Mapping[str, HasRanks]
-"""Role -> its mesh."""
+"""Maps each role to its mesh."""
 
 
 class Graph:
@@ -48,7 +48,7 @@ class Graph:
 
     @cached_property
     def dependencies(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Node -> the nodes before it -> the columns that it reads from each.
+        """For each node, the nodes that it waits for and the columns that it reads from each.
 
         The columns are () where a node only must not overtake a reader of the state that it writes."""
         needs: dict[str, dict[str, tuple[str, ...]]] = {node.name: {} for node in self.nodes}
@@ -70,7 +70,7 @@ class Graph:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Node -> length of the longest chain of nodes before it.
+        """For each node, the length of the longest chain of nodes before it.
 
         The nodes of a cycle, and all nodes behind a cycle, are missing."""
         depth: dict[str, int] = {}
@@ -82,7 +82,7 @@ class Graph:
 
     @cached_property
     def behind(self) -> dict[str, frozenset[str]]:
-        """Node -> all nodes that wait for it, directly or not."""
+        """For each node, all nodes that wait for it, directly or not."""
         behind: dict[str, frozenset[str]] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
             direct = {
@@ -93,7 +93,7 @@ class Graph:
 
     @cached_property
     def chain_behind(self) -> dict[str, int]:
-        """Node -> length of the longest chain of nodes that wait for it."""
+        """For each node, the length of the longest chain of nodes that wait for it."""
         chain: dict[str, int] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
             chain[name] = max((chain[other] + 1 for other in self.behind[name]), default=0)

@@ -73,7 +73,7 @@ class Node:
 
     @property
     def is_known(self) -> bool:
-        """Whether the columns of the node are known."""
+        """True if the columns of the node are known."""
         return self.reads is not None and self.writes is not None
 
     @property

@@ -251,7 +251,7 @@ class Role:
 
 
 _CLASSES: dict[str, type[Role]] = {}
-"""Kind -> the class that declares it."""
+"""Maps each kind to the class that declares it."""
 
 
 def role_classes() -> Mapping[str, type[Role]]:

@@ -60,7 +60,7 @@ class PreparedFlow:
         self.shard_of = shard_of
         self.driver_columns = frozenset(driver_columns)
         self.travelling: dict[tuple[str, str], tuple[str, ...]] = {}
-        """(writer, batch shard of the reader) -> columns to move there."""
+        """Maps (writer, batch shard of the reader) to the columns that must be moved there."""
         for node in flow.nodes:
             for need, columns in flow.dependencies[node.name].items():
                 if far := self.far(node, self.nodes[need], columns):
@@ -95,7 +95,7 @@ class FlowStep:
         self.issued: set[str] = set()
         self.ended: set[str] = set()
         self.moved: dict[tuple[str, str], bool] = {}
-        """(writer, batch shard of the reader) -> whether an exchange took place."""
+        """Maps (writer, batch shard of the reader) to whether an exchange took place."""
 
     def is_over(self) -> bool:
         """Return whether all critical nodes are issued, and those whose columns are read have ended."""

@@ -14,7 +14,7 @@ from megarl.flow.role import methods_of, role_class, writer_of
 from megarl.role_names import kind_and_suffix
 
 Needs = Mapping[tuple[str, str], Sequence[str]]
-"""(role, method) -> columns that the call needs in this job, in addition to the columns of its node."""
+"""Maps (role, method) to columns that the call needs in this job in addition to its node's columns."""
 
 
 class FlowError(ValueError):

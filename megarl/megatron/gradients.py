@@ -33,7 +33,7 @@ def _add_to_main_grad(parameter: torch.Tensor) -> None:
 
 
 def reduction_factors(wrapped: Iterable[torch.nn.Module], num_replicas: int) -> set[float]:
-    """Return the factors that DDP or Megatron-FSDP applies to gradients before data-parallel ranks sum them.
+    """Return the factors that DDP or Megatron-FSDP applies to gradients when data-parallel ranks sum them.
 
     The result is {1.0} if the gradients are only summed."""
     factors: set[float] = set()

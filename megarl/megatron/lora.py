@@ -139,7 +139,7 @@ class Adapters:
         self.lora = lora
         self._adapters: list[Adapter] = []
         self.merged: dict[str, Tensor] = {}
-        """Name -> W + (alpha / r) B A of each adapted W, once it is allocated."""
+        """The merged weights W + (alpha / r) B A by name of W, once they are allocated."""
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(name.startswith("value_head."))

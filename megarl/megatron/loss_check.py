@@ -61,7 +61,7 @@ class LossCheck:
         self.role, self.kind, self.promised, self.limit = role, kind, promised, limit
         self.num_tokens, self.num_sequences = num_tokens, num_sequences
         self.counts = False
-        """Whether this rank's sums count. One rank counts of those that compute the same loss."""
+        """True if this rank's sums count. Of the ranks that compute the same loss, one counts."""
         self._weight: torch.Tensor | float = 0.0
         self._pending: torch.Tensor | float = 0.0
         self._amounts: torch.Tensor | float = 0.0  # [2] number of tokens and of sequences

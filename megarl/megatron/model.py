@@ -53,7 +53,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh}
-"""ModelShape.activation -> function for the gate of the MLP."""
+"""Maps ModelShape.activation to the function for the gate of the MLP."""
 
 
 @dataclass(frozen=True)

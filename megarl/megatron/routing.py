@@ -145,7 +145,7 @@ class Routing:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether a forward pass inside `counting` must precede an update over its micro-batches."""
+        """True if a forward pass inside `counting` must precede an update over its micro-batches."""
         return self.options.moe_router_load_balancing_type == "global_aux_loss"
 
     @contextlib.contextmanager

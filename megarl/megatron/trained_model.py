@@ -109,7 +109,7 @@ class TrainedModel(ABC):
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> [rows, cols] view of the live weight; vectors are [n, 1].
+        """The live weights by name, as views [rows, cols]. Vectors are [n, 1].
 
         The views stay valid. Their addresses change with an offload."""
         self.memory.use("parameters")
@@ -151,7 +151,7 @@ class TrainedModel(ABC):
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, gradient) of what this rank holds, before the optimizer steps.
 
-        The names are those of `named_parameters`. Of a sharded gradient, the rank holds its part."""
+        The names are those of `named_parameters`. A rank holds only its part of a sharded gradient."""
         name_of = {parameter: name for name, parameter in self.named_parameters()}
         for ddp in self.sharded:
             yield from (
@@ -292,7 +292,7 @@ class TrainedModel(ABC):
         of_shards: bool = False,
         check: LossCheck | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step with `loss` of the last stage's output.
+        """Take one optimizer step that minimises `loss` of the last stage's output.
 
         Args:
             loss: returns the loss of a micro-batch and its metrics, one dict per part of the micro-batch.
