@@ -1,7 +1,7 @@
-"""One packed batch from rollout to loss: no padding, typed columns.
+"""A packed batch from rollout to loss: no padding, typed columns.
 
-The one alignment rule: column[i] belongs to token i, so log_probs[i] is the log-probability *of* token i. The
-shift to the position that predicts it happens in `MicroBatch.predict_positions`, nowhere else.
+The alignment rule: column[i] belongs to token i, so log_probs[i] is the log-probability *of* token i. The
+shift to the position that predicts token i happens in `MicroBatch.predict_positions`, nowhere else.
 
 Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9, 1):
     tokens          5 6 7 1 8 9 9 1
@@ -22,24 +22,24 @@ _Columns = make_dataclass(
     [(name, torch.Tensor | None, field(default=None)) for name in BATCH_COLUMNS],
     kw_only=True,
 )
-"""Has a field for every row of the table in megarl/flow/columns.py that a batch may lack."""
+"""Base class with a field for every optional column in the table of megarl/flow/columns.py."""
 
 
 @dataclass
 class Batch(_Columns):
-    """B samples, T tokens. All tensors are on the CPU of the rank that holds them.
+    """A batch of B samples with T tokens. All tensors are on the CPU of the rank that holds them.
 
-    The token columns of megarl/flow/columns.py are fields too (`batch.old_log_probs`); those that are not
-    computed yet are None."""
+    The token columns of megarl/flow/columns.py are fields too (`batch.old_log_probs`). A column that is not
+    computed yet is None."""
 
     sample_ids: torch.Tensor
-    """[B] int64, unique in the step; what the driver plans with."""
+    """[B] int64 ids, unique in the step. The driver plans with these ids."""
     tokens: torch.Tensor
     """[T] int64, prompt and response of each sample, one sample after another."""
     cu_seqlens: torch.Tensor
-    """[B + 1] int64, where each sample begins in tokens."""
+    """[B + 1] int64, the first index of each sample in tokens."""
     response_mask: torch.Tensor
-    """[T] bool, true on tokens that the policy produced (SFT: that it should produce)."""
+    """[T] bool, true on tokens that the policy produced (SFT: should produce)."""
 
     @staticmethod
     def from_samples(
@@ -48,7 +48,7 @@ class Batch(_Columns):
         responses: list[list[int]],
         rollout_log_probs: list[list[float]] | None = None,
     ) -> Batch:
-        """Pack prompts and responses (lists of token ids); log-probs are of the response tokens."""
+        """Pack prompts and responses (lists of token ids). Log-probs are of the response tokens."""
         prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
         response_lengths = torch.tensor([len(r) for r in responses], dtype=torch.int64)
         tokens = torch.tensor(
@@ -72,43 +72,42 @@ class Batch(_Columns):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[B] int64, tokens of each sample."""
+        """[B] int64, number of tokens of each sample."""
         return self.cu_seqlens.diff()
 
     @property
     def sample_of_token(self) -> torch.Tensor:
-        """[T] int64, the row of each token's sample."""
+        """[T] int64, row of the sample that each token belongs to."""
         return torch.arange(len(self)).repeat_interleave(self.lengths)
 
     @property
     def response_lengths(self) -> torch.Tensor:
-        """[B] int64."""
+        """[B] int64, number of response tokens of each sample."""
         return self.tokens_per_sample(self.response_mask)
 
     def tokens_per_sample(self, mask: torch.Tensor) -> torch.Tensor:
-        """[B] int64, how many of each sample's tokens a [T] bool mask covers."""
+        """Return [B] int64: how many of each sample's tokens a [T] bool mask covers."""
         return _cumulative(mask)[self.cu_seqlens].diff()
 
     def scatter(self, response_values: Iterable[float] | torch.Tensor) -> torch.Tensor:
-        """[N] values of the response tokens, in order -> a [T] fp32 column."""
+        """Put [N] values of the response tokens, in order, into a [T] fp32 column."""
         column = torch.zeros(len(self.tokens))
         column[self.response_mask] = torch.as_tensor(response_values, dtype=torch.float32)
         return column
 
     def spread(self, sample_values: torch.Tensor) -> torch.Tensor:
-        """[B] values -> a [T] fp32 column holding each sample's value on its response tokens."""
+        """Put [B] sample values on the response tokens of each sample, in a [T] fp32 column."""
         return sample_values.float().repeat_interleave(self.lengths) * self.response_mask
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """Return the columns that are there, by name."""
+        """The columns that exist, by name."""
         return {name: column for name in BATCH_COLUMNS if (column := getattr(self, name)) is not None}
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] token column under its name, without its gradient, on the CPU.
 
-        Raises: ValueError for a name that is no token column, another shape or another dtype than the
-        table's."""
+        Raises: ValueError if the name is no token column, or if shape or dtype differ from the table's."""
         check_column_names([name])
         dtype = column_dtype(name)
         if column.shape != self.tokens.shape or column.dtype != dtype:
@@ -119,23 +118,24 @@ class Batch(_Columns):
         setattr(self, name, column.detach().cpu())
 
     def select(self, rows: list[int]) -> Batch:
-        """The samples at these positions, in this order."""
+        """Return the samples at these positions, in this order."""
         starts, lengths = self.cu_seqlens[:-1][rows], self.lengths[rows]
-        # token index = position inside the selection, moved from the sample's new start to its old one
+        # token index = position inside the selection, moved from the sample's new start to its old start
         new_cu = _cumulative(lengths)
         index = torch.arange(int(new_cu[-1])) + (starts - new_cu[:-1]).repeat_interleave(lengths)
         columns = {name: column[index] for name, column in self.columns.items()}
         return Batch(self.sample_ids[rows], self.tokens[index], new_cu, self.response_mask[index], **columns)
 
     def select_samples(self, sample_ids: Iterable[int]) -> Batch:
-        """The samples with these ids, in this order."""
+        """Return the samples with these ids, in this order."""
         where = {sample: row for row, sample in enumerate(self.sample_ids.tolist())}
         return self.select([where[sample] for sample in sample_ids])
 
     @staticmethod
     def cat(batches: list[Batch]) -> Batch:
-        """One batch of all samples, in order. Raises: ValueError for a column that some of the batches have
-        and others have not."""
+        """Join batches into one batch of all samples, in order.
+
+        Raises: ValueError for a column that only some of the batches have."""
         present = batches[0].columns.keys()
         if odd := sorted({name for b in batches for name in b.columns.keys() ^ present}):
             raise ValueError(
@@ -150,7 +150,7 @@ class Batch(_Columns):
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
-    """Of the ids in routed_experts."""
+    """Return the dtype of the expert ids in routed_experts."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
@@ -172,8 +172,9 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass takes: a batch plus where its N response tokens are, or those of one
-    context-parallel rank."""
+    """The input of one forward pass: a batch and the positions of its N response tokens.
+
+    With context parallelism the positions may be those of one rank."""
 
     batch: Batch
     response_positions: torch.Tensor
@@ -185,17 +186,18 @@ class MicroBatch:
 
     @property
     def predict_positions(self) -> torch.Tensor:
-        """[N] int64: the position whose hidden state predicts each response token. A response never starts a
-        sample."""
+        """[N] int64: the position whose hidden state predicts each response token.
+
+        A response never starts a sample."""
         return self.response_positions - 1
 
     @property
     def targets(self) -> torch.Tensor:
-        """[N] int64."""
+        """[N] int64, token ids of the response tokens."""
         return self.batch.tokens[self.response_positions]
 
     def column(self, name: str) -> torch.Tensor | None:
-        """[N] values of a token column on the response tokens, None if the batch has no such column."""
+        """Return [N] values of a token column on the response tokens, or None without such a column."""
         column = getattr(self.batch, name)
         return None if column is None else column[self.response_positions]
 

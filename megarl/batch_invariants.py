@@ -1,4 +1,4 @@
-"""The invariants of tensors, for the ranks; what they are for is in invariants.py."""
+"""Invariants of a batch's tensors, checked on the ranks. invariants.py explains their purpose."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from megarl.batch import Batch
 from megarl.invariants import InvariantError, digest_of_bytes
 
 Digests: TypeAlias = dict[str, dict[int, int]]
-"""Column -> sample id -> digest of the sample's rows of the column; "tokens": of its tokens and its mask."""
+"""Digests of samples' rows, by column and sample id. "tokens" is the digest of tokens and mask."""
 
 _LARGEST_LOG_PROB = 1e-3
-"""Of an engine: samplers round, and log 1 may come out as a little more than 0. The trainer's kernels never
-do that."""
+"""Largest log-prob that is accepted from an engine.
+
+Samplers round, and log 1 may become slightly more than 0. The trainer's kernels never do that."""
 
 
 def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: int) -> None:
-    """What a rank is about to train on.
+    """Check the batch that a rank is about to train on.
 
     Args:
-        expected: sample id -> digest of what the engine made, of exactly the samples that this rank trains
-            on; None: not known."""
+        expected: sample id -> digest of the engine's tokens, or None if not known, of exactly the samples
+            that this rank trains on.
+    Raises: InvariantError naming the sample."""
     ids = batch.sample_ids.tolist()
     if sorted(ids) != sorted(expected):
         odd = min(
@@ -71,10 +73,10 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
 
 
 def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan: bool = False) -> None:
-    """One number per token: finite and at most `largest` on response tokens, 0 elsewhere.
+    """Check that a column is finite and at most `largest` on response tokens, and 0 elsewhere.
 
     Args:
-        may_be_nan: for returns, which a sample without a reward has not."""
+        may_be_nan: for returns, which a sample without a reward lacks."""
     column = getattr(batch, name)
     wrong = ~(column <= largest) | column.isinf()
     if may_be_nan:
@@ -97,8 +99,9 @@ def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan:
 
 
 def digests_of(batch: Batch, columns: Iterable[str]) -> Digests:
-    """Digests of the samples' rows in these columns. Two samples have different digests even where their rows
-    are equal."""
+    """Return the digests of the samples' rows in these columns.
+
+    Two samples have different digests even if their rows are equal."""
     return {name: _digests_of_column(batch, name) for name in columns}
 
 
@@ -143,7 +146,7 @@ def _digests_of_column(batch: Batch, name: str) -> dict[int, int]:
 def _digests(
     tokens: torch.Tensor, mask: torch.Tensor, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor
 ) -> Iterator[int]:
-    """Of each sample of a packed batch, whatever its mask covers."""
+    """Yield the digest of each sample of a packed batch. The mask may cover any tokens."""
     prompts, responses = (memoryview(tokens[part].numpy()).cast("B") for part in (~mask, mask))
     at, end = 0, 0
     for prompt, response in zip((8 * prompt_lengths).tolist(), (8 * response_lengths).tolist()):

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def all_gather_messages(value: T, kind: type[T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of the group (None: the world), in the order of the ranks. Collective.
+    """Return the values of all ranks of the group (None: the world), in the order of the ranks.
 
-    torch's own `all_gather_object` sends pickles, which run code when they are read.
+    Collective. torch's own `all_gather_object` sends pickles, which run code when they are read.
 
     Args:
         kind: the declared type of the values, see megarl/messages.py."""
-    device = dist.distributed_c10d._get_object_coll_device(group)  # the CPU, if the group can use it
+    device = dist.distributed_c10d._get_object_coll_device(group)  # the CPU, if the group supports it
     data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

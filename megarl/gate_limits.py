@@ -1,26 +1,29 @@
-"""The limits of the log-prob gate, derived from what rounding does to a log-probability.
+"""Derive the limits of the log-prob gate from the rounding errors of a log-probability.
 
-Trainer and engine compute the same function in another order of additions. Every layer adds a rounding error
-of about one unit of the coarser dtype, and the errors of different layers are independent. So all limits are
-multiples of
+The log-prob gate compares the log-probs of trainer and engine at every step. Both compute the same function
+with another order of additions. Every layer adds a rounding error of about one unit of the coarser dtype, and
+the errors of different layers are independent. So all limits are multiples of
 
-    u = eps(dtype) * sqrt(layers)            eps: 2^-23 in fp32, 2^-7 where either side computes in bf16 or fp16
+    u = eps(dtype) * sqrt(layers)     eps: 2^-23 in fp32, 2^-7 where either side computes in bf16 or fp16
 
 The width of the hidden states and the size of the vocabulary hardly matter, since matrix products are summed
-in blocks. The size of the log-probs does: the error of a logit is a part of its size, and it reaches the
-log-prob only where the model is unsure. So the mean difference is some u times the mean log-prob, also where
-the entropy has fallen to 0.001, and does not grow beyond the error of the logits where the model knows
-nothing. The difference of one token has a long tail, up to hundreds of u at one token in a million: the
-maximum over ever more tokens has no limit that would still see a fault. So three statistics are judged:
+in blocks. The size of the log-probs matters: the error of a logit is proportional to the logit, and it
+reaches the log-prob only where the model is unsure. The mean difference is therefore some u times the mean
+log-prob, even where the entropy has fallen to 0.001. It does not exceed the error of the logits where the
+model knows nothing. The difference of one token has a long tail, up to hundreds of u at one token in a
+million. The maximum over more and more tokens has no limit that would still detect a fault. The gate
+therefore judges three statistics:
 
-    mismatch/clipped_abs     the mean of the differences, each of them clipped to the outlier level: sees a fault at many tokens
+    mismatch/clipped_abs     the mean of the differences, each clipped to the outlier level;
+                             detects a fault at many tokens
                              accepted: (mean * min(mean log-prob + 0.01, unsure) + 4 * outlier / tokens) * u
-    mismatch/outliers        how many tokens differ by more than outlier * u: sees a fault at some tokens
+    mismatch/outliers        the number of tokens that differ by more than outlier * u;
+                             detects a fault at some tokens
                              accepted: 4 + outlier_share * tokens
-    mismatch/max_abs         the largest difference: sees a fault at a single token
+    mismatch/max_abs         the largest difference; detects a fault at a single token
                              accepted: maximum * u
 
-docs/reliability.md has what healthy jobs reach of these limits, and the smallest faults that exceed them."""
+docs/reliability.md lists the values of healthy jobs, and the smallest faults that exceed the limits."""
 
 from __future__ import annotations
 
@@ -44,17 +47,20 @@ class Multiples:
 
 
 FP32 = Multiples(mean=256, unsure=1, outlier=1024, outlier_share=1e-4, maximum=65536)
-"""Healthy jobs reach 31 in the mean, and 700 at a single token."""
+"""Factors for fp32. Healthy jobs reach 31 in the mean, and 700 at a single token."""
 FP32_EXPERTS = Multiples(mean=256, unsure=1, outlier=1024, outlier_share=1e-2, maximum=math.inf)
-"""Where two experts are a rounding error apart, trainer and engine may choose differently. Then the rest of
-that response differs by as much as the experts do."""
+"""Factors for mixtures of experts in fp32.
+
+Where two experts are a rounding error apart, trainer and engine may choose differently. The rest of that
+response then differs by as much as the experts do."""
 HALF = Multiples(mean=16, unsure=1 / 16, outlier=64, outlier_share=1e-3, maximum=math.inf)
-"""Healthy jobs reach 3.1 in the mean, and 43 at a single token, which is as much as most faults: no maximum
-is judged."""
+"""Factors for bf16 and fp16. No maximum is judged.
+
+Healthy jobs reach 3.1 in the mean, and 43 at a single token, which is as much as most faults."""
 FEW = 4
-"""Outliers that are accepted in a step however few tokens it has."""
+"""Number of outliers that are accepted in a step of any size."""
 LEAST_LOG_PROB = 0.01
-"""Log-probs near 0 are themselves rounded to multiples of eps."""
+"""Added to the mean log-prob, because log-probs near 0 are themselves rounded to multiples of eps."""
 
 
 _EXPONENT = {False: 23, True: 7}
@@ -70,9 +76,9 @@ class GateLimits:
     """Limits of the differences |trainer log-prob - engine log-prob| of a step.
 
     Args:
-        unit: u in nats. unit_text: how it was derived, for messages.
-        mean_abs, max_abs: numbers that replace the rule, or None; see --gate-mean-abs and --gate-max-abs.
-    """
+        unit: u in nats.
+        unit_text: the derivation of `unit`, for messages.
+        mean_abs, max_abs: numbers that replace the rule, or None; see --gate-mean-abs and --gate-max-abs."""
 
     unit: float
     unit_text: str
@@ -99,17 +105,15 @@ class GateLimits:
         return self.multiples.outlier * self.unit
 
     def accepted(self, mismatch: Mapping[str, float]) -> dict[str, float]:
-        """Return the statistics that are judged, and the largest value of each that is accepted.
+        """Return the statistics that are judged, and the largest accepted value of each.
 
         Args:
-            mismatch: metrics of a step, each with the prefix mismatch/: of them tokens and log_prob_abs are
-                read."""
+            mismatch: metrics of a step with the prefix mismatch/. Only tokens and log_prob_abs are read."""
         rule, num_tokens = self.multiples, max(mismatch["mismatch/tokens"], 1)
         limits = {}
         if self.mean_abs is None:
-            log_prob = (
-                mismatch["mismatch/log_prob_abs"] + LEAST_LOG_PROB
-            )  # min(NaN, 1) is NaN, min(1, NaN) is not
+            # This number comes first in `min`: min(NaN, 1) is NaN, and min(1, NaN) is 1.
+            log_prob = mismatch["mismatch/log_prob_abs"] + LEAST_LOG_PROB
             limits["clipped_abs"] = (
                 rule.mean * min(log_prob, rule.unsure) + FEW * rule.outlier / num_tokens
             ) * self.unit
@@ -122,7 +126,7 @@ class GateLimits:
         return limits
 
     def describe(self) -> str:
-        """Return one line that says what the limits follow from."""
+        """Return one line that explains how the limits are derived."""
         rule = self.multiples
         log_prob = f"min(mean log-prob + {LEAST_LOG_PROB}, {rule.unsure:g})"
         mean = f"({rule.mean:g} x {log_prob} + {FEW} x {rule.outlier:g} / tokens) u"

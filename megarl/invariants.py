@@ -1,22 +1,26 @@
-"""Check at every step that training is on exactly what was sampled. The checks are cheap and always on.
+"""Check at every step that training uses exactly the samples that were sampled.
 
-A run that goes on after a failed check trains on something else than it sampled, and nothing else would say so.
+The checks are cheap and always on. Nothing else would report that a run trains on other data than it sampled.
 
-    where                        what
-    samples from the engines     every group is complete, every response has a token, ids are unique       check_samples
-    samples before they are sent group and weight version are those that the engine's rank recorded        workers.store
-    plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens  check_plan
-    batch on a training rank     the tokens are those that the engine made, the mask covers the response    batch_invariants.check_batch
-    scores                       each is finite, and of the response that was sampled                       check_scores
-    rewards                      each is the weighted sum of its own sample's scores                        check_rewards
-    rewards on a training rank   each is that of the sample with these tokens                               check_reward_digests
-    advantages                   some samples of each rank, recomputed by the algorithm's reference         workers.recompute
-    columns                      every sample has the rows that were written for it, also on another mesh   batch_invariants.check_digests
-    columns of log-probs, ...    finite on response tokens, 0 elsewhere                                     batch_invariants.check_column
+    where                        invariant
+    samples from the engines     every group is complete, every response has a token, ids are unique
+    samples before sending       group and weight version are those that the engine's rank recorded
+    plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens
+    batch on a training rank     the tokens are those that the engine made, the mask covers the response
+    scores                       each is finite, and of the response that was sampled
+    rewards                      each is the weighted sum of its own sample's scores
+    rewards on a training rank   each is that of the sample with these tokens
+    advantages                   some samples of each rank equal those of the algorithm's reference
+    columns                      every sample has the rows that were written for it, also on another mesh
+    columns of log-probs, ...    finite on response tokens, 0 elsewhere
 
-Every response has a digest: the rank of the engine makes it, and the driver and the ranks that train on the
-response compare it. Every column has a digest per sample too: it is made where the column is written, and
-compared wherever the column is read."""
+The checks of these rows are, in this order: check_samples, workers.store, check_plan,
+batch_invariants.check_batch, check_scores, check_rewards, check_reward_digests, workers.recompute,
+batch_invariants.check_digests, batch_invariants.check_column.
+
+Every response has a digest. The engine's rank makes the digest, and the driver and the ranks that train on
+the response compare it. Every column also has a digest per sample, which is made where the column is written
+and compared wherever the column is read."""
 
 from __future__ import annotations
 
@@ -31,16 +35,20 @@ from megarl.packing import MiniBatch, Sample
 
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
-"""Rewards are Python floats until the advantages are computed, in float32."""
+"""Largest number that float32 holds.
+
+Rewards are Python floats until the advantages are computed in float32."""
 
 
 class InvariantError(RuntimeError):
-    """An invariant of a step is violated. The message names the sample and what was found."""
+    """Error of a step that violates an invariant. The message names the sample and what was found."""
 
 
 class NonFiniteUpdate(FloatingPointError):
-    """The loss or the gradient of an update is not finite on some rank. Raised on all ranks of the mesh, with
-    the same message; weights, moments and step counts are then what they were before it."""
+    """Error of an update whose loss or gradient is not finite on some rank.
+
+    All ranks of the mesh raise the error with the same message. Weights, moments and step counts are then as
+    they were before the update."""
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
@@ -92,10 +100,10 @@ def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max
 def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
     """Raise ValueError for a reward that float32 cannot hold.
 
-    Scores are finite, but weights and the user's loop have changed them since.
+    Scores are finite, but weights and the user's loop have changed the rewards since.
 
     Args:
-        rewards: sample id -> reward; None if it failed."""
+        rewards: sample id -> reward, or None if the reward failed."""
     for sample, reward in rewards.items():
         if reward is not None and not abs(reward) <= LARGEST_FLOAT32:
             raise ValueError(
@@ -107,7 +115,7 @@ def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
 
 
 def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
-    """Check that each sample is trained on once per epoch, and that losses are divided by all their tokens."""
+    """Check that each sample is trained on once per epoch, and that losses are divided by all its tokens."""
     length_of = {s.sample_id: s.response_length for s in samples}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
@@ -129,9 +137,9 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> 
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
-    """Check that every sample is scored once, by a number that float32 holds or None.
+    """Check that every sample is scored once, by None or a number that float32 holds.
 
-    The text that was judged must be the one that was sampled."""
+    The judged text must be the sampled text."""
     digest_of, seen = {s.sample_id: s.digest for s in samples}, Counter()
     for record in records:
         sample = record["sample_id"]
@@ -163,7 +171,7 @@ def check_rewards(
     """Check that every reward is the weighted sum of the sample's own scores, or None where one failed.
 
     Args:
-        scores: weight and scores by sample id, of each role that scores."""
+        scores: weight and scores by sample id, for each role that scores."""
     for sample, reward in rewards.items():
         parts = [(weight, of_role.get(sample)) for weight, of_role in scores]
         wanted = (
@@ -185,11 +193,11 @@ def check_reward_digests(
     digests: Sequence[int],
     tokens: Mapping[int, int],
 ) -> None:
-    """Check on a training rank that the rewards of its samples are those that the driver has for these tokens.
+    """Check on a training rank that its samples have the rewards that the driver has for these tokens.
 
     Args:
         digests: `digest_of_reward` of each row, made by the driver.
-        tokens: sample id -> digest of its tokens, of the samples on this rank."""
+        tokens: sample id -> digest of its tokens, for the samples on this rank."""
     for sample, group, reward, digest in zip(sample_ids, group_ids, rewards, digests, strict=True):
         if sample in tokens and digest_of_reward(sample, group, reward, tokens[sample]) != digest:
             raise InvariantError(

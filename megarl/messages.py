@@ -3,9 +3,9 @@
     data = encode(Arrival(version=3, digests=[17]))
     decode(data, Arrival)                                the same value, or a MessageError
 
-A type is a dataclass, a NamedTuple, a msgspec.Struct, or built of these and Python's own: `dict[str, Arrival]`,
-`str | None`. Reading a message runs no code of whoever wrote it, which reading a pickle may. Imports no other
-part of megarl and no torch."""
+A type is a dataclass, a NamedTuple, a msgspec.Struct, or built of these and Python's own types: `dict[str,
+Arrival]`, `str | None`. Reading a message never runs code of the sender, unlike reading a pickle. The module
+imports no other part of megarl and no torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 class MessageError(ValueError):
-    """The bytes are not a message of the type that was expected."""
+    """Error for bytes that are not a message of the expected type."""
 
 
 def encode(value: object) -> bytes:
-    """Return the message. Raises: TypeError for a value of a type that no message can hold."""
+    """Encode a value. Raises TypeError if no message can hold the value's type."""
     return msgspec.msgpack.encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """Return the value that `encode` was given. Raises: MessageError if the bytes are not a `kind`."""
+    """Decode a value of type `kind`. Raises MessageError if the bytes are not one."""
     try:
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -43,8 +43,8 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
     return msgspec.msgpack.Decoder(kind, ext_hook=from_extension)
 
 
-# A row of a data set may hold values that MessagePack has no type for. These types travel as text, and a type
-# comes before those that it is a subclass of.
+# A row of a data set may hold values that MessagePack has no type for. These types are sent as text. A
+# subclass comes before its base class.
 _Form = tuple[type, Callable[[Any], str], Callable[[str], object]]
 _FORMS: dict[int, _Form] = {
     1: (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
@@ -64,8 +64,10 @@ _INTEGERS = range(-(2**63), 2**64)
 
 
 def packable(value: object) -> object:
-    """Return a value of a data set's row as what `encode` accepts and `decode` makes equal to it again, of the same
-    type, in a place of type `Any`. A datetime keeps its offset from UTC, not the name of its time zone.
+    """Convert a value of a data set's row so that `encode` accepts it.
+
+    `decode` returns an equal value of the same type, in a place of type `Any`. A datetime keeps its offset
+    from UTC, not the name of its time zone.
 
     Raises: TypeError for a type that rows do not hold."""
     if isinstance(value, dict):
@@ -85,7 +87,7 @@ def packable(value: object) -> object:
 
 
 def from_extension(code: int, data: memoryview) -> object:
-    """Return the value that `packable` has made an extension of. Raises: MessageError for an unknown code."""
+    """Return the value that `packable` converted to an extension. Raises MessageError for an unknown code."""
     if code == _TUPLE:
         return tuple(decode(data, list))
     if code not in _FORMS:

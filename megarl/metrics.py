@@ -1,8 +1,7 @@
-"""How per-rank metrics become one number: names with a part `max...` or `..._max` are maxima, all others are
-sums.
+"""Combine the metrics of several ranks into one number per name.
 
-Losses and means come from the ranks already divided by their global denominators, so sums are right for
-them."""
+Names with a part `max_...` or `..._max` are maxima. All others are sums: losses and means come from the ranks
+already divided by their global denominators."""
 
 from __future__ import annotations
 
@@ -10,14 +9,15 @@ from collections.abc import Iterable
 
 
 def is_maximum(name: str) -> bool:
-    """True for mismatch/max_abs and policy/ratio_deviation_max; false for policy/loss."""
+    """Return whether a metric is a maximum, e.g. mismatch/max_abs and policy/ratio_deviation_max.
+
+    policy/loss is an example of a sum."""
     last = name.rsplit("/", 1)[-1]
     return last.startswith("max_") or last.endswith("_max")
 
 
 def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """One dict from those of several ranks or micro-batches; a rank that has nothing to report sends {} or
-    None."""
+    """Combine the metrics of several ranks or micro-batches. A part without metrics is {} or None."""
     out: dict[str, float] = {}
     for part in parts:
         for name, value in (part or {}).items():
@@ -29,7 +29,7 @@ def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_over_updates(per_update: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer updates of a step; maxima stay maxima. {} of none."""
+    """Return the mean of each metric over the updates of a step. Maxima stay maxima; no updates give {}."""
     return {
         name: max(m[name] for m in per_update)
         if is_maximum(name)

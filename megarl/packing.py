@@ -1,6 +1,6 @@
 """Plan which rank trains on which samples, and which rank sends which sample where.
 
-It knows lengths and ids only, no tensors. Mini-batches (one optimizer update each) are drawn from *all*
+The plan uses lengths and ids only, no tensors. Mini-batches (one optimizer update each) are drawn from *all*
 samples of the step, so the same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples
 are spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`. Every
 rank gets the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 @dataclass(frozen=True)
 class Sample:
-    """The driver's record of one sample; its tokens stay on the ranks.
+    """The driver's record of one sample. The tokens of the sample stay on the ranks.
 
     Example: the second of three answers to the prompt of visit 4, sampled by the first weights, on rank 1:
         Sample(sample_id=13, length=90, response_length=70, owners=(1,), group=4, version=0)"""
@@ -32,14 +32,16 @@ class Sample:
     owners: tuple[int, ...] = ()
     """Ranks that hold the tokens as the engine made them."""
     truncated: bool = False
-    """Whether the response was cut at max_response_length."""
+    """True if the response was cut at max_response_length."""
     digest: int | None = None
-    """Digest of the tokens, see `megarl.invariants.digest`; None if nobody has made one."""
+    """Digest of the tokens, see `megarl.invariants.digest`. None if no digest was made."""
     group: int = -1
-    """Samples of one group answer the same prompt, and are compared with each other. Any number of samples may
-    have the same group. The rollout role takes the visit of the prompt; -1 if there are no groups (SFT)."""
+    """Number of the group that the sample belongs to, or -1 if there are no groups (SFT).
+
+    Samples of one group answer the same prompt, and are compared with each other. Any number of samples may
+    have the same group. The rollout role uses the visit of the prompt as the number."""
     version: int = -1
-    """Number of the weight sync whose weights sampled it; -1 if no engine did (SFT)."""
+    """Number of the weight sync whose weights sampled this sample, or -1 if no engine did (SFT)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class MiniBatch:
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     num_tokens: int
-    """Number of response tokens on all ranks: a loss denominator."""
+    """Number of response tokens on all ranks, a loss denominator."""
     num_sequences: int
 
     def samples_of(self, dp_rank: int) -> list[int]:
@@ -65,16 +67,16 @@ def sequence_cost(length: int, hidden_size: int) -> int:
 
 
 def preferred_ranks(samples: Sequence[Sample], replicas: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Return for each sample the data-parallel rank that owns it already, so that it need not be sent.
+    """Return for each sample the data-parallel rank that already owns it, so that it need not be sent.
 
-    A sample that no rank of the mesh owns is left out. Where several replicas own a sample (an engine spans
+    A sample that no rank of the mesh owns is left out. If several replicas own a sample (an engine spans
     them), they take turns.
 
     Args:
         replicas: ranks of each data-parallel replica; see `config.mesh.replicas`.
     Returns: sample id -> data-parallel rank."""
     replica_of = {rank: dp_rank for dp_rank, ranks in enumerate(replicas) for rank in ranks}
-    candidates_of: dict[tuple[int, ...], list[int]] = {}  # owners -> the replicas they are in
+    candidates_of: dict[tuple[int, ...], list[int]] = {}  # owners -> the replicas that contain them
     preferred: dict[int, int] = {}
     turns: Counter[tuple[int, ...]] = Counter()
     for sample in samples:
@@ -102,11 +104,11 @@ def plan_mini_batches(
     costliest sample.
 
     Args:
-        preferred: sample id -> data-parallel rank that already has it. The sample stays there unless the load
-            would be uneven.
+        preferred: sample id -> data-parallel rank that already has the sample. The sample stays there unless
+            the load would be uneven.
         max_tokens: limit of a micro-batch. A longer sample gets a micro-batch of its own.
         seed: shuffles the samples before the split; None keeps their order.
-    Raises: ValueError for a size below 1 or a sample id that comes twice."""
+    Raises: ValueError for a size below 1 or a repeated sample id."""
     for name, size in (
         ("global_batch_size", global_batch_size),
         ("dp_size", dp_size),
@@ -142,13 +144,13 @@ def _plan_one(
 def _balance(
     samples: list[Sample], preferred: Mapping[int, int], dp_size: int, hidden_size: int
 ) -> list[list[Sample]]:
-    """Deal out the samples, longest first, each to the least loaded rank.
+    """Distribute the samples, longest first, each to the least loaded rank.
 
-    A sample goes to its preferred rank if that rank's load stays fair."""
+    A sample goes to its preferred rank if the load of that rank stays fair."""
     fair = sum(sequence_cost(s.length, hidden_size) for s in samples) / dp_size
     loads = [0] * dp_size
     samples_of: list[list[Sample]] = [[] for _ in range(dp_size)]
-    # A heap of (load, rank). An entry whose load is out of date is renewed when it comes up.
+    # A heap of (load, rank). An entry with an outdated load is renewed when it reaches the top.
     least = [(0, rank) for rank in range(dp_size)]
     for sample in sorted(samples, key=lambda s: (-s.length, s.sample_id)):
         cost = sequence_cost(sample.length, hidden_size)
@@ -163,7 +165,7 @@ def _balance(
 
 
 def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Pack samples, longest first, each into the micro-batch with the least room left, or into a new one."""
+    """Pack samples, longest first, each into the micro-batch with the least sufficient room, or a new one."""
     bins: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # ascending (free tokens, index in bins)
     for sample in samples:
@@ -179,9 +181,9 @@ def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
 
 
 def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
-    """Split micro-batches until there are `count`, the largest first; add empty ones if none can be split.
+    """Split micro-batches until there are `count`, the largest first. Add empty ones if none can be split.
 
-    Two halves cost less than a whole micro-batch and an empty one beside it."""
+    Two halves cost less than a full micro-batch and an empty one."""
     bins = list(bins)
     largest = [(-sum(s.length for s in micro), index) for index, micro in enumerate(bins) if len(micro) > 1]
     heapify(largest)
@@ -201,8 +203,8 @@ def ranks_of_samples(
 ) -> dict[int, tuple[int, ...]]:
     """Return for each sample the ranks that train on it, as `replicas` names them.
 
-    Raises: ValueError for a sample that comes twice, or mini-batches that were planned for another number of
-    data-parallel ranks."""
+    Raises: ValueError for a repeated sample, or for mini-batches that were planned for another number of
+        data-parallel ranks."""
     out: dict[int, tuple[int, ...]] = {}
     for mini_batch in mini_batches:
         if len(mini_batch.micro_batches) != len(replicas):
@@ -223,14 +225,14 @@ class Route:
     """The messages that one rank sends and receives. Both ends list the samples in the same order."""
 
     outgoing: dict[int, list[int]] = field(default_factory=dict)
-    """Destination rank -> sample ids."""
+    """Maps each destination rank to sample ids."""
     incoming: dict[int, list[int]] = field(default_factory=dict)
-    """Source rank -> sample ids."""
+    """Maps each source rank to sample ids."""
 
     def reads(self, wanted: Iterable[int]) -> list[int]:
         """Return the samples that the rank must hold: those that it sends, and those that it keeps.
 
-        It keeps a wanted sample that no other rank sends to it."""
+        The rank keeps a wanted sample that no other rank sends to it."""
         received = {sample for ids in self.incoming.values() for sample in ids}
         kept = [sample for sample in wanted if sample not in received]
         return [*kept, *(sample for ids in self.outgoing.values() for sample in ids)]
@@ -241,13 +243,14 @@ def plan_route(
 ) -> Route:
     """Return this rank's messages, which bring every sample to the ranks in `destinations[sample]`.
 
-    A destination that is among `owners[sample]` needs no message. Every rank plans for itself, and all come to
-    the same messages as long as they pass the same samples in the same order. Ranks that own the same samples
-    take turns at sending, so the numbers of samples they send differ by one at most.
+    A destination that is among `owners[sample]` needs no message. Every rank plans for itself. All ranks find
+    the same messages if they pass the same samples in the same order. Ranks that own the same samples take
+    turns at sending, so the numbers of samples they send differ by one at most.
 
-    Raises: KeyError or ZeroDivisionError for a sample of `destinations` that nobody owns; check it before."""
+    Raises: KeyError or ZeroDivisionError for a sample of `destinations` that no rank owns; check it
+        before."""
     route, turns = Route(), Counter()
-    # (owners, destinations) -> destinations without it
+    # (owners, destinations) -> destinations that are not owners
     missing: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
     for sample, wanted_by in destinations.items():
         held_by = owners[sample]

@@ -1,6 +1,5 @@
-"""All that can be said of a job before a device is touched: `megarl check`, and the first thing that `megarl
-train` does.
+"""Check a job before any device is used: `megarl check`, and the first action of `megarl train`.
 
-On top of the rules of megarl/config: the first rows of the data through the tokenizer, the plan of every
-weight sync, disk space, memory. Reads config.json files, tokenizers and a few rows; no weights; imports no
-torch."""
+These checks add to the rules of megarl/config. They pass the first rows of the data through the tokenizer,
+plan every weight sync, and estimate disk space and memory. They read config.json files, tokenizers, headers
+of weight files and a few rows. They read no weights and import no torch."""

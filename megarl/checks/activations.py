@@ -1,15 +1,16 @@
-"""Bytes of activations that a Megatron role holds on a rank while it computes.
+"""Estimate the bytes of activations that a Megatron role holds on a rank while it computes.
 
 Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count what a layer keeps for its backward pass by the
-tensors that each operation saves: for b sequences of s tokens, hidden size h, a heads and two bytes an
-element, s b h (10 + 24 / t + 5 a s / (h t)) with tensor parallelism t, s b h 34 / t with sequence parallelism
-and without the scores of attention, and 2 s b h of a layer that is recomputed.
+tensors that each operation saves. For b sequences of s tokens, hidden size h, a heads and two bytes an
+element they find s b h (10 + 24 / t + 5 a s / (h t)) with tensor parallelism t. With sequence parallelism and
+without the scores of attention they find s b h 34 / t. A recomputed layer keeps 2 s b h.
 
-This is the same count for what megarl runs, with T packed tokens in place of s b: no dropout masks, attention
-that keeps no scores, fewer key than query heads, a gated MLP of any width, norms and rotary embeddings as
-they are computed here. `LAYER` lists the tensors. The output layer keeps one buffer of logits, as its
-gradients are made chunk by chunk (kernels/linear_head.py). What an operation needs only while it runs is not
-counted, but for the layers that a backward pass recomputes."""
+This module makes the same count for what megarl runs, with T packed tokens in place of s b. There are no
+dropout masks. Attention keeps no scores. There are fewer key than query heads, and the gated MLP has any
+width. Norms and rotary embeddings are counted as they are computed here. `LAYER` lists the tensors. The
+output layer keeps one buffer of logits, because its gradients are computed chunk by chunk
+(kernels/linear_head.py). Temporary tensors of an operation are not counted, except for the layers that a
+backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ class Saved:
     """Tensors of one size that a layer keeps for its backward pass, per token.
 
     Args:
-        size: of one of them, by the names of `dimensions`.
-        count: how many.
+        size: size of one tensor, by the names of `dimensions`.
+        count: number of tensors.
         split: what divides them: tp, sp (tp with sequence parallelism only), etp, or nothing.
-        module: of --recompute-modules that leaves them out.
-        needs: the flag of the layer's ModelShape without which there are none.
+        module: the entry of --recompute-modules that leaves them out.
+        needs: the flag of the layer's ModelShape that must be set, or there are no such tensors.
         per_expert: one for each expert that a token goes to.
-        only: "cpu": PyTorch's own norm and attention keep them, Transformer Engine's do not. "cpu bf16":
-            copies in fp32, of bf16 only."""
+        only: "cpu": only PyTorch's own norm and attention keep them, Transformer Engine's do not. "cpu bf16":
+            copies in fp32, with bf16 only."""
 
     size: str
     count: int
@@ -48,7 +49,8 @@ LAYER = (
     Saved("hidden", 2, "sp"),  # inputs of the two norms
     Saved("hidden", 2, "sp", only="cpu"),  # normalized, before the norm's weight
     Saved("hidden", 2, "sp", only="cpu bf16"),
-    Saved("hidden", 2, "sp", module="layernorm"),  # outputs of the norms, which the next product takes
+    # outputs of the norms, which are inputs of the next product
+    Saved("hidden", 2, "sp", module="layernorm"),
     Saved("query", 1, "tp"),  # linear_qkv's output
     Saved("key", 2, "tp"),
     Saved("query", 1, "tp"),  # queries and keys with rotary embeddings
@@ -56,22 +58,23 @@ LAYER = (
     Saved("query", 2, "tp", needs="qk_layernorm"),  # queries and keys around their norms
     Saved("key", 1, "tp", needs="qk_layernorm"),
     Saved("head", 4),  # cosines and sines
-    Saved("attention", 1, "tp"),  # attention's output, which linear_proj takes
-    Saved("attention", 1, "tp", only="cpu"),  # the same of each sequence by itself
+    Saved("attention", 1, "tp"),  # attention's output, which is the input of linear_proj
+    Saved("attention", 1, "tp", only="cpu"),  # the same for each single sequence
     Saved("ffn", 5, "tp", module="mlp", needs="is_dense"),  # gate, up, the activated gate, their product
 )
-"""Of a layer on one rank, as `saved_tensors_hooks` count them (tests/checks/test_activations.py)."""
+"""Tensors of a layer on one rank, as `saved_tensors_hooks` count them (tests/checks/test_activations.py)."""
 
 _LOGIT_ELEMENTS_CPU, _MIN_ROWS_CPU = 2**23, 256
 _LOGIT_BYTES_CUDA, _MIN_ROWS_CUDA, _MAX_ROWS_CUDA = 5 * 2**29, 1024, 8192
-"""As in kernels/linear_head.py, which imports torch; a test compares."""
+"""Copies of the numbers in kernels/linear_head.py, which imports torch. A test compares them."""
 
 
 def role_activations(
     config: TrainConfig, role: str, shape: ModelShape, mesh: MeshSpec, on_cpu: bool
 ) -> tuple[int, int]:
-    """(bytes during log-probs or values, bytes during an update) on the rank that has most, with a full
-    micro-batch."""
+    """Return (bytes during log-probs or values, bytes during an update) on the rank that needs most.
+
+    The micro-batch is full."""
     parallel, bf16 = parallel_of(config, role), config.model.bf16
     rank_tokens = micro_batch_tokens(config, mesh) // mesh.cp
     layers = [
@@ -83,8 +86,8 @@ def role_activations(
         rank_tokens * _kept(layers[start : start + stage], shape, parallel, mesh, bf16)
         for start in range(0, len(layers), stage)
     )
-    # 1F1B: the first stage has as many micro-batches in flight as there are stages; interleaved stages have a
-    # part of one more each.
+    # 1F1B: the first stage has as many micro-batches in flight as there are stages. Each interleaved stage
+    # has a part of one more.
     in_flight = mesh.pp * (1 + (mesh.pp - 1) / (mesh.pp * mesh.vpp) if mesh.vpp > 1 else 1)
     return rank_tokens * max(layers) + of_head, int(kept * in_flight) + rank_tokens * _recomputed(
         layers, parallel
@@ -92,8 +95,10 @@ def role_activations(
 
 
 def micro_batch_tokens(config: TrainConfig, mesh: MeshSpec) -> int:
-    """Tokens of the largest micro-batch: --max-tokens-per-micro-batch, less if a mini-batch has fewer, more
-    if one sequence has more."""
+    """Return the number of tokens of the largest micro-batch.
+
+    It is --max-tokens-per-micro-batch, less if a mini-batch has fewer tokens, and more if one sequence is
+    longer."""
     longest, batch = config.sampling.max_prompt_length + config.sampling.max_response_length, config.batch
     return max(
         longest, min(batch.max_tokens_per_micro_batch, -(-batch.global_batch_size // mesh.dp) * longest)
@@ -101,7 +106,7 @@ def micro_batch_tokens(config: TrainConfig, mesh: MeshSpec) -> int:
 
 
 def layer_bytes(kind: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16: bool, on_cpu: bool) -> int:
-    """What one layer keeps per token of this rank, without full recomputation."""
+    """Return the bytes that one layer keeps per token of this rank, without full recomputation."""
     sizes, itemsize, total = dimensions(kind), 2 if bf16 else 4, 0.0
     recomputed = (
         parallel.recompute_modules or ("core_attn",) if parallel.recompute_granularity == "selective" else ()
@@ -118,8 +123,9 @@ def layer_bytes(kind: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16
 
 
 def head_bytes(shape: ModelShape, mesh: MeshSpec, tokens: int, bf16: bool, on_cpu: bool) -> int:
-    """The last norm, hidden states with their gradient, and the buffer of logits; a value head has no
-    logits."""
+    """Return the bytes of the last norm, hidden states with their gradient, and the buffer of logits.
+
+    A value head has no logits."""
     itemsize, columns = 2 if bf16 else 4, shape.padded_vocab_size() // mesh.tp
     logits = (
         0
@@ -130,15 +136,16 @@ def head_bytes(shape: ModelShape, mesh: MeshSpec, tokens: int, bf16: bool, on_cp
 
 
 def logit_rows(num_columns: int, on_cpu: bool) -> int:
-    """Rows of the buffer of logits."""
+    """Return the number of rows of the buffer of logits."""
     if on_cpu:
         return max(_LOGIT_ELEMENTS_CPU // num_columns, _MIN_ROWS_CPU)
     return min(max(_LOGIT_BYTES_CUDA // (4 * num_columns) // 128 * 128, _MIN_ROWS_CUDA), _MAX_ROWS_CUDA)
 
 
 def _kept(layers: list[int], shape: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16: bool) -> int:
-    """Per token, of the layers of one stage, between forward and backward pass. Of recomputed layers their
-    inputs stay."""
+    """Return the bytes per token that the layers of one stage keep between forward and backward pass.
+
+    A recomputed layer keeps its input."""
     if parallel.recompute_granularity != "full":
         return sum(layers)
     of_input = shape.hidden_size * (2 if bf16 else 4) // (mesh.tp if parallel.sequence_parallel else 1)
@@ -149,7 +156,7 @@ def _kept(layers: list[int], shape: ModelShape, parallel: ParallelConfig, mesh: 
 
 
 def _recomputed(layers: list[int], parallel: ParallelConfig) -> int:
-    """Per token, what the backward pass holds of the layers that it recomputes together."""
+    """Return the bytes per token of the layers that the backward pass recomputes together."""
     if parallel.recompute_granularity != "full":
         return 0
     return max(layers) * (

@@ -1,4 +1,4 @@
-"""What a run writes, and whether there is room for it."""
+"""Check that a run can write its files and has the disk space for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.files.writing import obstacle
 
 
 def save_findings(config: TrainConfig) -> Iterator[str]:
-    """One if the run folder cannot be created or written on this machine, with a folder that can."""
+    """Yield an error if this machine cannot create or write the run folder, with a folder that works."""
     folder = Path(config.run.save)
     if (why := obstacle(folder)) is not None:
         beside, here = free_name(folder), free_name(Path("runs") / (folder.name or "run"))
@@ -28,8 +28,9 @@ def save_findings(config: TrainConfig) -> Iterator[str]:
 
 
 def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
-    """One if the run folder's file system has no room for the checkpoints that are there at once and the
-    exports."""
+    """Yield an error if the run folder's file system lacks room for checkpoints and exports.
+
+    The checkpoints are those that exist at the same time."""
     needed = checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
     if free is not None and needed > free:
         fewer = replace(config, checkpoint=replace(config.checkpoint, keep=1))
@@ -47,7 +48,7 @@ def disk_line(config: TrainConfig, free: int | None) -> str:
 
 
 def checkpoints_at_once(config: TrainConfig) -> int:
-    """Those that stay, the best one, and the one that is being written."""
+    """Return the largest number of checkpoints at one time: the kept, the best, and the one being written."""
     checkpoint = config.checkpoint
     if not checkpoint.save_interval:
         return 0
@@ -56,7 +57,7 @@ def checkpoints_at_once(config: TrainConfig) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Of one checkpoint of all trained roles."""
+    """Return the size of one checkpoint of all trained roles."""
     return sum(
         _of_role(of_actor, *trained)
         for of_actor in configs_of_actors(config).values()
@@ -65,8 +66,9 @@ def checkpoint_bytes(config: TrainConfig) -> int:
 
 
 def copy_bytes(config: TrainConfig, world_size: int) -> int:
-    """Of the copies, on the rank that has most, that are in host memory while a checkpoint is written. A
-    role's ranks share its checkpoint."""
+    """Return the host memory for checkpoint copies on the rank that needs most.
+
+    The copies exist while a checkpoint is written. The ranks of a role share its checkpoint."""
     copies = dict.fromkeys(range(world_size), 0)
     for of_actor in configs_of_actors(config).values():
         meshes = actor_meshes(of_actor, world_size)
@@ -78,7 +80,9 @@ def copy_bytes(config: TrainConfig, world_size: int) -> int:
 
 
 def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool) -> int:
-    """fp32 weights (masters under bf16) and moments; of adapters these, and the frozen weights."""
+    """Return the checkpoint size of one role: fp32 weights (master weights under bf16) and moments.
+
+    With adapters these are the adapters' weights and moments, plus the frozen weights."""
     shape = ModelShape.load(folder, value_head=is_critic)
     if not lora.lora_rank:
         return canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
@@ -89,7 +93,7 @@ def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool
 
 
 def export_bytes(config: TrainConfig) -> int:
-    """Of hf/, hf_critic/ and those of further actors."""
+    """Return the size of the exports: hf/, hf_critic/, and those of further actors."""
     return sum(
         canonical_elements(ModelShape.load(folder, value_head=is_critic)) * (2 if of_actor.model.bf16 else 4)
         for of_actor in configs_of_actors(config).values()
@@ -98,7 +102,7 @@ def export_bytes(config: TrainConfig) -> int:
 
 
 def _trained(config: TrainConfig) -> list[tuple[str, LoRAConfig, bool]]:
-    """(folder, adapters, is it the critic) of the roles that learn."""
+    """Return (folder, adapters, whether it is the critic) of each trained role."""
     actor = (config.model.model, config.lora, False)
     return (
         [actor]

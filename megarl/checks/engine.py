@@ -1,4 +1,4 @@
-"""What this machine's vLLM build cannot run of a model that Megatron can train."""
+"""Find models that Megatron can train and this machine's vLLM build cannot run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megarl.config.schema import TrainConfig
 
 
 def engine_findings(config: TrainConfig, machine: Machine) -> Iterator[str]:
-    """One line per model whose heads vLLM's attention on a CPU has no kernel for. For a configuration without
-    findings."""
+    """Yield one line per model whose head size has no kernel in vLLM's CPU attention.
+
+    The configuration must have no other errors."""
     sizes = None if machine.has_gpu or not config.algorithm.needs_rollout else cpu_head_sizes()
     if sizes is None:
         return
@@ -23,7 +24,7 @@ def engine_findings(config: TrainConfig, machine: Machine) -> Iterator[str]:
         try:
             shape = ModelShape.load(folder)
         except ConfigError:
-            continue  # of a judge that only vLLM knows
+            continue  # a judge that only vLLM knows
         if shape.is_gqa and shape.head_dim not in sizes:
             yield (
                 f"{flag} ({folder}): its head_dim is {shape.head_dim}, and vLLM's attention on a "
@@ -33,7 +34,7 @@ def engine_findings(config: TrainConfig, machine: Machine) -> Iterator[str]:
 
 
 def _folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """(flag, folder) of every model that vLLM runs."""
+    """Yield (flag, folder) of every model that vLLM runs."""
     for of_actor in configs_of_actors(config).values():
         yield "--model", of_actor.model.model
         yield from (

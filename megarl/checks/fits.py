@@ -1,4 +1,4 @@
-"""Whether a job's memory is there, and what it amounts to."""
+"""Check that a job fits into memory, and print its memory table."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _PHASE_NAMES = {
 def memory_findings(
     config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True
 ) -> Iterator[str]:
-    """One if a step needs more than there is, with the least change that was computed to fit; one if an
-    engine has no room for a sequence."""
+    """Yield errors if a step needs more memory than the machine has, or an engine cannot hold one sequence.
+
+    The first error names the smallest change of flags that was computed to fit."""
     found = _shortage(parts, machine, ranks_per_node)
     if found is None:
         yield from _cache_findings(config, parts, machine)
@@ -56,8 +57,10 @@ def memory_findings(
 def _made_to_fit(
     flags: str, config: TrainConfig, world_size: int, machine: Machine, ranks_per_node: int, new_run: bool
 ) -> str | None:
-    """The flags, with those for a smaller KV cache if that is what is missing; None if the configuration does
-    not fit or breaks a rule."""
+    """Return the flags of a change that makes the job fit, or None.
+
+    The flags include a smaller KV cache if only that is missing. None means that the configuration does not
+    fit or breaks a rule."""
     parts = estimate(config, world_size, machine, new_run)
     shortage = _shortage(parts, machine, ranks_per_node)
     if shortage is not None:
@@ -74,7 +77,7 @@ def _made_to_fit(
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Who needs how many bytes of how many, and when in a step."""
+    """A memory shortage: who needs how many bytes, how many exist, and in which phase of a step."""
 
     who: str
     when: str
@@ -88,7 +91,7 @@ class _Shortage:
 
 
 def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> _Shortage | None:
-    """What cannot fit: one rank on its GPU, or on a CPU all of a machine together."""
+    """Return the shortage of one rank on its GPU, or on a CPU of all ranks of a machine together."""
     needs = {rank: peak_bytes(of_rank) for rank, of_rank in parts.items()}
     worst = max(needs, key=needs.__getitem__)
     when = f"during {_PHASE_NAMES[peak_phase(parts[worst])]}"
@@ -106,8 +109,9 @@ def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> _Shortage 
 
 
 def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainConfig]]:
-    """(flags, the configuration with them), the least first: what costs time before what changes numbers or
-    layout."""
+    """Yield (flags, configuration with these flags), the smallest change first.
+
+    Changes that cost time come before changes of numbers or layout."""
     yield from _cheaper_updates("", config)
     half = replace(config, model=replace(config.model, bf16=True))
     if not config.model.bf16:
@@ -128,8 +132,7 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
 
 
 def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """The configuration itself, and with fewer activations: recomputed ones, then shorter micro-batches
-    too."""
+    """Yield the configuration, then with recomputed activations, then also with shorter micro-batches."""
     yield flags, config
     if config.actor.recompute_granularity is None:
         recompute = {
@@ -157,8 +160,9 @@ def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, Tra
 def _smaller_cache(
     config: TrainConfig, machine: Machine, shortage: _Shortage
 ) -> tuple[str, TrainConfig] | None:
-    """(flags, the configuration) with a KV cache that leaves room for what is missing; None if it is not that
-    large, or no flag sets it."""
+    """Return (flags, configuration) with a KV cache that is smaller by the missing bytes.
+
+    Return None if the cache is not that large, or if no flag sets its size."""
     rollout, given = config.rollout, config.rollout.kv_cache_memory_bytes
     if not config.algorithm.needs_rollout:
         return None
@@ -178,7 +182,9 @@ def _smaller_cache(
 
 
 def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Iterator[str]:
-    """One if an engine's KV cache cannot hold one sequence of full length: vLLM then refuses to start."""
+    """Yield an error if an engine's KV cache cannot hold one sequence of full length.
+
+    vLLM refuses to start in that case."""
     if not config.algorithm.needs_rollout or config.others or machine.has_gpu and machine.gpu_bytes is None:
         return
     one = longest_sequence_bytes(config, machine)
@@ -210,7 +216,7 @@ def _no_room_for_a_sequence(config: TrainConfig, rank: int, cache: int, one: int
 
 
 def memory_table(parts: Parts, machine: Machine) -> list[str]:
-    """Ranks that hold the same are one row; below each what it is made of."""
+    """Return the lines of the memory table: one row per group of equal ranks, followed by its parts."""
     alike: dict[tuple[Part, ...], list[int]] = {}
     for rank, of_rank in parts.items():
         alike.setdefault(of_rank, []).append(rank)
@@ -244,5 +250,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def gb(size: int) -> str:
-    """'1.23': of 10^9 bytes; small models get more digits."""
+    """Format bytes as units of 10^9 bytes, e.g. '1.23'. Small sizes get more digits."""
     return f"{size / 1e9:.2f}" if size >= 1e7 else f"{size / 1e9:.5f}" if size else "0"

@@ -1,4 +1,4 @@
-"""Everything at once: what `megarl check` reports and every job goes through first."""
+"""Run all checks of a job, for `megarl check` and for the start of every job."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """
+    """The result of all checks.
+
     Args:
-        findings: what is wrong, each `flag (value): rule. Try ...`.
-        estimates: the same of what probably does not fit: it rests on an estimate of the activations.
-        lines: what the job amounts to, as far as the findings leave something to say. The first begins with
-            ok or not ok."""
+        findings: errors, each `flag (value): rule. Try ...`.
+        estimates: errors that rest on an estimate of the activations, in the same form.
+        lines: a summary of the job, as far as the errors permit one. The first line begins with ok or not
+            ok."""
 
     findings: tuple[str, ...]
     lines: tuple[str, ...]
@@ -43,8 +44,7 @@ class Report:
 def check_everything(
     config: TrainConfig, world_size: int, new_run: bool = True, ranks_per_node: int | None = None
 ) -> None:
-    """Raise ConfigError with everything that is wrong. What is only estimated not to fit is logged as a
-    warning."""
+    """Raise ConfigError with all errors. Log a warning for each error that is only estimated."""
     report = examine(config, world_size, new_run, ranks_per_node)
     raise_errors(report.findings)
     for finding in report.estimates:
@@ -58,17 +58,18 @@ def examine(
     ranks_per_node: int | None = None,
     machine: Machine | None = None,
 ) -> Report:
-    """
+    """Check a job and return the report.
+
     Args:
-        new_run: --save is going to be written, so it must be free and have room.
-        ranks_per_node: ranks of this machine. Default: all.
-        machine: default: this one."""
+        new_run: whether --save will be written, so it must be free and have room.
+        ranks_per_node: number of ranks on this machine. The default is all ranks.
+        machine: the machine to check for. The default is this machine."""
     findings = job_errors(config, world_size, new_run)
     previews = {suffix: preview(of_actor) for suffix, of_actor in configs_of_actors(config).items()}
     of_data = iter(previews.values())
     findings += of_all_actors(config, lambda _: next(of_data).findings)
     if findings:
-        return Report(tuple(findings), ())  # what follows is about layouts that are right
+        return Report(tuple(findings), ())  # the checks below assume that the layouts are right
     machine = machine or this_machine()
     free = free_bytes(Path(config.run.save)) if new_run else None
     of_disk = [*(save_findings(config) if new_run else ()), *disk_findings(config, free)]
@@ -104,7 +105,7 @@ def examine(
 
 
 def _without_activations(parts: Parts) -> Parts:
-    """Return the parts whose sizes are known, and not estimated."""
+    """Return the parts whose sizes are known, not estimated."""
     return {
         rank: tuple(part for part in of_rank if part.name != "activations") for rank, of_rank in parts.items()
     }
@@ -113,7 +114,7 @@ def _without_activations(parts: Parts) -> Parts:
 def _gpu_findings(
     config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
 ) -> Iterator[str]:
-    """Too many ranks for the GPUs of this machine. On a CPU ranks share the cores."""
+    """Yield an error if there are more ranks than GPUs on this machine. On a CPU ranks share the cores."""
     if machine.num_gpus is None or ranks <= machine.num_gpus:
         return
     fewer = range(machine.num_gpus, 0, -1) if ranks == world_size else ()

@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch and without opening a device."""
+"""Read this machine's memory and GPUs without torch and without opening a device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NVIDIA_SMI_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """
+    """The memory and GPUs of a machine.
+
     Args:
-        ram_bytes: memory that the processes of this machine, or of this container, can have together. None:
-            not known.
-        has_gpu: a job trains on GPUs here.
-        gpu_bytes: memory of the smallest GPU. None: there is none, or not known.
-        num_gpus: None: there is none, or not known.
-        is_this: False for a machine that is only planned for: what this one's disk says of --save is then no
-            error."""
+        ram_bytes: memory that all processes of this machine or container can use together, or None if not
+            known.
+        has_gpu: whether a job trains on GPUs here.
+        gpu_bytes: memory of the smallest GPU, or None if there is none or it is not known.
+        num_gpus: number of GPUs, or None if there is none or it is not known.
+        is_this: False for a planned machine. Problems of --save on this machine's disk are then no errors."""
 
     ram_bytes: int | None
     has_gpu: bool = False
@@ -39,7 +39,9 @@ def this_machine() -> Machine:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Of the file system that a folder is on, or will be on when it is created. None: not known."""
+    """Return the free bytes of the file system of a folder, or None if not known.
+
+    The folder need not exist yet."""
     there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
     try:
         return shutil.disk_usage(there).free if there is not None else None

@@ -1,4 +1,6 @@
-"""Bytes that each rank holds, by phase of a step. What it counts and what not: docs/memory.md."""
+"""Estimate the bytes that each rank holds, by phase of a step.
+
+docs/memory.md lists what is counted and what is not."""
 
 from __future__ import annotations
 
@@ -24,20 +26,21 @@ from megarl.rollout.kv_cache import (
 )
 
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
-"""Of each trained element, whatever the weights are: Megatron reduces gradients in fp32, Adam has two fp32
-moments."""
+"""Bytes per trained element, for any dtype of the weights.
+
+Megatron reduces gradients in fp32, and Adam has two fp32 moments."""
 _FSDP_SHARDS = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 PHASES = ("rollout", "log-probs", "update", "sync")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a role holds on one rank.
+    """Memory of one kind that a role holds on one rank.
 
     Args:
         name: parameters, gradients, optimizer, activations, engine or KV cache.
-        offloaded: it is on the device only while a call needs it.
-        during: the one phase in which it exists; None: always."""
+        offloaded: whether the part is on the device only while a call needs it.
+        during: the one phase in which the part exists, or None for all phases."""
 
     role: str
     name: str
@@ -46,17 +49,19 @@ class Part:
     during: str | None = None
 
     def is_brought(self, phase: str) -> bool:
-        """Whether it is on the device because of the call that runs in this phase."""
+        """Return whether the part is on the device because of the call that runs in this phase."""
         return self.offloaded or self.during == phase
 
 
 Parts = dict[int, tuple[Part, ...]]
-"""Rank -> what is on it."""
+"""Maps each rank to the parts on the rank."""
 
 
 def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: bool = True) -> Parts:
-    """Of a configuration without findings. Not `trains`: of `megarl eval`, which sets up the first actor and
-    its engines alone."""
+    """Estimate the parts on each rank of a configuration without errors.
+
+    If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor and its
+    engines."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
     for suffix, of_actor in configs_of_actors(config).items():
         for rank, part in _of_actor(of_actor, world_size, machine):
@@ -66,7 +71,9 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
 
 
 def phase_bytes(parts: Sequence[Part], phase: str) -> int:
-    """On one rank. Of what calls bring back or compute with, one call's at a time."""
+    """Return the bytes on one rank in a phase.
+
+    Parts that a call brings back or computes with count for one call at a time."""
     calls = {
         "rollout": [],
         "log-probs": [
@@ -85,12 +92,12 @@ def phase_bytes(parts: Sequence[Part], phase: str) -> int:
 
 
 def peak_phase(parts: Sequence[Part]) -> str:
-    """The phase that needs most."""
+    """Return the phase that needs most memory."""
     return max(PHASES, key=lambda phase: phase_bytes(parts, phase))
 
 
 def peak_bytes(parts: Sequence[Part]) -> int:
-    """What a step needs in its largest phase."""
+    """Return the bytes that a step needs in its largest phase."""
     return phase_bytes(parts, peak_phase(parts))
 
 
@@ -99,7 +106,7 @@ def roles_of(parts: Sequence[Part]) -> list[str]:
 
 
 def _of_actor(config: TrainConfig, world_size: int, machine: Machine) -> Iterator[tuple[int, Part]]:
-    """(rank, part) of one actor's roles, without its number."""
+    """Yield (rank, part) of one actor's roles. Role names have no actor number."""
     meshes = actor_meshes(config, world_size)
     shape = ModelShape.load(config.model.model)
     critic_folder = config.model.critic_model or config.model.model
@@ -114,7 +121,8 @@ def _of_actor(config: TrainConfig, world_size: int, machine: Machine) -> Iterato
         and meshes.get("reference") == meshes["actor"]
         and config.reference == config.actor
     ):
-        del shapes["reference"]  # the actor's model without its adapters, as build_roles has it
+        # the actor's model without its adapters serves as the reference, as in build_roles
+        del shapes["reference"]
     for role, of_role in shapes.items():
         if role in meshes:
             optimizer, lora = {
@@ -136,9 +144,9 @@ def _megatron_parts(
     lora: LoRAConfig | None,
     machine: Machine,
 ) -> Iterator[tuple[int, Part]]:
-    """`optimizer` None: the role is frozen."""
+    """Yield (rank, part) of one Megatron role. `optimizer` is None if the role is frozen."""
     parallel, bf16 = parallel_of(config, role), config.model.bf16
-    away = parallel.offload if machine.has_gpu else ()  # a CPU has nowhere else to put them
+    away = parallel.offload if machine.has_gpu else ()  # a CPU has no other memory to offload to
     shards, expert_shards = mesh.dp * mesh.cp, mesh.expert_shape["edp"]
     sharded = () if optimizer is None else _sharded_parts(optimizer)
     forward, update = role_activations(config, role, shape, mesh, on_cpu=not machine.has_gpu)
@@ -168,7 +176,7 @@ def _megatron_parts(
 
 
 def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
-    """What data-parallel ranks hold a share of."""
+    """Return the parts that are sharded over data-parallel ranks."""
     if optimizer.use_megatron_fsdp:
         return _FSDP_SHARDS[optimizer.data_parallel_sharding_strategy]
     return ("optimizer",) if optimizer.use_distributed_optimizer else ()
@@ -177,7 +185,7 @@ def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
 def _reward_parts(
     config: TrainConfig, meshes: Mapping[str, MeshSpec], machine: Machine
 ) -> Iterator[tuple[int, Part]]:
-    """A judge runs in processes of its own and is not counted."""
+    """Yield (rank, part) of the reward models. A judge runs in separate processes and is not counted."""
     for model in reward_models(config):
         mesh = meshes[model.name]
         if model.backend == "megatron":
@@ -220,7 +228,7 @@ def _engine_parts(
 
 
 def longest_sequence_bytes(config: TrainConfig, machine: Machine) -> int:
-    """KV cache that one sequence of full length takes on a rank of the first actor's engines."""
+    """Return the KV cache bytes of one sequence of full length on a rank of the first actor's engines."""
     shape, length = (
         ModelShape.load(config.model.model),
         config.sampling.max_prompt_length + config.sampling.max_response_length,
@@ -242,7 +250,9 @@ def _double_buffer(config: TrainConfig, machine: Machine) -> bool:
 def _kv_cache_bytes(
     config: TrainConfig, shape: ModelShape, rollout: MeshSpec, itemsize: int, weights: int, machine: Machine
 ) -> int:
-    """0 where it is not known: on a GPU it is what --rollout-gpu-memory-utilization leaves."""
+    """Return the KV cache bytes of a rank, or 0 if not known.
+
+    On a GPU the cache is what --rollout-gpu-memory-utilization leaves."""
     given, sampling = config.rollout.kv_cache_memory_bytes, config.sampling
     if given is not None:
         return given

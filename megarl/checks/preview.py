@@ -1,5 +1,6 @@
-"""The first rows of the data through tokenizer and chat template, and the tokenizer against the model. All
-rows are read when the job starts."""
+"""Pass the first rows of the data through tokenizer and chat template, and check tokenizer against model.
+
+All rows are read when the job starts."""
 
 from __future__ import annotations
 
@@ -23,19 +24,21 @@ from megarl.rewards.routing import ROUTES, route
 
 NUM_ROWS = 64
 _NO_PROMPTS = ("data_source", "ability", "answer", "response", "solution")
-"""Columns of text that are something else."""
+"""Text columns that are not prompts."""
 
 
 @dataclass
 class Preview:
-    """What was found of one actor, and what was read, for people."""
+    """The errors of one actor's data, and a summary of the data for people."""
 
     findings: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
 def preview(config: TrainConfig) -> Preview:
-    """Files that are missing are not mentioned: the rules of the configuration do."""
+    """Preview the data of one actor.
+
+    Missing files are not reported here, because the rules of the configuration report them."""
     seen = Preview()
     datasets = _datasets(config, seen.findings)
     tokenizer = _tokenizer(config, seen)
@@ -56,12 +59,12 @@ def preview(config: TrainConfig) -> Preview:
 
 
 def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDataset]:
-    """Flag -> the first rows of its files; left out if something is wrong with them."""
+    """Return flag -> the first rows of its files. A flag whose files have errors is left out."""
     needs = "response" if not config.algorithm.needs_rollout else None
     try:
         needs = "ground_truth" if needs is None and needs_ground_truth(config) else needs
     except (OSError, UnicodeDecodeError):
-        pass  # of --judge-template, which a rule reports
+        pass  # the file of --judge-template; a rule reports this error
     datasets = {}
     for flag, names in {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}.items():
         files = [
@@ -79,7 +82,7 @@ def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDatas
 
 
 def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: str | None) -> list[str]:
-    """Where only --prompt-key is wrong: what it should be."""
+    """Return an error with the right --prompt-key if only that flag is wrong, else []."""
     try:
         row = next((row for _, row in read_rows(files[0]) if isinstance(row, dict)), None)
     except UnreadableFile:
@@ -109,7 +112,7 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
     try:
         shape = ModelShape.load(config.model.model)
     except ConfigError:
-        shape = None  # reported, and maybe there is no folder at all
+        shape = None  # a rule of the configuration reports this error
     if not Path(path).exists() or shape is None and not config.model.tokenizer_model:
         return None
     try:
@@ -130,7 +133,9 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
 
 
 def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Iterator[str]:
-    """Engines stop at the model's ids, fine-tuning ends its responses with the tokenizer's."""
+    """Yield an error if the end-of-sequence ids of model and tokenizer disagree.
+
+    Engines stop at the model's ids, and fine-tuning ends its responses with the tokenizer's id."""
     source, ids = Path(config.model.model) / "config.json", shape.eos_token_ids
     flag = (
         f"--tokenizer-model ({tokenizer.name})"
@@ -152,7 +157,7 @@ def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -
 
 
 def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> Iterator[str]:
-    """Of --reward auto: rows that no rule is known for."""
+    """Yield an error for each data source that --reward auto has no rule for."""
     if (
         not config.algorithm.needs_rollout
         or config.data.reward_function is not None
@@ -180,5 +185,5 @@ def _is_routed(source: str) -> bool:
 
 
 def _with_flag(text: str, *flag: str) -> str:
-    """Findings begin with a flag."""
+    """Put the flag in front of an error that does not begin with a flag."""
     return text if text.startswith("--") else f"{flag[0]}{f' ({flag[1]})' if len(flag) > 1 else ''}: {text}"

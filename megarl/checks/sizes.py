@@ -1,5 +1,6 @@
-"""How many elements of a model a rank holds, from the atlases of single layers: all layers of a kind are
-alike, so a mixture of 128 experts takes milliseconds."""
+"""Count the elements of a model that each rank holds, from the atlases (sharding specs) of single layers.
+
+All layers of a kind are alike, so a mixture of 128 experts takes milliseconds."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _LAYER = ("decoder.layers.", "model.layers.")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of the parameters that a rank has of one model. Optimizers shard experts over other ranks than
-    the rest."""
+    """Numbers of parameter elements of one model on a rank.
+
+    Experts are separate, because optimizers shard them over other ranks than the rest."""
 
     dense: int = 0
     experts: int = 0
@@ -35,19 +37,21 @@ class Held:
 def megatron_held(
     shape: ModelShape, mesh: MeshSpec, qkv_layout: str, lora: LoRAConfig | None = None
 ) -> dict[int, Held]:
-    """Rank -> what it holds, padding of the vocabulary included."""
+    """Return rank -> elements that it holds, with the padding of the vocabulary."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     held = {place: _place_held(shape, place, qkv_layout, lora) for place in dict.fromkeys(places.values())}
     return {rank: held[place] for rank, place in places.items()}
 
 
 def canonical_elements(shape: ModelShape) -> int:
-    """Of the tensors of the Hugging Face folder."""
+    """Return the number of elements in the tensors of the Hugging Face folder."""
     return sum(rows * cols for rows, cols in hf_sizes(shape).values())
 
 
 def engine_held(shape: ModelShape, tp_size: int) -> int:
-    """Elements of one engine rank; of a type without a table the least that it can be."""
+    """Return the number of elements on one engine rank.
+
+    For a model type without a table this is a lower bound."""
     if shape.model_type not in TABLES:
         return canonical_elements(shape) // tp_size
     return _model_elements(shape, lambda one: vllm_atlas(one, tp_size, 0))
@@ -56,7 +60,9 @@ def engine_held(shape: ModelShape, tp_size: int) -> int:
 def aliased_elements(
     shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str
 ) -> dict[int, int]:
-    """Rank of both -> elements of its engine that are the trainer's own memory, if the dtypes agree."""
+    """Return the engine's elements that share the trainer's memory, for each rank that has both.
+
+    The dtypes must be equal for the memory to be shared."""
     if shape.model_type not in TABLES:
         return {}
     found = {}
@@ -83,7 +89,9 @@ def _place_held(shape: ModelShape, place: MegatronPlace, qkv_layout: str, lora: 
 
 
 def _kinds_of_stage(shape: ModelShape, place: MegatronPlace) -> Counter[bool]:
-    """Is it a mixture of experts? -> layers of the rank's stage, over all of its chunks."""
+    """Count the layers of the rank's stage by kind, over all its chunks.
+
+    The key says whether a layer is a mixture of experts."""
     per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
     starts = [(chunk * place.pp_size + place.pp_rank) * per_chunk for chunk in range(place.vpp_size)]
     return Counter(shape.is_moe_layer(layer) for start in starts for layer in range(start, start + per_chunk))
@@ -100,14 +108,14 @@ def _one_layer(shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout
 
 
 def _ends(shape: ModelShape, place: MegatronPlace, qkv_layout: str) -> Atlas:
-    """What the rank has beside layers: the embedding; the last norm and what follows it."""
+    """Return the atlas of the rank's parameters outside of layers: embedding, last norm and output layer."""
     short = replace(shape, num_layers=place.pp_size, dense_layers=())
     atlas = place_atlas(short, replace(place, vpp_size=1), qkv_layout=qkv_layout)
     return {name: param for name, param in atlas.items() if not name.startswith(_LAYER)}
 
 
 def _model_elements(shape: ModelShape, atlas_of) -> int:
-    """Over all layers of an atlas that is not split by layers."""
+    """Count the elements of all layers of an atlas that is not split by layers."""
     kinds, total = Counter(shape.is_moe_layer(layer) for layer in range(shape.num_layers)), 0
     for index, (kind, layers) in enumerate(kinds.items()):
         for name, param in atlas_of(_of_one_layer(shape, kind)).items():

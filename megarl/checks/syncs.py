@@ -1,5 +1,6 @@
-"""Whether every weight sync can be planned: the atlases of both sides, and a source for each element of every
-engine."""
+"""Check that every weight sync can be planned.
+
+A plan needs the atlases (sharding specs) of both sides, and a source for each element of every engine."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 
 def sync_findings(config: TrainConfig, world_size: int) -> Iterator[str]:
-    """Of a configuration without findings. Layers of a kind are alike, so one of each per model chunk is
-    planned."""
+    """Yield an error for each weight sync that cannot be planned, for a configuration without other errors.
+
+    Layers of a kind are alike, so one layer of each kind is planned per model chunk."""
     for of_actor in configs_of_actors(config).values():
         meshes = actor_meshes(of_actor, world_size)
         shape = ModelShape.load(of_actor.model.model)
@@ -26,7 +28,7 @@ def sync_findings(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def unplanned(config: TrainConfig) -> str | None:
-    """The model_type whose engine's layout is known only when it has started."""
+    """Return the model_type whose engine layout is known only after the engine has started, or None."""
     if not config.algorithm.needs_rollout:
         return None
     types = [
@@ -43,7 +45,7 @@ def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout:
             megatron_atlases(short, actor, qkv_layout=qkv_layout),
             vllm_atlases(short, rollout.ranks, rollout.tp),
         )
-    except ValueError as error:  # what a rule of the configuration should have said
+    except ValueError as error:  # a rule of the configuration should have reported this error
         yield (
             f"--tensor-model-parallel-size ({actor.tp}), --rollout-tensor-parallel-size "
             f"({rollout.tp}): no weight sync can be planned from one to "

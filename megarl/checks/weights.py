@@ -1,4 +1,4 @@
-"""Whether the weights of every model folder can be loaded, by the headers of their files."""
+"""Check by file headers that the weights of every model folder can be loaded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ADVICE = "Copy or convert the folder again, or give another one."
 
 
 def weight_findings(config: TrainConfig, trains: bool = True) -> list[str]:
-    """One line per folder whose files are missing or damaged, or whose tensors are not the model's. For a
-    configuration without findings.
+    """Return one error per folder with missing or damaged files, or with tensors of another model.
 
-    trains: False for `megarl eval`, which loads the policies alone."""
+    The configuration must have no other errors. `trains` is False for `megarl eval`, which loads only the
+    policies."""
     return of_all_actors(config, lambda of_actor: list(_of_actor(of_actor, trains)))
 
 
@@ -28,8 +28,9 @@ def _of_actor(config: TrainConfig, trains: bool) -> Iterator[str]:
 
 
 def _folders(config: TrainConfig, trains: bool) -> Iterator[tuple[str, str, ModelShape | None]]:
-    """(flag, folder, shape) of all that is loaded. The shape is None where transformers or vLLM knows the
-    tensors, and Megatron does not."""
+    """Yield (flag, folder, shape) of every folder that is loaded.
+
+    The shape is None for models that transformers or vLLM loads and Megatron does not know."""
     model = config.model
     if not model.random_init:
         yield "--model", model.model, ModelShape.load(model.model)

@@ -1,12 +1,12 @@
-"""Checkpoints of whole jobs in a run folder: where they are, and their JSON files.
+"""Checkpoints of complete jobs in a run folder: their paths and their JSON files.
 
-run/checkpoints/step_000010/
-  job.json            what no role has: step, data cursors, random states; and digests of the manifests
-  actor/, critic/     one folder per trained role, see megarl/checkpoint
-run/checkpoints/.step_000012.partial/        being written, or left behind by a job that ended meanwhile
+    run/checkpoints/step_000010/
+      job.json            data of no single role: step, data cursors, random states, digests of the manifests
+      actor/, critic/     one folder per trained role, see megarl/checkpoint
+    run/checkpoints/.step_000012.partial/    being written, or left behind by a job that ended meanwhile
 
-Every JSON file holds its format, a version and a digest of the rest. No torch: `megarl check` reads them
-too."""
+Every JSON file holds its format, a version and a digest of the rest. The module imports no torch, because
+`megarl check` reads the files too."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 class JobFileError(ValueError):
-    """A job.json that cannot be read; the text says why."""
+    """Error of a job.json that cannot be read. The text gives the reason."""
 
 
 def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) -> None:
     """Write a JSON file with its digest, and wait until it is on the disk.
 
     Args:
-        body: what JSON can hold, without NaN.
+        body: data that JSON can hold, without NaN.
     Raises: WriteError."""
     with writing(path), open(path, "w", encoding="utf-8") as file:
         head = {"format": form, "version": version, "sha256": _digest(body)}
@@ -43,9 +43,9 @@ def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) 
 
 
 def read_json(path: Path, form: str, version: int, error: type[ValueError]) -> dict[str, object]:
-    """Read what `write_json` wrote.
+    """Read a file that `write_json` wrote.
 
-    Raises: FileNotFoundError; `error` naming the file and what is wrong with it."""
+    Raises: FileNotFoundError; `error` naming the file and the problem."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def checkpoints_in(run: Path) -> list[Path]:
 
 
 def is_one_checkpoint(load: Path) -> bool:
-    """Whether a folder is a checkpoint; a run folder is not."""
+    """Return whether a folder is a checkpoint. A run folder is not."""
     return step_of(load) is not None and ((load / JOB).exists() or load.parent.name == CHECKPOINTS)
 
 
@@ -111,14 +111,14 @@ def found_by(load: str) -> list[Path]:
 
 
 def write_job(folder: Path, body: Mapping[str, object]) -> None:
-    """Write job.json, and wait until it is on the disk. body: what JSON can hold."""
+    """Write job.json, and wait until it is on the disk. `body` is data that JSON can hold."""
     write_json(folder / JOB, _FORM, VERSION, body)
 
 
 def read_job(folder: Path) -> dict[str, object]:
     """Read job.json, and compare the digests of the roles' manifests.
 
-    Raises: JobFileError naming the file and what is wrong, also with the manifests."""
+    Raises: JobFileError naming the file and the problem, also for the manifests."""
     path = folder / JOB
     try:
         body = read_json(path, _FORM, VERSION, JobFileError)

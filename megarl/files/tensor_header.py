@@ -1,4 +1,4 @@
-"""Headers of safetensors files: the tensors of a file with dtype and shape, without their elements. No torch.
+"""Read headers of safetensors files: dtype and shape of every tensor, without elements and without torch.
 
 The format: 8 bytes with the length of the header, little endian; the header, JSON, key -> {dtype, shape,
 data_offsets}; the elements."""
@@ -21,19 +21,19 @@ ITEMSIZE = {
     }.items()
     for dtype in dtypes.split()
 }
-"""dtype -> bytes of an element."""
+"""Maps each dtype to the bytes of an element."""
 MAX_HEADER_BYTES = 100 << 20
-"""The library's own limit."""
+"""Size limit of a header, the same as in the safetensors library."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
 class TensorFileError(ValueError):
-    """A safetensors file that cannot be used; the text names the file and, if there is one, the tensor."""
+    """Error of a safetensors file that cannot be used. The text names the file and the tensor, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a file; its elements are the bytes from `start` to `end` behind the header."""
+    """One tensor of a file. Its elements are the bytes from `start` to `end` behind the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class HeaderEntry:
 def read_header(path: str | os.PathLike) -> tuple[int, dict[str, HeaderEntry]]:
     """Read the header of a file and compare it with the file's size.
 
-    Returns: where the elements begin, and the tensors by name.
+    Returns: the offset of the first element, and the tensors by name.
     Raises: TensorFileError for a file that is missing, cut short or not safetensors."""
     path = Path(path)
     try:

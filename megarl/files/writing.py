@@ -1,4 +1,6 @@
-"""Errors of writing that name the file and say what helps, as that of a full disk does not. No torch."""
+"""Raise errors of writing that name the file and give advice. Imports no torch.
+
+The operating system's own error of a full disk, for example, names no file."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _ADVICE = {
 
 
 class WriteError(OSError):
-    """A file that cannot be written; `errno` and `filename` are those of the cause."""
+    """Error of a file that cannot be written. `errno` and `filename` are those of the cause."""
 
     def __init__(self, path: str | os.PathLike, cause: OSError) -> None:
         super().__init__(cause.errno, cause.strerror or str(cause), str(path))
@@ -45,14 +47,14 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 def obstacle(folder: str | os.PathLike) -> str | None:
-    """Return why a folder cannot be created or written, or None; nothing is created.
+    """Return why a folder cannot be created or written, or None. The check creates nothing.
 
-    Permission bits alone do not tell: root ignores them, and a file system may be read-only or hold no files
-    at all (/proc). So a file without a name is opened in the nearest folder that exists, where the file
-    system has such files."""
+    Permission bits alone are not enough: root ignores them, and a file system may be read-only or hold no
+    files at all (/proc). The check therefore opens an unnamed temporary file in the nearest existing folder,
+    if the file system supports such files."""
     try:
         return _obstacle(Path(folder).absolute())
-    except OSError as error:  # a folder on the way that this user may not enter
+    except OSError as error:  # this user may not enter a folder on the path
         return f"{error.filename or folder}: {error.strerror}"
 
 

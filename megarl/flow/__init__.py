@@ -1,6 +1,8 @@
-"""A step of training as a graph of calls: the roles and their methods, the columns, how a flow is written,
-checked and drawn, and what of it may be issued next. `trainer/scheduler.py` runs it. Reading it needs no
-torch."""
+"""Describe a training step as a graph of calls.
+
+The package holds the roles and their methods, the columns, and the flow: how it is written, checked and
+drawn, and which calls may be issued next. `trainer/scheduler.py` runs the flow. Importing the package needs
+no torch."""
 
 from megarl.flow.flow import Flow
 from megarl.flow.job_roles import Actor, Critic, Data, Metrics, Reference, Reward, RewardModel, Roles, Rollout

@@ -1,8 +1,9 @@
-"""The columns of a step's data in one table, and how flows name them.
+"""Define the columns of a step's data in one table, and the ways in which flows name columns.
 
-To add a token column: write a row of COLUMNS, and declare it in `writes=` of the role method that computes it
-(megarl/flow/job_roles.py; the worker stores it with `write_column` or `Share.set_column`). Batches hold it,
-exchanges move it between meshes and flows know who writes it from then on.
+To add a token column, write a row of COLUMNS, and declare the column in `writes=` of the role method that
+computes it (megarl/flow/job_roles.py). The worker stores the column with `write_column` or
+`BatchShard.set_column`. Batches then hold the column, exchanges move it between meshes, and flows know which
+node writes it.
 
 A flow names columns in four ways:
 
@@ -13,7 +14,7 @@ A flow names columns in four ways:
 
 and state, which outlives the step:
 
-    weights:actor    who reads it before a node writes it sees what the last step left
+    weights:actor    a node that reads it before another node writes it sees the last step's state
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Column:
 
     name: str
     holds: str
-    """What a number in the column means."""
+    """Meaning of a number in the column, in words."""
     dtype: str = "float32"
     """Name of the torch dtype. Alternatives are separated by a bar; the model decides between them."""
     row: tuple[str, ...] = ()
     """Names of the sizes of one token's row. Empty: one number per token."""
     per: Literal["token", "sample"] = "token"
     on: Literal["ranks", "driver"] = "ranks"
-    """Where the values are. The driver reads those of its columns before it makes a call that needs them."""
+    """Place of the values. The driver reads its columns before it issues a call that needs them."""
     comes_with: str = ""
-    """The column that stands for this one in flows: both are written by the same call."""
+    """The column that represents this one in flows, because the same call writes both."""
 
 
 COLUMNS: dict[str, Column] = {
@@ -105,27 +106,27 @@ BATCH_COLUMNS = tuple(
 )
 """Token columns that a batch may lack."""
 TOKEN_COLUMNS = tuple(name for name in BATCH_COLUMNS if not COLUMNS[name].row)
-"""Those of them that have one number per token. It is 0 on tokens that are not part of the response."""
+"""Batch columns with one number per token. The number is 0 on tokens that are not part of the response."""
 COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].comes_with)
-"""Those of them that a role computes from the samples. Exchanges bring them from mesh to mesh."""
+"""Token columns that a role computes from the samples. Exchanges move them between meshes."""
 SAMPLED_COLUMNS = tuple(
     name for name, column in COLUMNS.items() if "tokens" in (name, column.comes_with) and not column.row
 )
 """Token columns that every sample has when it comes from the engine."""
 DRIVER_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.on == "driver")
-"""Columns whose values come back to the driver. Who reads one is called when the values are there."""
+"""Columns whose values return to the driver. A call that reads one waits for the values."""
 
 
 def is_state(column: str) -> bool:
-    """Whether the column is state, which outlives the step."""
+    """Return whether the column is state, which outlives the step."""
     return column.startswith("weights:")
 
 
 def base(column: str) -> str:
-    """Name in the table: `scores` for scores, scores?, scores* and scores:reward_model_2."""
+    """Return the name in the table, e.g. `scores` for scores, scores?, scores* and scores:reward_model_2."""
     return column.split(":")[0].rstrip("?*")
 
 
 def any_in_driver(columns: Iterable[str]) -> bool:
-    """Whether the driver holds the values of one of these columns."""
+    """Return whether the driver holds the values of one of these columns."""
     return any(base(column) in DRIVER_COLUMNS for column in columns)

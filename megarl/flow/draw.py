@@ -15,7 +15,7 @@ _CHAR = 6.6
 _LINE = 17
 """Height in pixels of a line."""
 _PAD = 12
-"""Distance in pixels between things."""
+"""Distance in pixels between shapes."""
 
 
 def draw_text(flow: Graph, meshes: Meshes | None) -> str:
@@ -41,7 +41,7 @@ def draw_text(flow: Graph, meshes: Meshes | None) -> str:
 
 
 def longest_chain(flow: Graph) -> list[str]:
-    """Return the longest chain of nodes on the critical path: every step runs them one after another."""
+    """Return the longest chain of nodes on the critical path. A step runs these nodes one after another."""
     background = {node.name for node in flow.nodes if node.background}
     chain = [name for name in flow.depth if name not in background]
     chain = [max(chain, key=flow.depth.__getitem__)] if chain else []
@@ -53,7 +53,7 @@ def longest_chain(flow: Graph) -> list[str]:
 def draw_svg(flow: Graph, meshes: Meshes | None) -> str:
     """Return an SVG: left to right by depth, a lane per mesh.
 
-    An edge ends at the names of the columns that it brings. Background nodes and state are dashed."""
+    An edge ends at the names of the columns that it carries. Background nodes and state are dashed."""
     edges = {
         node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns]
         for node in flow.nodes
@@ -114,7 +114,7 @@ def _arrows(
     into: Sequence[tuple[str, Sequence[str]]],
     width: float,
 ) -> list[str]:
-    """Return the curves into one node, one below the other, each ending at its columns."""
+    """Return the curves that end at one node, one below the other, each at its columns."""
     x, y, _ = boxes[name]
     shapes = []
     for i, (source, columns) in enumerate(into):
@@ -141,7 +141,7 @@ def _label(x: float, y: float, text: str, anchor: str = "start", colour: str = "
 
 
 def _by_depth(flow: Graph) -> list[Node]:
-    """Return the nodes by depth, those of a cycle last."""
+    """Return the nodes by depth. Nodes of a cycle come last."""
     return sorted(flow.nodes, key=lambda node: flow.depth.get(node.name, len(flow.nodes)))
 
 

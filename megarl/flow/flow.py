@@ -1,10 +1,9 @@
-"""A step of training as a graph of calls, and how it is written.
+"""Write a training step as a graph of calls.
 
     flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
             .advantages(gae).update(critic).update(actor))
 
-A Flow is a value: every method returns a new one.
-"""
+A Flow is a value: every method returns a new Flow."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class HasAdvantages(Protocol):
 
 
 class RoleInFlow(Protocol):
-    """A role to build a flow with. False: the job does not have it."""
+    """A role to build a flow with. The role is false if the job does not have it."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +38,7 @@ class RoleInFlow(Protocol):
 
 @runtime_checkable
 class MethodInFlow(Protocol):
-    """A method of a role to build a flow with. False: the job does not have the role."""
+    """A method of a role to build a flow with. The method is false if the job does not have the role."""
 
     def node(self, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None) -> Node: ...
     def __bool__(self) -> bool: ...
@@ -51,11 +50,11 @@ class Flow(Graph):
     def then(
         self, method: MethodInFlow, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None
     ) -> Flow:
-        """Add a node. Say what it reads and writes if the role's class does not."""
+        """Add a node. `reads` and `writes` are required if the role's class declares no columns."""
         return self._with(method.node(reads, writes)) if method else self
 
     def join(self, *methods: MethodInFlow | None) -> Flow:
-        """Add nodes, side by side as far as their columns allow.
+        """Add nodes that may run at the same time, as far as their columns permit.
 
         None, and methods of roles that the job does not have, are left out."""
         return self._with(*(method.node() for method in methods if method))
@@ -63,7 +62,7 @@ class Flow(Graph):
     def advantages(self, algorithm: HasAdvantages, actor: RoleInFlow | None = None) -> Flow:
         """Add the algorithm's advantages, on the actor's ranks.
 
-        `actor.log_probs` is added before them if it is missing. Scores of reward models count among the
+        A missing `actor.log_probs` is added before the advantages. Scores of reward models count as
         rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes or ())
         reads = [
@@ -82,10 +81,10 @@ class Flow(Graph):
         )
 
     def update(self, role: RoleInFlow, reads: Iterable[str] | None = None) -> Flow:
-        """Add the role's optimizer updates, and after an actor's the synchronisation of its engines.
+        """Add the role's optimizer updates, and after an actor's updates the weight sync of its engines.
 
         Args:
-            reads: columns that the loss takes; None: those that the role's class declares."""
+            reads: columns that the loss reads, or None for those that the role's class declares."""
         if not role:
             return self
         kind, index = kind_and_suffix(role.name)
@@ -106,7 +105,7 @@ class Flow(Graph):
         return self._with(replace(work.node(reads, writes), background=True)) if work else self
 
     def of_actor(self, index: str) -> Flow:
-        """Return the same step of another actor: every role gets the actor's index, "_2"."""
+        """Return the same step for another actor. Every role gets the actor's index, e.g. "_2"."""
         return Flow(_renumbered(node, index) for node in self.declared) if index else self
 
     def beside(self, *others: Flow) -> Flow:
@@ -117,15 +116,15 @@ class Flow(Graph):
         return Flow((*self.declared, *nodes))
 
     def errors(self, meshes: Meshes | None = None, needs: Needs | None = None) -> list[str]:
-        """List what is wrong, a line per error.
+        """Return the errors of the flow, one line per error.
 
         Args:
-            meshes: role -> its mesh. None: report what can be seen without meshes.
-            needs: columns that calls need in this job, whatever their nodes say."""
+            meshes: role -> its mesh. None reports only errors that need no meshes.
+            needs: columns that calls need in this job in addition to the columns of their nodes."""
         return errors_of(self, meshes, needs)
 
     def validate(self, meshes: Meshes | None = None, needs: Needs | None = None) -> None:
-        """Raise FlowError if there are errors. Arguments are those of `errors`."""
+        """Raise FlowError if there are errors. The arguments are those of `errors`."""
         if found := self.errors(meshes, needs):
             raise FlowError(found)
 
@@ -141,7 +140,7 @@ class Flow(Graph):
 def _renumbered(node: Node, index: str) -> Node:
     """Return the node of the actor with this index.
 
-    State that the role's class names is that of any actor; other names mean the node's own actor."""
+    State that the role's class names belongs to any actor. Other names mean the node's own actor."""
 
     def columns(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is None:

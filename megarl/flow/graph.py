@@ -1,7 +1,6 @@
-"""The nodes of a step and what depends on what between them.
+"""The nodes of a step and the dependencies between them.
 
-Edges are the columns that nodes write and read. A graph knows nothing of ranks, devices or tensors.
-"""
+Edges are the columns that nodes write and read. A graph has no ranks, devices or tensors."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ class HasRanks(Protocol):
 
 
 Meshes = Mapping[str, HasRanks]
-"""Role -> its mesh."""
+"""Maps each role to its mesh."""
 
 
 class Graph:
     """The nodes of a step, with the edges between them.
 
-    The order of the nodes counts where columns do not decide: between equals, and for state.
+    The order of the nodes matters where columns do not decide: between equal nodes, and for state.
 
     Args:
-        declared: nodes with columns as roles and users name them. In `nodes` every column has the name that
-            is its own in this flow: two rollouts, actors, critics or reward models do not write the same one.
-    """
+        declared: nodes with columns as roles and users name them. In `nodes` every column has a name that is
+            unique in this flow: two rollouts, actors, critics or reward models do not write the same
+            column."""
 
     def __init__(self, declared: Iterable[Node] = ()) -> None:
         self.declared = tuple(declared)
@@ -43,15 +42,15 @@ class Graph:
     def rollout_source(self, role: str) -> str:
         """Return the index of the rollout whose samples the role works on.
 
-        It is the role's own index if a rollout with it samples, else ""."""
+        The result is the role's own index if a rollout with this index samples, else ""."""
         index = kind_and_suffix(role)[1]
         return index if index in rollout_sources(self.declared) else ""
 
     @cached_property
     def dependencies(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Node -> the nodes it comes after -> the columns that it reads from each.
+        """For each node, the nodes that it waits for and the columns that it reads from each.
 
-        () where a node must only not overtake a reader of the state that it writes."""
+        The columns are () where a node only must not overtake a reader of the state that it writes."""
         needs: dict[str, dict[str, tuple[str, ...]]] = {node.name: {} for node in self.nodes}
         for index, node in enumerate(self.nodes):
             for column in node.reads or ():
@@ -71,9 +70,9 @@ class Graph:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Node -> length of the longest chain of nodes before it.
+        """For each node, the length of the longest chain of nodes before it.
 
-        The nodes of a cycle, and all behind it, are missing."""
+        The nodes of a cycle, and all nodes behind a cycle, are missing."""
         depth: dict[str, int] = {}
         for _ in self.nodes:
             for name, needs in self.dependencies.items():
@@ -83,7 +82,7 @@ class Graph:
 
     @cached_property
     def behind(self) -> dict[str, frozenset[str]]:
-        """Node -> all nodes that wait for it, directly or not."""
+        """For each node, all nodes that wait for it, directly or not."""
         behind: dict[str, frozenset[str]] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
             direct = {
@@ -94,7 +93,7 @@ class Graph:
 
     @cached_property
     def chain_behind(self) -> dict[str, int]:
-        """Node -> length of the longest chain of nodes that wait for it."""
+        """For each node, the length of the longest chain of nodes that wait for it."""
         chain: dict[str, int] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
             chain[name] = max((chain[other] + 1 for other in self.behind[name]), default=0)
@@ -111,7 +110,7 @@ class Graph:
 
 
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Give every column the name that is its own in this flow."""
+    """Give every column a name that is unique in this flow."""
     names = _Names(declared)
     resolved = []
     for node in declared:
@@ -126,14 +125,13 @@ def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
 class _Names:
     """The names of columns in one flow.
 
-    The n-th role of a kind writes `column:role` if another role of the kind writes `column`. Where several
-    rollouts sample, roles with the index of one read columns of its samples only.
-    """
+    The n-th role of a kind writes `column:role` if another role of the kind writes `column`. If several
+    rollouts sample, a role with the index of one rollout reads only columns of that rollout's samples."""
 
     def __init__(self, declared: tuple[Node, ...]) -> None:
         self._declared, self._sources = declared, rollout_sources(declared)
         self._written: list[tuple[str, str, str]] = []
-        """(rollout source, column as declared, its name in this flow)"""
+        """Tuples (rollout source, column as declared, its name in this flow)."""
 
     def add_written_by(self, node: Node) -> None:
         for column in node.writes or ():
@@ -170,5 +168,7 @@ class _Names:
         return node.index if node.index in self._sources else ""
 
     def _state(self, node: Node, column: str) -> str:
-        """weights:actor means the actor of the node's own index where the role's class says it."""
+        """Return the state that a node names.
+
+        If the role's class names it, weights:actor means the actor with the node's own index."""
         return column + node.index if node.declares(column) else column

@@ -1,8 +1,7 @@
 """The roles of a training job and their methods.
 
-To add a role kind: declare it here, and write its implementation in megarl/workers with
-`@implements(TheClass)`. To add a method: the same, in both classes.
-"""
+To add a role kind, declare it here, and write its implementation in megarl/workers with
+`@implements(TheClass)`. To add a method, add it to both classes."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from megarl.flow.role import Caller, Role, method, role_class
 from megarl.packing import MiniBatch, Sample
 
 Metrics = dict[str, float]
-"""One rank's part of metrics of the step; `megarl.metrics.combine` makes one dict of those of all ranks."""
+"""One rank's part of metrics of the step. `megarl.metrics.combine` combines the dicts of all ranks."""
 Record = dict[str, Any]
-"""What is known of one sample, by name."""
+"""The data of one sample, by name."""
 
 
 class ModelRole(Role):
@@ -35,21 +34,23 @@ class TrainedRole(ModelRole):
 
     @method()
     def begin_checkpoint(self, folder: str) -> None:
-        """Copy the state; a thread writes it while training goes on. Collective over the mesh."""
+        """Copy the state for a checkpoint. Collective over the mesh.
+
+        A thread writes the copy while training goes on."""
 
     @method()
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest of the checkpoint that was begun; None: it is incomplete."""
+        """Return the SHA-256 of the manifest of the checkpoint in progress, or None if it is incomplete."""
 
     @method()
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Return why `load_checkpoint` would fail, the same on every rank; None: it would not."""
+        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would not."""
 
     @method()
     def load_checkpoint(
         self, folder: str, weights_only: bool = False, digests: bool = True
     ) -> dict[str, object]:
-        """Continue from a checkpoint of any layout. Returns the state that was saved with it."""
+        """Continue from a checkpoint of any layout, and return the state that was saved with it."""
 
 
 class RandomState(Role):
@@ -65,11 +66,12 @@ class RandomState(Role):
 
 
 class Rollout(Role, kind="rollout"):
-    """Engines that sample, with the weights of an actor."""
+    """Engines that sample with the weights of an actor."""
 
     @method()
     def setup(self) -> None:
-        """Start the engine and plan how the actor's shards become its shards. Collective."""
+        """Start the engine and plan the transfer from the actor's shards to the engine's shards.
+        Collective."""
 
     @method(
         reads=("weights:actor", "weights:rollout"),
@@ -77,23 +79,23 @@ class Rollout(Role, kind="rollout"):
         phase="rollout",
     )
     def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
-        """Sample responses to dataset rows. Returns this engine's samples, from its first rank only.
+        """Sample responses to dataset rows, and return this engine's samples from its first rank only.
 
         Args:
-            purpose: "train": num_samples_per_prompt responses each; "eval": one each.
+            purpose: "train" (num_samples_per_prompt responses each) or "eval" (one each).
             visits: visit of each prompt -> its row."""
 
     @method(reads=("weights:actor",), writes=("weights:rollout",), reports=True, phase="reshard")
     def sync(self, version: int) -> Metrics:
-        """Bring the actor's current weights into the engine as `version`. Collective."""
+        """Copy the actor's current weights into the engine as `version`. Collective."""
 
     @method()
     def shut_down(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
 
 
 class Reward(Role, kind="reward"):
-    """Rules that score what the engines of the same ranks have sampled."""
+    """Rules that score the samples of the engines on the same ranks."""
 
     @method()
     def setup(self) -> None:
@@ -101,14 +103,14 @@ class Reward(Role, kind="reward"):
 
     @method(reads=("tokens",), writes=("rewards",), phase="reward")
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Score this engine's samples. Returns sample_id, reward and texts, from its first rank only.
+        """Score this engine's samples, and return sample_id, reward and texts from its first rank only.
 
         Args:
-            num_logged: so many samples carry their texts; None: --num-rollouts-to-log."""
+            num_logged: number of samples with texts; None: --num-rollouts-to-log."""
 
     @method()
     def shut_down(self) -> None:
-        """End the processes."""
+        """Stop the scoring processes."""
 
 
 class RewardModel(Role, kind="reward_model"):
@@ -120,14 +122,14 @@ class RewardModel(Role, kind="reward_model"):
 
     @method(reads=("tokens", "lengths"), writes=("scores",), phase="reward_model")
     def score(self, rows: Mapping[int, int]) -> list[Record]:
-        """Return sample_id and unweighted score of the samples that this rank reports on.
+        """Return sample_id and unweighted score of the samples that this rank reports.
 
         Args:
-            rows: sample id -> dataset row, of all samples of the step."""
+            rows: sample id -> dataset row, for all samples of the step."""
 
     @method()
     def shut_down(self) -> None:
-        """End the judge."""
+        """Stop the judge."""
 
 
 class Reference(ModelRole, kind="reference"):
@@ -153,7 +155,7 @@ class Critic(TrainedRole, kind="critic"):
         commits=True,
     )
     def update(self) -> Metrics:
-        """Make all optimizer updates of the step."""
+        """Run all optimizer updates of the step."""
 
 
 class Actor(TrainedRole, RandomState, kind="actor"):
@@ -166,7 +168,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         phase="log_probs",
     )
     def log_probs(self) -> Metrics:
-        """Compute the column old_log_probs and compare it with what the engine reported (mismatch/*)."""
+        """Compute the column old_log_probs, and compare it with the engine's log-probs (mismatch/*)."""
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
@@ -182,12 +184,12 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> Metrics:
-        """Compute the columns that the algorithm makes of rewards.
+        """Compute the columns that the algorithm derives from rewards.
 
         Args:
-            sample_ids, group_ids, rewards: of all samples of the step. None: the reward failed.
+            sample_ids, group_ids, rewards: of all samples of the step. A reward of None has failed.
             kl_coef: factor of the KL to the reference.
-            digests: bind each reward to its sample's tokens; None: rewards are taken as they come."""
+            digests: bind each reward to its sample's tokens. None skips this check of the rewards."""
 
     @method(
         reads=("tokens", "old_log_probs", "ref_log_probs?", "advantages"),
@@ -197,24 +199,25 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         commits=True,
     )
     def update(self, kl_coef: float = 0.0) -> Metrics:
-        """Make all optimizer updates of the step."""
+        """Run all optimizer updates of the step."""
 
     @method()
     def send_weights(self, version: int) -> None:
-        """Do the source's part of `rollout.sync` on ranks without an engine."""
+        """Run the source's part of `rollout.sync` on ranks without an engine."""
 
     @method()
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
-        """Return this rank's tokens where trainer and engine differ most."""
+        """Return this rank's tokens with the largest difference between trainer and engine."""
 
     @method(optional=True)
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows of supervised fine-tuning. Returns (length, response length) of every
-        row from the mesh's first rank."""
+        """Tokenize the training rows of supervised fine-tuning.
+
+        Returns: (length, response length) of every row, from the mesh's first rank."""
 
     @method(writes=("tokens",), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Make dataset rows the samples of the step: the first node of supervised fine-tuning.
+        """Turn dataset rows into the samples of the step, as the first node of supervised fine-tuning.
 
         Args:
             visits: visit, which is the sample id -> dataset row.
@@ -222,13 +225,15 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
 
 class Data(RandomState, kind="data"):
-    """Moves samples and columns to the ranks that work on them. It is on every rank of a job that samples."""
+    """The role that moves samples and columns to the ranks that work on them.
+
+    It is on every rank of a job that samples."""
 
     @method(reports=True)
     def distribute(
         self, key: str, samples: list[Sample], mini_batches: list[MiniBatch], source: str = "train"
     ) -> Metrics:
-        """Bring samples from the ranks that own them to all ranks of a mesh, as its next batch.
+        """Move samples from the ranks that own them to all ranks of a mesh, as its next batch.
 
         Args:
             key: shard key of the mesh.
@@ -236,11 +241,11 @@ class Data(RandomState, kind="data"):
 
     @method(reports=True)
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Metrics:
-        """Bring token columns from the ranks of one mesh to those of another."""
+        """Move token columns from the ranks of one mesh to those of another."""
 
     @method()
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
-        """Forget samples that were trained on: the rollouts, and what meshes have computed for them."""
+        """Free samples that were trained on: the rollouts, and the columns that meshes computed for them."""
 
 
 class Roles:

@@ -11,25 +11,24 @@ from megarl.flow.role import RoleMethod, declaration
 from megarl.role_names import kind_and_suffix
 
 DRIVER = "driver"
-"""Role of a node that is a function of the driver's process."""
+"""Role name of a node that is a function in the driver's process."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Columns(NamedTuple):
-    """Columns that a function of the driver needs before it runs, and those that it leaves behind."""
+    """The columns that a function of the driver reads and writes."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
 
 def columns(reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Callable[[F], F]:
-    """Decorator: declare what a function of the driver reads and writes.
+    """Declare what a function of the driver reads and writes. Use as a decorator.
 
     Example:
         @columns(reads=["rewards"])
-        def log_table(rewards): ...
-    """
+        def log_table(rewards): ..."""
 
     def declare(function: F) -> F:
         setattr(function, "flow_columns", Columns(tuple(reads), tuple(writes)))
@@ -43,12 +42,11 @@ class Node:
     """One call: a method of a role on all its ranks, or a function in the driver.
 
     Args:
-        reads, writes: columns. None: those that the role's class declares; if it declares none, the flow is
-            invalid.
-        background: nothing on the critical path waits for the call.
+        reads, writes: columns, or None for those that the role's class declares. If the class declares none,
+            the flow is invalid.
+        background: whether nothing on the critical path waits for the call.
         function: called in the driver's process in place of a role's method. The role is then "driver".
-        name: default "role.method".
-    """
+        name: default "role.method"."""
 
     role: str
     method: str
@@ -66,7 +64,7 @@ class Node:
         object.__setattr__(self, "name", self.name or f"{self.role}.{self.method}")
 
     def declaration(self) -> RoleMethod[..., Any] | None:
-        """Return what the role's class declares of the method. None: nothing, or a function of the driver."""
+        """Return the role class's declaration of the method, or None (not declared, or a driver function)."""
         return declaration(self.role, self.method) if self.function is None else None
 
     def _declared_columns(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -75,18 +73,18 @@ class Node:
 
     @property
     def is_known(self) -> bool:
-        """Whether its columns are known."""
+        """True if the columns of the node are known."""
         return self.reads is not None and self.writes is not None
 
     @property
     def index(self) -> str:
-        """Index of the role within its kind: "" of the first, "_2" of the second."""
+        """Index of the role within its kind: "" for the first, "_2" for the second."""
         return kind_and_suffix(self.role)[1]
 
     def declares(self, column: str) -> bool:
-        """Whether the role's class names the column.
+        """Return whether the role's class names the column.
 
-        `weights:actor` then means the actor of the role's own index."""
+        `weights:actor` then means the actor with the role's own index."""
         declared = self._declared_columns()
         return bool(declared and column in declared[0] + declared[1])
 
@@ -94,9 +92,9 @@ class Node:
 def function_node(
     function: Callable[..., Any], reads: Iterable[str] | None, writes: Iterable[str] | None
 ) -> Node:
-    """Make a node of a function of the driver.
+    """Return a node for a function of the driver.
 
-    It reads and writes what is given, else what its @columns say, else nothing."""
+    The node reads and writes the given columns, else those of the function's @columns, else nothing."""
     own = getattr(function, "flow_columns", Columns((), ()))
     return Node(
         role=DRIVER,
@@ -109,7 +107,7 @@ def function_node(
 
 
 def rollout_sources(nodes: Iterable[Node]) -> set[str]:
-    """Return the indices of the rollouts that sample. Those that only get new weights have no samples."""
+    """Return the indices of the rollouts that sample. A rollout that only receives weights has no samples."""
     return {
         node.index
         for node in nodes

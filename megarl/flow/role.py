@@ -1,4 +1,4 @@
-"""A role is a class whose methods are declared once: for the flow, for the trainer and for the workers.
+"""Declare a role once as a class, for the flow, for the trainer and for the workers.
 
     class Critic(Role, kind="critic"):
         @method(reads=("tokens", "weights:critic"), writes=("values",), phase="values")
@@ -6,9 +6,8 @@
             "Compute the value of every token."
 
 The body is empty: an instance of the class is the trainer's handle. `critic.values()` calls the method on all
-ranks of the role and returns a future of one value per rank. A class of megarl/workers implements the method;
-`megarl.workers.implements` compares the two signatures.
-"""
+ranks of the role and returns a future of one value per rank. A class of megarl/workers implements the method.
+`megarl.workers.implements` compares the two signatures."""
 
 from __future__ import annotations
 
@@ -44,20 +43,20 @@ class Future(Protocol[R]):
 
     @property
     def seconds(self) -> float:
-        """Seconds on the rank where the call took longest; 0 until done."""
+        """Duration in seconds on the slowest rank, or 0 until the call is done."""
 
     @property
     def ended(self) -> float:
-        """`time.time()` when the last rank was through; 0 until done."""
+        """`time.time()` at which the last rank finished, or 0 until the call is done."""
 
     def result(self) -> list[R]:
-        """Return the values in the order of the role's ranks. Blocks; raises the first error of the job."""
+        """Block, and return the values in the order of the role's ranks. Raises the job's first error."""
 
     def first(self) -> R:
-        """Return the value of the role's first rank. Waits for all of them."""
+        """Return the value of the role's first rank. Waits for all ranks."""
 
     def done(self) -> bool:
-        """Whether `result` would return at once. Raises like `result`."""
+        """Return whether `result` would return at once. Raises like `result`."""
 
 
 class Caller(Protocol):
@@ -73,10 +72,10 @@ class Caller(Protocol):
 
 
 class RoleMethod(Generic[P, R]):
-    """The declaration of a role's method: what the call reads, writes and reports. Made by `method`.
+    """The declaration of a role's method: what the call reads, writes and reports. `method` creates it.
 
-    On the class it is this object (`Actor.update.commits`), on a handle the call (`actor.update()`).
-    """
+    Access on the class returns this object (`Actor.update.commits`). Access on a handle returns the call
+    (`actor.update()`)."""
 
     name = ""
 
@@ -92,7 +91,8 @@ class RoleMethod(Generic[P, R]):
         optional: bool,
     ) -> None:
         self.function, self.reads, self.writes = function, reads, writes
-        self.__wrapped__ = function  # as of a decorated function: `inspect.unwrap` finds the annotations
+        # like a decorated function, so that `inspect.unwrap` finds the annotations
+        self.__wrapped__ = function
         self.__doc__ = function.__doc__
         self.reports, self.phase, self.commits = reports, phase, commits
         self.of_algorithm, self.optional = of_algorithm, optional
@@ -105,7 +105,7 @@ class RoleMethod(Generic[P, R]):
 
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Columns that a node of the method reads and writes. None: the flow has to say them."""
+        """Columns that a node of the method reads and writes, or None if the flow must name them."""
         if self.reads is None or self.writes is None or self.of_algorithm:
             return None
         return self.reads, self.writes
@@ -131,7 +131,7 @@ class RoleCall(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call the method and return a future at once.
 
-        Raises: TypeError for arguments that the method does not take, before any rank is called."""
+        Raises: TypeError for arguments that the method does not accept, before any rank is called."""
         try:
             self._method.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -152,15 +152,15 @@ def method(
     """Declare a method of a role.
 
     Args:
-        reads, writes: columns (see megarl/flow/columns.py). A written column that the driver holds means that
-            the driver needs the returned value. Without either the method is no node of a flow, unless the
-            flow says its columns.
-        reports: the returned values are metrics of the step.
-        phase: the call's seconds are counted in the metric time/<phase>_s.
-        commits: the call changes what a checkpoint holds, so that the step has to be completed from here on.
-        of_algorithm: `reads` and `writes` are what an algorithm may choose from; the node names its choice.
-        optional: not every implementation of the role has the method.
-    """
+        reads, writes: columns (see megarl/flow/columns.py). If the driver holds a written column, it needs
+            the returned value. Without either, a flow must name the method's columns to use it as a node.
+        reports: whether the returned values are metrics of the step.
+        phase: the seconds of the call count in the metric time/<phase>_s.
+        commits: whether the call changes the content of checkpoints, so that the step must be completed after
+            it.
+        of_algorithm: `reads` and `writes` are the columns that an algorithm may choose from; the node names
+            the chosen ones.
+        optional: whether an implementation of the role may lack the method."""
     has_columns = reads is not None or writes is not None
 
     def declare(function: Callable[Concatenate[Any, P], R]) -> RoleMethod[P, R]:
@@ -181,14 +181,13 @@ def method(
 class Role:
     """A handle on a role of the job, and the base of the classes that declare roles.
 
-    A subclass with a kind is known by it: roles named `judge`, `judge_2`, ... are of `class Judge(Role,
-    kind="judge")`. A subclass without a kind is a base of several kinds.
+    A subclass with a kind declares this kind: roles named `judge`, `judge_2`, ... belong to `class
+    Judge(Role, kind="judge")`. A subclass without a kind is a base of several kinds.
 
     Args:
         caller: usually the job's executor.
         name: name of the role in the job: "actor", "critic_2".
-        ranks: None: all ranks of the role.
-    """
+        ranks: the ranks to call, or None for all ranks of the role."""
 
     kind: ClassVar[str] = ""
 
@@ -223,7 +222,7 @@ class Role:
         return self._name
 
     def on(self, ranks: Sequence[int]) -> Self:
-        """Return a handle whose calls go to these ranks of the role only."""
+        """Return a handle whose calls go only to these ranks of the role."""
         return type(self)(self._caller, self._name, ranks)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -236,7 +235,7 @@ class Role:
         some = "" if self._ranks is None else f", ranks={list(self._ranks)}"
         return f"{type(self).__name__}({self._name}{some})"
 
-    if not TYPE_CHECKING:  # a type checker would take every name for a method
+    if not TYPE_CHECKING:  # a type checker would treat every name as a method
 
         def __getattr__(self, name: str) -> object:
             if name.startswith("_"):
@@ -252,7 +251,7 @@ class Role:
 
 
 _CLASSES: dict[str, type[Role]] = {}
-"""Kind -> the class that declares it."""
+"""Maps each kind to the class that declares it."""
 
 
 def role_classes() -> Mapping[str, type[Role]]:
@@ -266,7 +265,7 @@ def role_class(name: str) -> type[Role]:
 
 
 def methods_of(cls: type[Role]) -> dict[str, RoleMethod[..., Any]]:
-    """Return the declared methods of a role class by name, its own before those of its bases."""
+    """Return the declared methods of a role class by name, with its own methods before inherited ones."""
     found: dict[str, RoleMethod[..., Any]] = {}
     for base in cls.__mro__:
         for name, value in vars(base).items():
@@ -276,15 +275,15 @@ def methods_of(cls: type[Role]) -> dict[str, RoleMethod[..., Any]]:
 
 
 def declaration(role: str, method: str) -> RoleMethod[..., Any] | None:
-    """Return what is declared of a method of the role of this name, or None."""
+    """Return the declaration of a method of the role of this name, or None."""
     return methods_of(role_class(role)).get(method)
 
 
 def writer_of(column: str, index: str = "") -> str | None:
-    """Return the call that writes a column: "reference_2.log_probs". None: no declared method does.
+    """Return the call that writes a column, e.g. "reference_2.log_probs", or None if no declared method does.
 
     Args:
-        index: actor index of the role that writes."""
+        index: actor index of the writing role."""
     for kind, cls in _CLASSES.items():
         for name, declared in methods_of(cls).items():
             if column in (declared.writes or ()):

@@ -1,8 +1,7 @@
-"""Decides which calls of a flow may be issued now, from what has been issued and what has ended.
+"""Decide which calls of a flow may be issued now, from the calls that were issued and those that ended.
 
-The scheduler of the driver issues the calls and waits for them. Here ranks are sets of numbers, and nothing
-is called.
-"""
+The scheduler of the driver issues the calls and waits for them. In this module ranks are sets of numbers, and
+nothing is called."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from megarl.flow.node import Node
 class Candidate:
     """A call that could be issued now: a node, or an exchange.
 
-    An exchange has `columns`, and brings them from `source` to the ranks of the node."""
+    An exchange has `columns`, and moves them from `source` to the ranks of the node."""
 
     node: Node
     ranks: frozenset[int]
@@ -28,14 +27,13 @@ class Candidate:
 
 
 class PreparedFlow:
-    """A valid flow with what does not change from step to step.
+    """A valid flow with everything that stays constant from step to step.
 
     Args:
         meshes: role -> its mesh.
         shard_of: role -> key of the batch shard that it works on.
         driver_columns: names of the columns whose values are in the driver.
-    Raises: FlowError if the flow cannot run.
-    """
+    Raises: FlowError if the flow cannot run."""
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class PreparedFlow:
             flow.nodes, key=lambda node: (node.background, -flow.chain_behind[node.name], index[node.name])
         )
         self.critical = [node for node in self.order if not node.background]
-        """The nodes of the critical path: those that the step waits for."""
+        """The nodes of the critical path, which the step waits for."""
         self.ranks: dict[str, frozenset[int]] = {
             n.name: frozenset() if n.function else frozenset(meshes[n.role].ranks) for n in flow.nodes
         }
@@ -62,7 +60,7 @@ class PreparedFlow:
         self.shard_of = shard_of
         self.driver_columns = frozenset(driver_columns)
         self.travelling: dict[tuple[str, str], tuple[str, ...]] = {}
-        """(writer, batch shard of the reader) -> columns to bring there."""
+        """Maps (writer, batch shard of the reader) to the columns that must be moved there."""
         for node in flow.nodes:
             for need, columns in flow.dependencies[node.name].items():
                 if far := self.far(node, self.nodes[need], columns):
@@ -74,46 +72,45 @@ class PreparedFlow:
             for need, columns in flow.dependencies[node.name].items()
             if columns
         }
-        """Nodes that others on the critical path read."""
+        """Nodes whose columns the critical path reads."""
 
     def far(self, node: Node, source: Node, columns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the columns that must be brought to the node's ranks."""
+        """Return the columns that must be moved to the node's ranks."""
         if node.function or source.function or self.shard_of[node.role] == self.shard_of[source.role]:
             return ()
         return tuple(column for column in columns if base(column) not in self.driver_columns)
 
     def needs_value(self, columns: tuple[str, ...]) -> bool:
-        """Whether the driver must have seen a value before these columns can be read."""
+        """Return whether the driver must receive a value before these columns can be read."""
         return any(base(column) in self.driver_columns for column in columns)
 
 
 class FlowStep:
-    """One step of a flow: what has been issued and what has ended.
+    """One step of a flow: the calls that were issued and the calls that ended.
 
-    The scheduler marks the calls that it issues and those that end; `candidates` says which may come next.
-    """
+    The scheduler marks calls as issued and as ended. `candidates` returns the calls that may come next."""
 
     def __init__(self, prepared: PreparedFlow, skipped: Collection[str]) -> None:
         self.prepared, self.skipped = prepared, frozenset(skipped)
         self.issued: set[str] = set()
         self.ended: set[str] = set()
         self.moved: dict[tuple[str, str], bool] = {}
-        """(writer, batch shard of the reader) -> whether there was an exchange."""
+        """Maps (writer, batch shard of the reader) to whether an exchange took place."""
 
     def is_over(self) -> bool:
-        """Whether the critical path is issued, and what others on it read has ended."""
+        """Return whether all critical nodes are issued, and those whose columns are read have ended."""
         issued = all(node.name in self.issued for node in self.prepared.critical)
         return issued and self.prepared.awaited <= self.ended
 
     def has_unissued(self) -> bool:
-        """Whether a node has still to be issued."""
+        """Return whether a node has not been issued yet."""
         return len(self.issued) < len(self.prepared.nodes)
 
     def candidates(self) -> list[Candidate]:
-        """Return the calls that may be issued now, in the order in which they should be.
+        """Return the calls that may be issued now, in the order to issue them.
 
-        Exchanges come first, because they let other ranks work; then the nodes with the longest chain behind
-        them; functions of the driver last, because nothing can be issued while one runs."""
+        Exchanges come first, because they let other ranks work. Nodes follow, those with the longest chain
+        behind them first. Functions of the driver come last, because nothing can be issued while one runs."""
         self._pass_over_skipped()
         moves: dict[tuple[str, str], Candidate] = {}
         nodes = []
@@ -133,10 +130,10 @@ class FlowStep:
         return sorted(found, key=lambda c: (c.node.background, c.node.function is not None))
 
     def _need(self, node: Node, need: str, columns: tuple[str, ...]) -> bool | Candidate:
-        """Return whether the node can read what it needs of another.
+        """Return whether a node can read the columns that it needs from another node.
 
-        It can if the columns are there, or will be by the order of calls on its ranks. If only an exchange is
-        missing, returns that."""
+        It can if the columns exist, or will exist by the order of calls on its ranks. If only an exchange is
+        missing, return the exchange."""
         prepared, source, ended = self.prepared, self.prepared.nodes[need], need in self.ended
         if need in self.skipped or node.name in self.skipped or node.function or source.function:
             return ended
@@ -148,25 +145,25 @@ class FlowStep:
                 return Candidate(
                     node, prepared.ranks[node.name] | prepared.ranks[need], source, prepared.travelling[key]
                 )
-            if self.moved[key]:  # the exchange is on the ranks of both
+            if self.moved[key]:  # the exchange is on the ranks of both nodes
                 return True
         return ended or prepared.ranks[node.name] <= prepared.ranks[need]
 
     def _pass_over_skipped(self) -> None:
-        """End each skipped node when everything before it has ended.
+        """Mark each skipped node as ended when all nodes before it have ended.
 
-        So what comes after it still comes after that."""
+        Nodes behind a skipped node thereby keep their order."""
         for name in sorted(self.skipped - self.ended, key=self.prepared.flow.depth.__getitem__):
             if self.prepared.flow.dependencies[name].keys() <= self.ended:
                 self.issued.add(name)
                 self.ended.add(name)
 
     def others_want(self, candidate: Candidate) -> bool:
-        """Whether another node of the critical path has still to be issued on some of the candidate's ranks.
+        """Return whether another critical node must still be issued on some of the candidate's ranks.
 
         Nodes that wait for the candidate do not count."""
         after = {candidate.node.name}
-        if candidate.source is not None:  # all that wait for the same exchange
+        if candidate.source is not None:  # all nodes that wait for the same exchange
             shard_of, needs = self.prepared.shard_of, self.prepared.flow.dependencies
             shard = shard_of[candidate.node.role]
             for node in self.prepared.flow.nodes:
@@ -182,7 +179,7 @@ class FlowStep:
         )
 
     def critical_path_wants(self, ranks: frozenset[int]) -> bool:
-        """Whether a node of the critical path has still to be issued on some of these ranks."""
+        """Return whether a critical node must still be issued on some of these ranks."""
         return any(self._ranks_with_sources(node) & ranks for node in self._unissued_critical())
 
     def _unissued_critical(self) -> Iterator[Node]:

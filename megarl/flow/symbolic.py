@@ -1,4 +1,4 @@
-"""Roles by name only, to write a flow with. Two ways give the same Flow:
+"""Write a flow with roles that are only names. Two notations give the same Flow:
 
 actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=meshes)
 flow = (actor.rollout().join(reward.score).join(reference.log_probs).join(critic.values)
@@ -14,8 +14,7 @@ def ppo(actor, critic, reference, reward):
     critic.update(advantages)
     return actor.update(advantages)
 
-flow = ppo(present=meshes)
-"""
+flow = ppo(present=meshes)"""
 
 from __future__ import annotations
 
@@ -30,13 +29,12 @@ from megarl.role_names import kind_and_suffix
 
 
 class SymbolicRole:
-    """A role that may not exist yet. Its attributes are methods to build a flow of.
+    """A role that may not exist yet. Its attributes are methods to build a flow with.
 
     Args:
         name: "actor", "critic_2", ...
-        present: False: the job does not have the role. The object is then false, and whatever is built with
-            it is left out.
-    """
+        present: whether the job has the role. If not, the object is false, and a flow leaves out its
+            nodes."""
 
     def __init__(self, name: str, present: bool = True, trace: _Trace | None = None) -> None:
         self.name, self._present, self._trace = name, present, trace
@@ -57,7 +55,9 @@ class SymbolicRole:
 
 
 class SymbolicMethod:
-    """A method of a symbolic role. Calling it starts a Flow; in a @dataflow function it adds a node."""
+    """A method of a symbolic role.
+
+    A call starts a Flow. In a @dataflow function a call adds a node."""
 
     def __init__(self, role: SymbolicRole, method: str) -> None:
         self.role, self.method = role, method
@@ -81,11 +81,11 @@ class SymbolicMethod:
         writes: Iterable[str] | None = None,
         algorithm: HasAdvantages | None = None,
     ) -> Any:
-        """Start a Flow with this call, or add it to that of the @dataflow function that runs.
+        """Start a Flow with this call, or add the call to the flow of the running @dataflow function.
 
         Args:
-            inputs: what other calls in the function returned. None stands for a role that the job does not
-                have."""
+            inputs: values that other calls in the function returned. None represents a role that the job does
+                not have."""
         trace = self.role._trace
         if trace is None:
             return Flow().then(self, reads, writes)
@@ -101,7 +101,7 @@ class SymbolicMethod:
 
 
 class Traced:
-    """What a call in a @dataflow function returns: it stands for the columns that the call writes."""
+    """The result of a call in a @dataflow function, which represents the columns that the call writes."""
 
     def __init__(self, trace: _Trace, columns: tuple[str, ...]) -> None:
         self.trace, self.columns = trace, columns
@@ -114,7 +114,7 @@ class _Trace:
         self.flow = Flow()
 
     def extend(self, build: Callable[[Flow], Flow], inputs: Iterable[Traced | None]) -> Traced:
-        """Add the nodes that `build` adds. Raises ValueError for an input that none of them reads."""
+        """Add the nodes that `build` adds. Raises ValueError for an input that no added node reads."""
         longer = build(self.flow)
         added = longer.declared[len(self.flow.declared) :]
         reads = [column for node in added for column in node.reads or ()]
@@ -142,7 +142,7 @@ def background(
 ) -> Traced:
     """Add work that delays nothing to a @dataflow function.
 
-    It reads what it declares, else the columns of its inputs."""
+    The work reads the columns that it declares, else the columns of its inputs."""
     traces = [given.trace for given in inputs if given]
     if isinstance(work, SymbolicMethod) and work.role._trace is not None:
         traces.append(work.role._trace)
@@ -184,7 +184,7 @@ def dataflow(function: Callable[..., object]) -> Callable[..., Flow]:
 
 
 def symbolic_roles(names: str, present: Container[str] | None = None) -> list[SymbolicRole]:
-    """Return the roles of these names, which are separated by blanks.
+    """Return symbolic roles for the names, which are separated by blanks.
 
-    Roles that are not in `present` are left out of what is built with them; None: the job has all roles."""
+    A flow leaves out roles that are not in `present`. None means that the job has all roles."""
     return [SymbolicRole(name, present is None or name in present) for name in names.split()]

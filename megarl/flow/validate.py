@@ -1,4 +1,4 @@
-"""Finds everything that is wrong with a flow before anything starts."""
+"""Find all errors of a flow before the job starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.flow.role import methods_of, role_class, writer_of
 from megarl.role_names import kind_and_suffix
 
 Needs = Mapping[tuple[str, str], Sequence[str]]
-"""(role, method) -> columns that the call needs in this job, whatever its node says."""
+"""Maps (role, method) to columns that the call needs in this job in addition to its node's columns."""
 
 
 class FlowError(ValueError):
-    """A flow that cannot run. `errors` has one line per error, which names the node and the column."""
+    """Error of a flow that cannot run. Each line of `errors` names the node and the column of one error."""
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)
@@ -26,10 +26,10 @@ class FlowError(ValueError):
 
 
 def errors_of(graph: Graph, meshes: Meshes | None, needs: Needs | None = None) -> list[str]:
-    """Return one line per error, in the order of the nodes; [] if the flow can run.
+    """Return one line per error, in the order of the nodes, or [] if the flow can run.
 
     Args:
-        meshes: None: roles may be anywhere."""
+        meshes: role -> its mesh, or None if roles may be on any ranks."""
     if not graph.nodes:
         return ["flow (empty): it needs at least one node. Start it with actor.rollout()."]
     found = [*_names(graph), *_columns(graph, needs or {}), *_cycles(graph), *_background(graph)]
@@ -109,7 +109,7 @@ def _columns(graph: Graph, needs: Needs) -> Iterable[str]:
 
 
 def _reads(node: Node, needs: Needs) -> list[str]:
-    """Return the columns that the node reads, with those that its algorithm needs.
+    """Return the columns that the node reads, including those that its algorithm needs.
 
     Scores count as rewards."""
     reads = node.reads or ()
@@ -125,7 +125,7 @@ def _cycles(graph: Graph) -> Iterable[str]:
     while waiting:
         name = next(iter(waiting))
         chain = [name]
-        while True:  # every node that has no depth needs another one without
+        while True:  # every node without a depth needs another one without a depth
             name = next(need for need in waiting[name] if need in waiting)
             if name in chain:
                 break
@@ -146,7 +146,7 @@ def _cycles(graph: Graph) -> Iterable[str]:
 def _without(
     waiting: Mapping[str, Mapping[str, tuple[str, ...]]], cycle: Sequence[str]
 ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """Return the nodes that still wait when the cycle is taken as broken."""
+    """Return the nodes that still wait if the cycle is treated as broken."""
     left = {name: needs for name, needs in waiting.items() if name not in cycle}
     while ready := [name for name, needs in left.items() if not needs.keys() & left.keys()]:
         left = {name: needs for name, needs in left.items() if name not in ready}

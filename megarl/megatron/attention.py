@@ -1,5 +1,7 @@
-"""Self-attention for what Megatron's own cannot: linear_qkv's rows in vLLM's order, and more ranks than key
-heads."""
+"""Self-attention variants for two cases that Megatron's own layer does not support.
+
+The first stores the rows of linear_qkv in vLLM's order. The second runs with more tensor-parallel ranks than
+key heads."""
 
 from __future__ import annotations
 
@@ -11,12 +13,11 @@ with cpu_megatron():
 
 
 class StackedQKVSelfAttention(SelfAttention):
-    """linear_qkv gives [query heads; key heads; value heads] of this rank, not Megatron's [q, ..., q, k, v]
-    of each group.
+    """Self-attention whose linear_qkv returns [query heads; key heads; value heads] of this rank.
 
-    The same matrix with its rows in another order: heads, and with them all numbers, stay what they were.
-    Needs whole groups on each rank (`megatron_atlas` refuses more ranks than groups), so nothing is
-    gathered."""
+    Megatron returns [q, ..., q, k, v] of each query group. The matrix is the same and only its rows are in
+    another order, so heads and results do not change. Each rank needs complete groups (`megatron_atlas`
+    refuses more ranks than groups), so nothing is gathered."""
 
     def __init__(self, config, *args, **kwargs) -> None:
         if config.attention_output_gate or config.fused_single_qkv_rope:
@@ -30,7 +31,7 @@ class StackedQKVSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
     ):
-        """Query [T, b, heads, d], key and value [T, b, groups, d], from hidden states [T, b, hidden]."""
+        """Return query [T, b, heads, d], key and value [T, b, groups, d] of hidden states [T, b, hidden]."""
         mixed, _ = self.linear_qkv(hidden_states)
         heads = (
             self.num_attention_heads_per_partition,
@@ -53,17 +54,18 @@ class StackedQKVSelfAttention(SelfAttention):
 
 
 class SharedKeySelfAttention(SelfAttention):
-    """With more tensor-parallel ranks than query groups: the ranks of a group share its key and value head.
+    """Self-attention for more tensor-parallel ranks than query groups.
 
-    A rank's part of linear_qkv is then a part of one group's [q, ..., q, k, v], so what all ranks computed is
-    gathered, and each takes its query heads and the head of its group. Backward sums what every rank of a
-    group adds to the gradient of k and v. Megatron does the same with the global parallel_state
-    (attention.py:1398), which a job of several meshes has none of."""
+    The ranks of a group share its key and value head. A rank's part of linear_qkv is then a part of one
+    group's [q, ..., q, k, v]. All ranks therefore gather the output, and each rank takes its query heads and
+    the key and value head of its group. The backward pass sums the gradients of k and v over the ranks of a
+    group. Megatron does the same with the global parallel_state (attention.py:1398), which does not exist in
+    a job of several meshes."""
 
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
     ):
-        """Query [T, b, heads, d], key and value [T, b, 1, d], from hidden states [T, b, hidden]."""
+        """Return query [T, b, heads, d], key and value [T, b, 1, d] of hidden states [T, b, hidden]."""
         mixed, _ = self.linear_qkv(hidden_states)
         mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
         groups, tp = self.config.num_query_groups, self.tp_group.size()

@@ -1,12 +1,13 @@
-"""Which tokens of a packed micro-batch a context-parallel rank has, and what the ranks tell each other.
+"""Split packed micro-batches over context-parallel ranks, and gather their results.
 
-    sequence of 8 tokens, cp 2     0 1 | 2 3 | 4 5 | 6 7        2 cp equal chunks; the last tokens may be padding
-    rank 0                         0 1             6 7          chunks r and 2 cp - 1 - r: under a causal mask every rank has
-    rank 1                               2 3   4 5              the same work (Transformer Engine's order for packed sequences)
+    sequence of 8 tokens, cp 2     0 1 | 2 3 | 4 5 | 6 7    2 cp equal chunks; the last may have padding
+    rank 0                         0 1             6 7      chunks r and 2 cp - 1 - r
+    rank 1                               2 3   4 5
 
-Padding sits at a sequence's end, where no real token sees it. All ranks have the whole micro-batch on the
-host, so each works out the split of all of them by itself; what travels is keys and values, and numbers of
-response tokens."""
+Under a causal mask this split gives every rank the same work. It is Transformer Engine's order for packed
+sequences. Padding sits at the end of a sequence, where no real token sees it. All ranks have the whole
+micro-batch on the host, so each computes the split of all ranks by itself. The ranks exchange only keys,
+values and one number per response token."""
 
 from __future__ import annotations
 
@@ -21,26 +22,30 @@ from megarl.batch import Batch, MicroBatch
 
 @dataclass(frozen=True)
 class ContextShard:
-    """This rank's T_cp of the T tokens of a micro-batch: sequence after sequence, its two chunks of each one
-    behind the other."""
+    """The T_cp tokens of a micro-batch that this rank holds.
+
+    The sequences follow one another; the two chunks of each sequence are adjacent."""
 
     num_tokens: int
-    """T_cp, with padding; the same on every rank."""
+    """T_cp, with padding. The number is the same on every rank."""
     lengths: list[int]
-    """Tokens of each whole sequence with its padding, and of a last one that is all padding, if there is
-    one."""
+    """Tokens of each whole sequence with its padding, and of a final all-padding sequence if there is one."""
     gather_order: torch.Tensor | None = None
-    """[cp * T_cp] int64: where each padded token is among the shards of rank 0, 1, ..., one after another.
-    None: one rank has all."""
+    """[cp * T_cp] int64: index of each padded token in the concatenated shards of rank 0, 1, ...
+
+    None if one rank has all tokens."""
     place: torch.Tensor | None = None
-    """[T] int64: where this rank has the token, -1 if another one does."""
+    """[T] int64: index of each token on this rank, or -1 if another rank has the token."""
 
     @staticmethod
     def of(batch: Batch, size: int, rank: int, multiple: int) -> ContextShard:
-        """multiple: what T_cp must be one of (the ranks of sequence parallelism)."""
+        """Build the shard of a rank.
+
+        `multiple` is the number that must divide T_cp (the number of sequence-parallel ranks)."""
         lengths = batch.lengths
         padded = lengths if size == 1 else -(-lengths // (2 * size)) * (2 * size)
-        # The rest is a sequence of its own that no loss looks at. Its share must be even, for two chunks.
+        # The remainder is a sequence of its own that no loss reads. Each rank's part must be even, for two
+        # chunks.
         step = math.lcm(multiple, 2) if size > 1 else multiple
         own = int(padded.sum()) // size
         fill = max(own + -own % step, step) - own
@@ -52,7 +57,7 @@ class ContextShard:
         return ContextShard(own + fill, all_lengths, owner * (own + fill) + place, here)
 
     def take(self, values: torch.Tensor, padding: int) -> torch.Tensor:
-        """[T, ...] of the micro-batch's tokens -> [T_cp, ...] of this rank's."""
+        """Select this rank's tokens: [T, ...] of the micro-batch -> [T_cp, ...]."""
         taken = values.new_full((self.num_tokens, *values.shape[1:]), padding)
         if self.place is None:
             taken[: len(values)] = values
@@ -61,21 +66,23 @@ class ContextShard:
         return taken
 
     def part_of(self, micro: MicroBatch) -> MicroBatch:
-        """The micro-batch with those of its response tokens that this rank predicts."""
+        """Return the micro-batch with only the response tokens that this rank predicts."""
         rows = self.rows_of(micro.predict_positions)
         return micro if rows is None else MicroBatch(micro.batch, micro.response_positions[rows])
 
     def rows_of(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """[n] int64: which of N positions in the micro-batch's tokens this rank has. None: all."""
+        """Return [n] int64: which of N positions in the micro-batch this rank has. None means all."""
         return None if self.place is None else (self.place[positions] >= 0).nonzero()[:, 0]
 
     def local(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where this rank has the tokens at positions in the micro-batch's."""
+        """Convert positions in the micro-batch to positions on this rank."""
         return positions if self.place is None else self.place[positions]
 
 
 def _split(padded: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rank, position there) of every token of sequences of these lengths, each a multiple of 2 * size."""
+    """Return (rank, position on that rank) of every token.
+
+    The sequences have the given padded lengths, each a multiple of 2 * size."""
     chunk = (padded // (2 * size)).repeat_interleave(padded)
     starts = padded.cumsum(0) - padded
     position = torch.arange(int(padded.sum())) - starts.repeat_interleave(padded)
@@ -86,7 +93,7 @@ def _split(padded: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-    """[T] int64: where the tokens are once every sequence is padded at its end."""
+    """Return [T] int64: the position of each token once every sequence is padded at its end."""
     padding_before = (padded - lengths).cumsum(0) - (padded - lengths)
     return torch.arange(int(lengths.sum())) + padding_before.repeat_interleave(lengths)
 
@@ -94,11 +101,10 @@ def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
 def gather_rows(
     values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[n] numbers of this rank's rows -> [count] of all ranks', on each. Collective over the context-parallel
-    group.
+    """Combine [n] numbers of this rank's rows into [count] numbers on every rank.
 
-    The gradient of a rank's rows is what its own loss gives them: every rank must compute the same loss of
-    them all."""
+    Collective over the context-parallel group. A rank's rows receive only the gradient of its own loss, so
+    every rank must compute the same loss of all numbers."""
     return values if rows is None else _GatherRows.apply(values, rows, count, group)
 
 
@@ -118,10 +124,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_sequences(shard: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[T_cp, ...] of this rank -> [cp * T_cp, ...] of all, in the order of the padded sequences. Collective
-    over the group.
+    """Gather [T_cp, ...] of each rank into [cp * T_cp, ...] in the order of the padded sequences.
 
-    The gradients that all ranks have for a shard are summed: each rank's queries look at every key."""
+    Collective over the group. The backward pass sums the gradients of all ranks for a shard, because the
+    queries of each rank attend to every key."""
     return _GatherSequences.apply(shard, order, group)
 
 

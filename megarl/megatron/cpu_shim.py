@@ -1,13 +1,14 @@
-"""Let Megatron-Core run without CUDA. `with cpu_megatron():` around every call into Megatron; on a CUDA
-machine it does nothing.
+"""Run Megatron-Core on machines without CUDA.
+
+Put `with cpu_megatron():` around every call into Megatron. On a CUDA machine the context does nothing.
 
 Megatron-Core 0.16.1 names CUDA in tensor factories (device="cuda"), type checks (`p.type() ==
-"torch.cuda.FloatTensor"`), streams and the RNG tracker. Inside the context those names mean the CPU; outside,
-torch is untouched, so vLLM in the same process never sees them. Entering costs a few microseconds and nothing
-per operation.
+"torch.cuda.FloatTensor"`), streams and the RNG tracker. Inside the context these names mean the CPU. Outside,
+torch is untouched, so vLLM in the same process never sees the replacements. Entering the context costs a few
+microseconds, and operations cost nothing extra.
 
-Every entry was checked against the version of Megatron that fixes.py is for. What Megatron itself gets wrong
-is put right there."""
+Every entry was checked against the Megatron version that fixes.py supports. Megatron's own faults are
+corrected in fixes.py."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ import torch
 
 from megarl.megatron.transformer_engine import hide_unusable
 
-hide_unusable()  # whoever imports Megatron imports this module first
+hide_unusable()  # every module that uses Megatron imports this module first
 
 
 def _to_cpu(device: object) -> object:
-    """'cuda', 'cuda:0', torch.device('cuda') and 0 all mean the CPU here."""
+    """Map every CUDA device ('cuda', 'cuda:0', torch.device('cuda'), 0) to the CPU."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     if isinstance(device, str):
@@ -44,13 +45,15 @@ _original_type = torch.Tensor.type
 
 
 def _cuda_type(self, *args, **kwargs):
-    """DistributedOptimizer and clip_grads compare p.type() with 'torch.cuda.FloatTensor'."""
+    """Return the tensor's type with the CUDA prefix.
+
+    DistributedOptimizer and clip_grads compare p.type() with 'torch.cuda.FloatTensor'."""
     name = _original_type(self, *args, **kwargs)
     return name.replace("torch.", "torch.cuda.") if isinstance(name, str) and "cuda" not in name else name
 
 
 class _Stream:
-    """Everything is already in order on a CPU."""
+    """A stream or event whose methods do nothing, because CPU operations already run in order."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass
@@ -123,7 +126,9 @@ _depth = 0
 
 @contextlib.contextmanager
 def cpu_megatron() -> Iterator[None]:
-    """CUDA's names mean the CPU inside. Re-entrant; not for several threads at once."""
+    """Make CUDA's names mean the CPU inside the context.
+
+    The context is re-entrant, but not safe for several threads at once."""
     global _depth
     _depth += 1
     try:
@@ -139,7 +144,7 @@ def cpu_megatron() -> Iterator[None]:
 
 
 def _use_cpu_random_state() -> None:
-    """Megatron's own accessors of CUDA's random state; recompute saves and restores it through them."""
+    """Replace Megatron's accessors of CUDA's random state, which recompute uses to save and restore it."""
     import megatron.core.tensor_parallel.random as mcore_random
 
     mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, where DeepSeek's differs from Megatron's."""
+"""The mixture-of-experts router for models whose routing follows DeepSeek."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megarl.megatron.router import Router
 
 
 class ExpertRouter(Router):
-    """The router, with two things of DeepSeek's.
+    """A router with two features of DeepSeek's models.
 
-    The correction of the scores (arXiv:2408.15664) stays what it was: with moe_router_enable_expert_bias
-    Megatron would move it at every step, by counts that it sums over the global parallel_state. Here it is a
-    buffer of the same name, [experts] fp32.
+    Score correction (arXiv:2408.15664): the correction stays constant. With moe_router_enable_expert_bias
+    Megatron would change it at every step, by counts that it sums over the global parallel_state. Here the
+    correction is a buffer of the same name, [experts] fp32.
 
-    A group's score is the sum of its `group_best` best experts' scores. Megatron always takes topk /
-    group_topk of them."""
+    Group score: the score of a group is the sum of its `group_best` best experts' scores. Megatron always
+    sums the topk / group_topk best ones."""
 
     def __init__(
         self, config, pg_collection=None, *, corrects_scores: bool = False, group_best: int = 0
@@ -29,7 +29,9 @@ class ExpertRouter(Router):
 
 
 class GroupChoice:
-    """Stands where Megatron looks for a replay of the choice of experts, and lets that go through."""
+    """Choose experts by group, through the hook that Megatron has for replayed routing.
+
+    A real replay is passed through."""
 
     def __init__(self, best: int, replay: object | None) -> None:
         self.best, self.replay = best, replay
@@ -37,7 +39,7 @@ class GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores [tokens, topk], experts [tokens, topk]) of scores [tokens, experts]."""
+        """Return (scores [tokens, topk], experts [tokens, topk]) of scores [tokens, experts]."""
         if self.replay is not None:
             return self.replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
         return self._choose(scores, topk, num_groups, group_topk)

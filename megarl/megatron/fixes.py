@@ -1,13 +1,11 @@
-"""Everything that is wrong in Megatron-Core 0.16.1 for us and is put right by replacing it, each with the
-line that it is for.
+"""Replacements for the faults of Megatron-Core 0.16.1, each with the source line that it corrects.
 
-    fix_megatron()              before the first model is built; refuses every other version
-    with world_is(group):       around the one call that needs it
+    fix_megatron()              call before the first model is built; refuses every other version
+    with world_is(group):       put around the one call that needs it
 
-What can be put right by a class of our own in a layer's specification is not here: norm and attention
-(modules.py, context_parallel.py), latent attention (latent_attention.py), the scale of balancing losses
-(router.py), steps with gradients that are not finite (optimizer.py). That CUDA's names mean the CPU is
-cpu_shim.py."""
+Faults that a class in a layer spec can correct are elsewhere: norm and attention (modules.py,
+context_parallel.py), latent attention (latent_attention.py), the scale of balancing losses (router.py), steps
+with gradients that are not finite (optimizer.py). cpu_shim.py makes CUDA's names mean the CPU."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ from megarl.megatron.mesh import second_channel
 
 
 class Fix(NamedTuple):
-    """A replacement, and the line of megatron/core that it is for."""
+    """A replacement and the line of megatron/core that it corrects."""
 
     apply: Callable[[], None]
     file: str
     line: int
     says: str
-    """Part of that line."""
+    """A part of the text of that line."""
     on_cpu_only: bool
 
     @property
@@ -56,9 +54,9 @@ def _fix(
 
 @functools.cache
 def fix_megatron() -> tuple[str, ...]:
-    """Apply what this machine needs, once per process. Returns the names of the fixes.
+    """Apply the fixes that this machine needs, once per process, and return their names.
 
-    Raises: RuntimeError for another version of Megatron-Core than the one that they were written for."""
+    Raises: RuntimeError if the installed Megatron-Core is not the version that the fixes are written for."""
     if (finding := megatron_error()) is not None:
         raise RuntimeError(finding)
     applied = [fix for fix in FIXES if not (fix.on_cpu_only and torch.cuda.is_available())]
@@ -70,8 +68,10 @@ def fix_megatron() -> tuple[str, ...]:
 
 @_fix("tensor_parallel/random.py", 636, "self.fp8 = fp8 is not None")
 def recompute_without_transformer_engine() -> None:
-    """The default is False, which is not None: selective recompute of all but core_attn takes Transformer
-    Engine's branch, and dies with a NameError where that is not installed."""
+    """Make selective recompute work where Transformer Engine is not installed.
+
+    The default of `fp8` is False, which is not None. Selective recompute of anything but core_attn therefore
+    takes Transformer Engine's branch, and fails with a NameError where that library is not installed."""
     import megatron.core.tensor_parallel.random as random
 
     original = random.CheckpointWithoutOutput.__init__
@@ -87,8 +87,10 @@ def recompute_without_transformer_engine() -> None:
     "pipeline_parallel/p2p_communication.py", 74, "even_recv_odd_send_group = torch.distributed.group.WORLD"
 )
 def second_channel_within_the_mesh() -> None:
-    """Between two stages the whole world is the second channel: a message would be matched with any other
-    that is under way between the two ranks, of another role too."""
+    """Use a process group of the mesh as the second channel between two pipeline stages.
+
+    Megatron uses the whole world there. A message would then be matched with any other message between the
+    two ranks, even with one of another role."""
     import megatron.core.pipeline_parallel.p2p_communication as p2p_communication
 
     p2p_communication._p2p_ops = _p2p_ops
@@ -96,7 +98,7 @@ def second_channel_within_the_mesh() -> None:
 
 @_fix("transformer/moe/moe_utils.py", 1192, "if te_general_gemm is not None")
 def router_without_transformer_engine() -> None:
-    """Where that is not installed the name does not exist."""
+    """Define `te_general_gemm`, which does not exist where Transformer Engine is not installed."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -105,8 +107,10 @@ def router_without_transformer_engine() -> None:
 
 @_fix("transformer/multi_latent_attention.py", 62, "HAVE_TE = True")
 def latent_attention_without_transformer_engine() -> None:
-    """It is taken to be there because mocks of it can be imported; line 185 then asks whether something is an
-    instance of one."""
+    """Detect a missing Transformer Engine correctly.
+
+    Megatron takes the library to be there because mocks of it can be imported. Line 185 then calls isinstance
+    with a mock."""
     import megatron.core.transformer.multi_latent_attention as latents
 
     latents.HAVE_TE = isinstance(latents.TELinear, type)
@@ -114,7 +118,9 @@ def latent_attention_without_transformer_engine() -> None:
 
 @_fix("transformer/moe/moe_utils.py", 1093, "if torch.is_tensor(tensor) and tensor.is_cuda", on_cpu_only=True)
 def split_sizes_of_the_all_to_all() -> None:
-    """Only CUDA tensors become lists of numbers, and all_to_all_single takes no tensors."""
+    """Convert CPU tensors of split sizes to lists too.
+
+    Megatron converts only CUDA tensors, and all_to_all_single does not accept tensors."""
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
@@ -122,7 +128,7 @@ def split_sizes_of_the_all_to_all() -> None:
 
 @_fix("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather", on_cpu_only=True)
 def uneven_shares_on_gloo() -> None:
-    """Expert tensor parallelism gathers and scatters shares of unequal length, which gloo refuses."""
+    """Pad parts of unequal length, which expert tensor parallelism gathers and scatters and gloo refuses."""
     import megatron.core.tensor_parallel.mappings as mappings
 
     mappings._gather_along_first_dim = _gather_padded(mappings._gather_along_first_dim)
@@ -133,9 +139,11 @@ def uneven_shares_on_gloo() -> None:
 
 @_fix("distributed/param_and_grad_buffer.py", 443, "dist_reduce_scatter_func(", on_cpu_only=True)
 def distributed_optimizer_in_place() -> None:
-    """On gloo this and the gather of line 285 copy the whole buffer first (2 GB of gradients for 0.5B
-    parameters); the first all-reduces the copy, the second gathers into it. In place the same sums take no
-    memory and a quarter of the time."""
+    """Run the distributed optimizer's collectives in place on gloo.
+
+    On gloo the reduce-scatter and the gather of line 285 first copy the whole buffer (2 GB of gradients for
+    0.5B parameters). The reduce-scatter all-reduces the copy, and the gather writes into the copy. In place,
+    the same sums need no memory and a quarter of the time."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
     buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func = (
@@ -151,10 +159,12 @@ def distributed_optimizer_in_place() -> None:
     on_cpu_only=True,
 )
 def gathers_of_their_own() -> None:
-    """PyTorch 2.13.0's gloo dies of several coalesced gathers in flight ("malloc(): unaligned tcache chunk
-    detected"). AddressSanitizer: a group's two threads free the same 20 bytes in ProcessGroupGloo::runLoop;
-    most likely the name ALLGATHER_COALESCED, noted without a lock. Gathers that are not coalesced, and
-    reductions, do not do it: their names are short enough to need no memory of their own."""
+    """Replace coalesced gathers, because several in flight crash PyTorch 2.13.0's gloo.
+
+    The error is "malloc(): unaligned tcache chunk detected". AddressSanitizer shows that two threads of a
+    group free the same 20 bytes in ProcessGroupGloo::runLoop. The bytes are most likely the name
+    ALLGATHER_COALESCED, which is recorded without a lock. Plain gathers and reductions do not crash: their
+    names are short enough to need no heap memory."""
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
 
     buffers._coalescing_manager = _not_coalesced
@@ -162,8 +172,10 @@ def gathers_of_their_own() -> None:
 
 @contextlib.contextmanager
 def world_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, which would
-    wait for ranks that are not on this mesh. Inside, the world is the mesh."""
+    """Make the mesh the world inside this context.
+
+    optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, and would wait for
+    ranks that are not on this mesh."""
     gather, world_size = dist.all_gather_object, dist.get_world_size
     dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)
     dist.get_world_size = lambda group=group: world_size(group)
@@ -183,8 +195,9 @@ def _p2p_ops(
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, dist.Work]:
-    """Start the messages of one turn. Between two ranks each direction has a group of its own, so that
-    neither waits for the other."""
+    """Start the sends and receives of one turn.
+
+    Between two ranks each direction has its own group, so that neither direction waits for the other."""
     sends, receives = (
         (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
     )
@@ -196,9 +209,8 @@ def _p2p_ops(
         ("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
         ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives),
     ]
-    in_order = (
-        forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]
-    )  # even ranks send first, odd ones receive
+    # Even ranks send first, and odd ranks receive first.
+    in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]
     return {
         name: start(tensor, peer, group=channel)
         for name, start, tensor, peer, channel in in_order
@@ -208,8 +220,9 @@ def _p2p_ops(
 
 @contextlib.contextmanager
 def _not_coalesced(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[SimpleNamespace]:
-    """In the place of torch.distributed._coalescing_manager: yields what waits for the gathers that are
-    started inside."""
+    """Replace torch.distributed._coalescing_manager by separate gathers.
+
+    Yields an object whose `wait` waits for the gathers that were started inside."""
     works, gather = [], dist.all_gather_into_tensor
 
     def noted(*args: object, **kwargs: object) -> dist.Work | None:
@@ -256,14 +269,16 @@ def _reduce_scatter_padded(reduce_scatter):
 def _reduce_scatter_in_place(
     output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool
 ) -> None:
-    """`output` is this rank's part of `input`; what the other parts hold afterwards is not read."""
-    # Not dist.all_reduce: in Megatron's coalescing manager it would be flattened into a copy again.
+    """Sum `input` over the ranks; `output` is this rank's part of `input`.
+
+    The other parts hold partial results afterwards, which nobody reads."""
+    # Not dist.all_reduce: Megatron's coalescing manager would flatten it into a copy again.
     group.allreduce(input, op).wait()
 
 
 def _all_gather_in_place(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> None:
-    """`input` is this rank's part of `output`."""
+    """Gather the parts of all ranks into `output`; `input` is this rank's part of `output`."""
     for work in [group.broadcast(part, root) for root, part in enumerate(output.chunk(group.size()))]:
         work.wait()

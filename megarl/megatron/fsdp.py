@@ -1,14 +1,17 @@
-"""Megatron-FSDP on a role's mesh: Adam's states, master weights and gradients sharded over the data-parallel
-ranks.
+"""Megatron-FSDP on a role's mesh.
 
-Megatron-Core 0.16.1 has four faults here, put right by a class of our own:
+Adam's states, master weights and gradients are sharded over the data-parallel ranks. Megatron-Core 0.16.1 has
+four faults here, which the class below corrects:
 
-    mcore_fsdp_adapter.py:159, :370   tensor parallelism comes from the global parallel_state, device meshes from the whole world
-    mcore_fsdp_adapter.py:276         device meshes are CUDA's, and so is the device's name that megatron_fsdp.py:184 makes
-    megatron_fsdp.py:1326             the chunk's forward runs without its hooks: the one that ends a backward pass is among them, and gradients of the
-                                      next micro-batch are then added to buckets that still wait. (Megatron-LM
-                                      has Float16Module between, in bf16.)
-    megatron_fsdp.py:660, :1174       strategy optim reduces its gradients at the end of the last backward pass, and again when they are finished"""
+    mcore_fsdp_adapter.py:159, :370   tensor parallelism comes from the global parallel_state, and device
+                                      meshes come from the whole world
+    mcore_fsdp_adapter.py:276         device meshes are CUDA's; so is the device name of megatron_fsdp.py:184
+    megatron_fsdp.py:1326             the chunk's forward runs without its hooks, also without the hook that
+                                      ends a backward pass; gradients of the next micro-batch are then added
+                                      to buckets that still wait (Megatron-LM has Float16Module between, in
+                                      bf16)
+    megatron_fsdp.py:660, :1174       strategy optim reduces its gradients twice: at the end of the last
+                                      backward pass and when they are finished"""
 
 from __future__ import annotations
 
@@ -34,18 +37,18 @@ with cpu_megatron():
 
 
 BUCKET_ELEMENTS = 40_000_000
-"""Of gradients that are reduced together, unless one parameter has more."""
+"""Number of gradient elements that are reduced together, unless one parameter has more."""
 
 
 class ShardedDataParallel(FullyShardedDataParallel):
-    """A model, as DistributedDataParallel wraps it otherwise. Collective over the mesh.
+    """A model wrapped for Megatron-FSDP, in the place of DistributedDataParallel.
 
-    The model has two sets of parameters, of the same names: whole ones in passes, and for the optimizer
-    DTensors with this rank's shard of each. Weights stay whole between passes, and both share memory where
-    there are no masters.
+    Construction is collective over the mesh. The model has two sets of parameters with the same names: whole
+    parameters for passes, and DTensors with this rank's shards for the optimizer. Weights stay whole between
+    passes. Both sets share memory where there are no master weights.
 
     Args:
-        strategy: what is sharded: optim (states and masters), optim_grads (gradients too)."""
+        strategy: what is sharded: optim (states and master weights) or optim_grads (gradients too)."""
 
     def __init__(
         self,
@@ -74,22 +77,24 @@ class ShardedDataParallel(FullyShardedDataParallel):
 
     @property
     def whole_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By the model's names."""
+        """The whole parameters, by their names in the model."""
         return self.module.raw_param
 
     def optimized(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.nn.Parameter]]:
-        """(whole parameter, first element of this rank's shard of it, what the optimizer updates). A shard
-        may be empty."""
+        """Yield (whole parameter, first element of this rank's shard, parameter that the optimizer updates).
+
+        A shard may be empty."""
         for _, shard in self.param_and_grad_buffer.optimizer_named_parameters:
             yield shard.orig_param, shard.megatron_fsdp_slice.start, shard
 
     def reload_masters(self) -> None:
-        """After a direct write into the weights. (The optimizer's reload_model_params does nothing here,
-        distrib_optimizer.py:2553.)"""
+        """Copy the weights into the master weights after a direct write into the weights.
+
+        The optimizer's reload_model_params does nothing here (distrib_optimizer.py:2553)."""
         self.param_and_grad_buffer.copy_model_weights_to_main_weights()
 
     def use_whole(self) -> None:
-        """Let the model have its whole parameters, before a pass."""
+        """Give the model its whole parameters before a pass."""
         self.module._replace_param_with_raw_if_needed()
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -108,13 +113,14 @@ class ShardedDataParallel(FullyShardedDataParallel):
         return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
 
     def _fix_tensor_parallel_attributes(self, module: torch.nn.Module) -> None:
-        """Nothing: the tensor-parallel size is 1."""
+        """Do nothing, because the tensor-parallel size is 1."""
 
 
 @contextlib.contextmanager
 def _device_number(device: torch.device) -> Iterator[None]:
-    """On a CPU, for f"cuda:{torch.cuda.current_device()}", with which Megatron-FSDP compares the device to
-    warn if it is another."""
+    """Make torch.cuda.current_device() return a number on a CPU, and silence one warning.
+
+    Megatron-FSDP compares the device with f"cuda:{torch.cuda.current_device()}" and warns if they differ."""
     if device.type == "cuda":
         yield
         return

@@ -1,9 +1,9 @@
-"""What Gemma 3 has beyond Megatron's blocks: norms after attention and MLP, two rotary embeddings, scaled
-embeddings.
+"""Gemma 3's additions to Megatron's blocks.
 
-Its norms multiply by 1 + weight (`layernorm_zero_centered_gamma`) and its layers' windows are `window_size`
-and `window_attn_skip_freq` of TransformerConfig. With Transformer Engine the same modules stand around its
-layers; that was not run yet."""
+The additions are norms after attention and MLP, two rotary embeddings, and scaled embeddings. Gemma's norms
+multiply by 1 + weight (`layernorm_zero_centered_gamma`). Its attention windows are `window_size` and
+`window_attn_skip_freq` of TransformerConfig. With Transformer Engine the same modules surround its layers;
+this was not run yet."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ with cpu_megatron():
 
 @functools.cache
 def with_output_norm(linear: type) -> type:
-    """The row-parallel layer `linear` with a norm of its whole output, which is a part of the sequence under
-    sequence parallelism."""
+    """Return a subclass of the row-parallel layer `linear` that norms its whole output.
+
+    Under sequence parallelism this output is a part of the sequence."""
 
     class NormedLinear(linear):
         def __init__(self, input_size: int, output_size: int, *, config, **kwargs) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_layernorm = RMSNorm(config, output_size)
-            self.register_forward_hook(_norm_output)  # a hook, so that an adapter's can come before it
+            self.register_forward_hook(_norm_output)  # a hook, so that an adapter's hook can run first
 
     return NormedLinear
 
@@ -47,10 +48,10 @@ def _norm_output(
 
 
 class TwoRotaryEmbeddings(RotaryEmbedding):
-    """The angles of layers that see all tokens, and of those that see a window, as one tensor [2, S, 1, 1,
-    d]: `GemmaLayer` takes its own.
+    """Rotary embeddings with the angles of global layers and of sliding-window layers.
 
-    Not a pair: full recompute saves tensors alone."""
+    The result is one tensor [2, S, 1, 1, d], of which `GemmaLayer` takes its part. It is not a pair, because
+    full recompute saves only tensors."""
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         self.inv_freq = self.inv_freq.to(torch.cuda.current_device())
@@ -68,7 +69,7 @@ class GemmaLayer(TransformerLayer):
 
 
 def adapt_spec(spec: ModuleSpec) -> None:
-    """Make the spec of Megatron's layer that of Gemma 3's."""
+    """Change the spec of Megatron's layer into the spec of Gemma 3's layer."""
     spec.module = GemmaLayer
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
     attention.linear_proj, mlp.linear_fc2 = (
@@ -78,7 +79,7 @@ def adapt_spec(spec: ModuleSpec) -> None:
 
 
 def adapt_model(model: GPTModel, shape: ModelShape) -> None:
-    """Two rotary embeddings and, on the first stage, scaled embeddings."""
+    """Install two rotary embeddings and, on the first stage, scaled embeddings."""
     frequencies = [
         inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
         inverse_frequencies(shape.local_rope_theta, shape.head_dim, None),
@@ -91,7 +92,6 @@ def adapt_model(model: GPTModel, shape: ModelShape) -> None:
     )
     model.rotary_pos_emb.inv_freq = torch.stack(frequencies)
     if model.pre_process and shape.scaled_embeddings:
-        scale = (
-            torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()
-        )  # rounded as transformers does
+        # transformers rounds the scale to the dtype of the weights.
+        scale = torch.tensor(math.sqrt(shape.hidden_size)).to(model.config.params_dtype).item()
         model.embedding.register_forward_hook(lambda module, arguments, output: output * scale)

@@ -1,4 +1,4 @@
-"""How gradients are added up: over micro-batches on a CPU, and over ranks."""
+"""Sum gradients over micro-batches on a CPU, and report the factors of sums over ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ _PIECE = 2**18  # elements; the fp32 copy of a piece stays in the cache
 
 
 def accumulate_in_pieces(model: torch.nn.Module) -> None:
-    """Let parameters add their gradient to main_grad a piece at a time. After Megatron's DDP was built.
+    """Make parameters add their gradient to main_grad one piece at a time.
 
-    Megatron's own hook says `main_grad.add_(grad)`; for fp32 and bf16 PyTorch then makes an fp32 copy of the
-    whole gradient: half a gigabyte for the embedding of 0.5B parameters, and more time than the sum.
-    `grad_added_to_main_grad` is how layers that fuse the accumulation tell it that nothing is left to do;
-    `zero_out_wgrad` on a tied embedding would say that something is."""
+    Call this after Megatron's DDP was built. Megatron's own hook calls `main_grad.add_(grad)`. For fp32 and
+    bf16 PyTorch then makes an fp32 copy of the whole gradient. For the embedding of 0.5B parameters the copy
+    takes half a gigabyte and more time than the sum. `grad_added_to_main_grad` tells Megatron's hook that
+    nothing is left to do; layers that fuse the accumulation use the same flag. `zero_out_wgrad` on a tied
+    embedding would tell the hook the opposite."""
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.zero_out_wgrad = False
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
 
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
-    if parameter.grad is None:  # the output layer's went into main_grad in the forward pass
+    if parameter.grad is None:  # the output layer wrote main_grad in the forward pass
         return
     for total, grad in zip(
         parameter.main_grad.flatten().split(_PIECE), parameter.grad.flatten().split(_PIECE), strict=True
@@ -32,8 +33,9 @@ def _add_to_main_grad(parameter: torch.Tensor) -> None:
 
 
 def reduction_factors(wrapped: Iterable[torch.nn.Module], num_replicas: int) -> set[float]:
-    """What Megatron's DDP or Megatron-FSDP multiplies gradients by when data-parallel ranks sum theirs; {1.0}
-    if they are only summed."""
+    """Return the factors that DDP or Megatron-FSDP applies to gradients when data-parallel ranks sum them.
+
+    The result is {1.0} if the gradients are only summed."""
     factors: set[float] = set()
     for ddp in wrapped:
         if ddp.ddp_config.use_megatron_fsdp:

@@ -1,5 +1,6 @@
-"""Random weights, the same under every layout: a whole model's for --random-init, and those that adapters
-start with."""
+"""Draw random weights that are the same under every layout.
+
+They are the weights of a whole model (--random-init) or the initial weights of adapters."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
 def random_weights(
     shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02
 ) -> None:
-    """Fill this rank's shards: norms 1 (0 where they multiply by 1 + weight), biases and value heads 0,
-    matrices N(0, std), each full matrix drawn from a generator of its own name, so that any split of it holds
-    the same numbers. Vocabulary padding is 0."""
+    """Fill this rank's shards with random weights.
+
+    Norms are 1 (0 where they multiply by 1 + weight). Biases and value heads are 0. Matrices are N(0, std).
+    Each full matrix is drawn from a generator that is seeded by its name, so that any split of the matrix
+    holds the same numbers. Vocabulary padding is 0."""
     norm = 0.0 if shape.zero_centered_norms else 1.0
     _fill(
         atlas,
@@ -30,11 +33,11 @@ def random_weights(
 
 @torch.no_grad()
 def initial_adapters(atlas: Atlas, sizes: Sizes, parameters: dict[str, torch.Tensor], seed: int) -> None:
-    """As PEFT begins: A uniform in +-1 / sqrt(in), B 0, so that the model is what it was.
+    """Initialise adapters as PEFT does: A uniform in +-1 / sqrt(in), B 0. The model's output does not change.
 
     Args:
-        atlas: this rank's, with adapters; its other parameters are left as they are.
-        sizes: of every canonical tensor of the adapters (`adapter_sizes`)."""
+        atlas: this rank's atlas, with adapters. Other parameters are left as they are.
+        sizes: sizes of every canonical tensor of the adapters (`adapter_sizes`)."""
 
     def values(name: str, rows: int, cols: int) -> torch.Tensor:
         if name.endswith(".lora_B.weight"):
@@ -50,7 +53,7 @@ def _fill(
     parameters: dict[str, torch.Tensor],
     values: Callable[[str, int, int], torch.Tensor],
 ) -> None:
-    """values(name, rows, cols) of each canonical tensor, cut as the atlas says; 0 elsewhere."""
+    """Write values(name, rows, cols) of each canonical tensor, cut as the atlas says. The rest is 0."""
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:
@@ -70,6 +73,6 @@ def _generator(name: str, seed: int) -> torch.Generator:
 def _full_tensor(name: str, rows: int, cols: int, seed: int, std: float, norm: float) -> torch.Tensor:
     if "norm" in name:
         return torch.full((rows, cols), norm)
-    if name.endswith("bias") or name == VALUE_HEAD:  # values of 0, as `load_hf` begins with
+    if name.endswith("bias") or name == VALUE_HEAD:  # `load_hf` starts with values of 0 too
         return torch.zeros(rows, cols)
     return torch.randn(rows, cols, generator=_generator(name, seed)) * std

@@ -13,11 +13,10 @@ with cpu_megatron():
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer without bias whose weight [out, in] is whole on every tensor-parallel rank: what
-    Transformer Engine calls duplicated.
+    """A linear layer without bias whose weight [out, in] is whole on every tensor-parallel rank.
 
-    Under sequence parallelism each rank sees a part of the tokens, and finalize_model_grads sums the weight's
-    gradient."""
+    Transformer Engine calls this duplicated. Under sequence parallelism each rank sees a part of the tokens,
+    and finalize_model_grads sums the gradient of the weight."""
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_) -> None:
         super().__init__()
@@ -30,11 +29,11 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, built otherwise: the down projections are whole on every rank with either spec, and every
-    layer is told its group.
+    """Megatron's latent attention with a different constructor.
 
-    Megatron's constructor leaves linear_q_proj to the global parallel_state, which has no groups here, and
-    its local spec splits the down projections, whose outputs it gathers over that too."""
+    The down projections are whole on every rank with either spec, and every layer receives its process group.
+    Megatron's constructor leaves linear_q_proj to the global parallel_state, which has no groups here. Its
+    local spec splits the down projections, and gathers their outputs over that state too."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class LatentAttention(MLASelfAttention):
             tp_group=None,
         )
         # Transformer Engine marks the weight of every linear layer as split (module/linear.py:
-        # is_parallel=True). The gradient norm would count this one once per tensor-parallel rank.
+        # is_parallel=True). The gradient norm would count this weight once per tensor-parallel rank.
         layer.weight.tensor_model_parallel = False
         return layer
 

@@ -1,4 +1,4 @@
-"""Which of NVIDIA's libraries Megatron would use on this machine."""
+"""Report which of NVIDIA's libraries Megatron would use on this machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megarl.megatron.transformer_engine import transformer_engine_version
 
 
 def fuses_gradient_accumulation() -> bool:
-    """Whether matrix products can add weight gradients to main_grad themselves. Transformer Engine's layers
-    can without it, but Megatron's own (the output layer) are built with the same option and want apex's
-    kernel. Ours writes its gradient there anyway."""
+    """Return whether matrix products can add weight gradients to main_grad themselves.
+
+    Transformer Engine's layers need no kernel for this. Megatron's own layers (the output layer) are built
+    with the same option and need apex's kernel. Our output layer writes its gradient there in any case."""
     return (
         torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
 
 
 def libraries() -> dict[str, str]:
-    """Name -> what is there and used, in words."""
+    """Return library name -> description of what is installed and used."""
     with cpu_megatron():
         from megatron.core.optimizer import Adam
 

@@ -1,19 +1,21 @@
-"""LoRA (arXiv:2106.09685, eq. 3) on Megatron's parallel linear layers: y = W x + (alpha / r) B (A x), with W
-frozen.
+"""LoRA (arXiv:2106.09685, eq. 3) on Megatron's parallel linear layers.
 
-    layer                            A [r, in]                B [out, r]               A x [T, r] between them
-    column-parallel  linear_qkv      whole on every rank      this rank's rows         gathered (sequence parallelism) or as it is
-                     linear_fc1
-    row-parallel     linear_proj     this rank's columns      whole on every rank      summed over the ranks, or reduce-scattered
-                     linear_fc2
+A layer computes y = W x + (alpha / r) B (A x), with W frozen.
 
-Between ranks travel r numbers per token, never a hidden state, so the layer's own communication stays as it
-is and every replicated matrix sees the whole gradient (under sequence parallelism that of this rank's tokens:
-finalize_model_grads sums those). A fused layer has one A for its q, k and v, or gate and up; its B has W's
-rows in W's order.
+    layer                          A [r, in]             B [out, r]           A x [T, r] between the ranks
+    column-parallel  linear_qkv    whole on every rank   this rank's rows     gathered (sequence
+                     linear_fc1                                               parallelism) or as it is
+    row-parallel     linear_proj   this rank's columns   whole on every rank  all-reduced or
+                     linear_fc2                                               reduce-scattered
 
-Adapters work on the layer's input and output, so the same code serves Megatron's layers and Transformer
-Engine's. The latter are written from its source and have not been run."""
+Ranks exchange r numbers per token, never a hidden state. The layer's own communication does not change, and
+every replicated matrix sees the whole gradient. Under sequence parallelism a matrix sees the gradient of this
+rank's tokens, and finalize_model_grads sums the gradients. A fused layer has one A for its q, k and v, or its
+gate and up. Its B has the rows of W in the order of W.
+
+Adapters work on the input and output of the layer, so the same code serves Megatron's and Transformer
+Engine's layers. The support of Transformer Engine's layers was written from its source and has not been
+run."""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ with cpu_megatron():
     from megatron.core.transformer import TransformerConfig
 
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-_MERGE_ELEMENTS = 2**24  # of a matrix that are in fp32 at a time
+_MERGE_ELEMENTS = 2**24  # number of elements of a matrix that are in fp32 at a time
 
 
 class Adapter(torch.nn.Module):
-    """What is added to the output of one layer. The weights are undefined until they are drawn or loaded."""
+    """A low-rank term that is added to the output of one layer.
+
+    The weights are undefined until they are drawn or loaded."""
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class Adapter(torch.nn.Module):
         config: TransformerConfig,
         group: torch.distributed.ProcessGroup,
     ) -> None:
-        """weight: [out, in] of the layer, this rank's part."""
+        """Build the adapter of a layer. `weight` is this rank's part of the layer's [out, in]."""
         super().__init__()
         self.is_row_parallel, self.sequence_parallel, self.group = (
             is_row_parallel,
@@ -68,14 +72,13 @@ class Adapter(torch.nn.Module):
         split, whole = (
             (self.linear_in, self.linear_out) if is_row_parallel else (self.linear_out, self.linear_in)
         )
-        split.weight.tensor_model_parallel = (
-            group.size() > 1
-        )  # the gradient norm counts the others on one rank only
+        # The gradient norm counts unmarked weights on one rank only.
+        split.weight.tensor_model_parallel = group.size() > 1
         split.weight.partition_dim, split.weight.partition_stride = (1 if is_row_parallel else 0), 1
-        whole.weight.sequence_parallel = config.sequence_parallel  # sees this rank's tokens only
+        whole.weight.sequence_parallel = config.sequence_parallel  # this matrix sees only this rank's tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, b, in], as it enters the layer -> [T, b, out], as it leaves it."""
+        """Map the layer's input x [T, b, in] to the term [T, b, out] that is added to its output."""
         return self.linear_out(self._between_ranks(self.linear_in(x)) * self.scale)
 
     def _between_ranks(self, hidden: Tensor) -> Tensor:
@@ -86,7 +89,8 @@ class Adapter(torch.nn.Module):
                 else reduce_from_tensor_model_parallel_region
             )
             return reduce(hidden, group=self.group)
-        # Backward each rank brings the part of its rows of B: summed either way.
+        # In the backward pass each rank contributes the part of its rows of B, so the parts are summed either
+        # way.
         return (
             gather_from_sequence_parallel_region
             if self.sequence_parallel
@@ -97,15 +101,18 @@ class Adapter(torch.nn.Module):
 def _add_adapter(
     linear: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward hook of a layer, which returns (output, bias that is left to its caller)."""
+    """Add the adapter's term in a forward hook of the layer.
+
+    The layer returns (output, bias that is left to its caller)."""
     if not linear.adapter.is_on:
         return output
     return output[0] + linear.adapter(_normed(linear, inputs[0])), output[1]
 
 
 def _normed(linear: torch.nn.Module, x: Tensor) -> Tensor:
-    """What the layer multiplies with W: Transformer Engine's LayerNormLinear has the norm before it
-    inside."""
+    """Return the input that the layer multiplies with W.
+
+    Transformer Engine's LayerNormLinear applies its norm inside the layer."""
     if not hasattr(linear, "layer_norm_weight"):
         return x
     weight = 1 + linear.layer_norm_weight if linear.zero_centered_gamma else linear.layer_norm_weight
@@ -113,12 +120,14 @@ def _normed(linear: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 class Adapters:
-    """All adapters of a model on this rank. Making them freezes every other weight, but for a value head.
+    """All adapters of a model on this rank.
+
+    Construction freezes every other weight except a value head.
 
     Args:
         chunks: the model's stage, before DDP.
         group: the tensor-parallel group.
-    Raises: ValueError for a target that the model has not."""
+    Raises: ValueError for a target layer that the model does not have."""
 
     def __init__(
         self,
@@ -130,13 +139,13 @@ class Adapters:
         self.lora = lora
         self._adapters: list[Adapter] = []
         self.merged: dict[str, Tensor] = {}
-        """Name -> W + (alpha / r) B A of an adapted W, once it is allocated."""
+        """The merged weights W + (alpha / r) B A by name of W, once they are allocated."""
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(name.startswith("value_head."))
             if config.recompute_granularity is not None and chunk.pre_process:
-                # A recomputed layer has gradients only if its input does, and that of the first comes from a
-                # frozen embedding.
+                # A recomputed layer has gradients only if its input has them. The input of the first layer
+                # comes from a frozen embedding.
                 chunk.embedding.register_forward_hook(_require_grad)
         for target in lora.lora_target_modules:
             layers = [
@@ -157,7 +166,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is the one that training started from."""
+        """Run the model without its adapters, as it was before training."""
         for adapter in self._adapters:
             adapter.is_on = False
         try:
@@ -167,13 +176,13 @@ class Adapters:
                 adapter.is_on = True
 
     def allocate_merged(self, parameters: dict[str, Tensor]) -> None:
-        """Make `merged`, undefined until `merge`. parameters: of the model, by name."""
+        """Allocate `merged`, which is undefined until `merge`. `parameters` are the model's, by name."""
         names = (name.replace(_IN, ".weight") for name in parameters if name.endswith(_IN))
         self.merged = {name: torch.empty_like(parameters[name]) for name in names}
 
     @torch.no_grad()
     def merge(self, parameters: dict[str, Tensor]) -> None:
-        """Make `merged` current. Computed in fp32 and rounded once."""
+        """Update `merged`. The sums are computed in fp32 and rounded once."""
         scale = self.lora.lora_alpha / self.lora.lora_rank
         for name, merged in self.merged.items():
             layer = name.removesuffix(".weight")

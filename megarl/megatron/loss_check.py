@@ -1,12 +1,12 @@
-"""What the first update of a step must show, whatever the algorithm: checked on all ranks together, before a
-weight changes.
+"""Check the first update of a step on all ranks together, before a weight changes.
 
-    weights   the token weights of the loss, summed over micro-batches and ranks, are what its aggregation promises
-    ratio     log-probs (values) are those of the pass before the updates: nothing has changed since
+    weights   the token weights of the loss, summed over micro-batches and ranks, must be the sum that the
+              aggregation promises
+    ratio     log-probs (values) must equal those of the pass before the updates
 
-A weight is measured, not computed: it is the slope of the loss at a token, times what Megatron's schedule
-multiplies the loss with before it goes backward. `TrainedModel` adds the sums to the one all-reduce that
-every update has."""
+The checks hold for every algorithm. A weight is measured, not computed: it is the slope of the loss at a
+token, times the factor that Megatron's schedule applies to the loss before the backward pass. `TrainedModel`
+adds the sums to the one all-reduce that every update has."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megarl.collectives import all_gather_messages
 from megarl.invariants import InvariantError
 
 _WEIGHT_TOLERANCE = 1e-5
-"""Relative, of a sum in float64 of fp32 numbers that are right to 1e-7."""
-_NAMED = 3  # tokens in a message, at most
+"""Relative tolerance of a float64 sum of fp32 numbers that are right to 1e-7."""
+_NAMED = 3  # maximum number of tokens in a message
 
 
 @dataclass(frozen=True)
 class PassLimit:
-    """How much a token may differ between the pass before the updates and the first update.
+    """Limit of the difference of a token between the pass before the updates and the first update.
 
     Args:
-        of_mean: the mean of the absolute differences is judged, and not the largest.
-        limit: largest that is right.
-        reason: why this limit, for people."""
+        of_mean: compare the mean of the absolute differences with the limit, not the largest one.
+        limit: largest difference that is accepted.
+        reason: why this is the limit, for people."""
 
     of_mean: bool
     limit: float
@@ -40,14 +40,14 @@ class PassLimit:
 
 
 class LossCheck:
-    """What one update shows on this rank, added up over its micro-batches.
+    """Measurements of one update on this rank, summed over its micro-batches.
 
     Args:
-        role: whose update it is.
-        kind: what a loss is of: log-prob or value.
-        promised: what the weights must add up to; None: nobody says.
-        num_tokens, num_sequences: of the whole mini-batch, as the loss is told.
-        limit: None: the numbers of before the step are not this model's, so nothing is compared."""
+        role: name of the role that is updated.
+        kind: what the loss compares: log-prob or value.
+        promised: expected sum of the weights, or None if the algorithm promises none.
+        num_tokens, num_sequences: counts of the whole mini-batch, as the loss receives them.
+        limit: None if the numbers from before the step are not this model's, so nothing is compared."""
 
     def __init__(
         self,
@@ -61,16 +61,18 @@ class LossCheck:
         self.role, self.kind, self.promised, self.limit = role, kind, promised, limit
         self.num_tokens, self.num_sequences = num_tokens, num_sequences
         self.counts = False
-        """Whether this rank's sums are counted: on one of those that compute the same loss."""
+        """True if this rank's sums count. Of the ranks that compute the same loss, one counts."""
         self._weight: torch.Tensor | float = 0.0
         self._pending: torch.Tensor | float = 0.0
-        self._amounts: torch.Tensor | float = 0.0  # [2] tokens and sequences
-        self._gaps: torch.Tensor | float = 0.0  # [2] tokens above the limit and the sum of all differences
+        self._amounts: torch.Tensor | float = 0.0  # [2] number of tokens and of sequences
+        self._gaps: torch.Tensor | float = 0.0  # [2] tokens above the limit, and the sum of differences
         self._seen: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
 
     def add_tokens(self, response_lengths: torch.Tensor, weight: torch.Tensor | None) -> None:
-        """Tokens that a loss is called for, by the response lengths of their samples, and the sum of their
-        weights in it."""
+        """Count the tokens of a loss call.
+
+        `response_lengths` are the response lengths of the tokens' samples, and `weight` is the sum of their
+        weights."""
         lengths = response_lengths.double()
         self._amounts = self._amounts + torch.stack(
             [torch.ones_like(lengths).sum(), lengths.reciprocal().sum()]
@@ -81,8 +83,9 @@ class LossCheck:
     def add_passes(
         self, micro: MicroBatch, rows: torch.Tensor, now: torch.Tensor, before: torch.Tensor
     ) -> None:
-        """[C] numbers of the update and of the pass before it. rows: which of the micro-batch's response
-        tokens they are."""
+        """Compare [C] numbers of the update with those of the pass before it.
+
+        `rows` are the indices of the micro-batch's response tokens that the numbers belong to."""
         gap = (now.detach() - before).abs()
         self._gaps = self._gaps + torch.stack(
             [(~(gap <= self.limit.limit)).sum().double(), gap.sum().double()]
@@ -90,7 +93,7 @@ class LossCheck:
         self._seen.append((micro, rows, now.detach(), before))
 
     def end_of_forward(self, loss: torch.Tensor) -> None:
-        """Call with a micro-batch's loss, before its backward pass."""
+        """Register a micro-batch's loss, before its backward pass."""
         weight, self._pending = self._pending, 0.0
         if loss.requires_grad and isinstance(weight, torch.Tensor):
             loss.register_hook(lambda scale: self._add_weight(scale.double() * weight))
@@ -99,7 +102,7 @@ class LossCheck:
         self._weight = self._weight + weight
 
     def sums(self, device: torch.device) -> torch.Tensor:
-        """[5] fp64, to be summed over ranks."""
+        """Return [5] fp64 sums of this rank, to be summed over ranks."""
         parts = torch.zeros(5, dtype=torch.float64, device=device)
         if self.counts:
             parts[0] += self._weight
@@ -108,12 +111,13 @@ class LossCheck:
         return parts
 
     def judge(self, sums: torch.Tensor, factors: Collection[float], group: dist.ProcessGroup) -> None:
-        """Raise InvariantError, on all ranks in the same words, if something is wrong. Then it is collective
-        over the group.
+        """Raise InvariantError on all ranks with the same message if a check fails.
+
+        The construction of this message is collective over the group.
 
         Args:
-            sums: over all ranks of the group.
-            factors: what gradients are multiplied by where ranks sum theirs."""
+            sums: sums over all ranks of the group.
+            factors: factors of gradients where ranks sum them."""
         weight, tokens, sequences, above, gap = sums.tolist()
         if (round(tokens), round(sequences)) != (self.num_tokens, self.num_sequences):
             raise InvariantError(

@@ -1,8 +1,8 @@
-"""A role's mesh as a Megatron ProcessGroupCollection, without the global parallel_state.
+"""Build a Megatron ProcessGroupCollection for a role's mesh, without the global parallel_state.
 
-HyperCommGrid takes a contiguous block of ranks only; roles may sit on any. torch names a group by how many
-groups the process has, so every rank of the world makes every group of every mesh, in the same order
-(`create_groups`); groups with equal members are made once and shared."""
+HyperCommGrid accepts only a contiguous block of ranks, and roles may use any ranks. torch names a group by
+the number of groups that the process has. Every rank of the world therefore makes every group of every mesh
+in the same order (`create_groups`). Groups with equal members are made once and shared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.megatron.cpu_shim import cpu_megatron
 with cpu_megatron():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Megatron's names -> the coordinates that vary inside the group.
+# Megatron's group names -> the coordinates that vary inside the group.
 _GROUPS = {
     "tp": ("tp",),
     "dp": ("dp",),
@@ -41,12 +41,14 @@ _second_channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def create_groups(mesh: MeshSpec, timeout: timedelta | None = None) -> None:
-    """Make the mesh's process groups. Collective over the world, members or not.
+    """Make the mesh's process groups.
 
-    Later calls with the same mesh do nothing.
+    Collective over the whole world, including ranks outside the mesh. Later calls with the same mesh do
+    nothing.
 
-    timeout: how long their collectives may wait. Default: PyTorch's, which is not the world's: 30 minutes on
-        gloo, 10 on NCCL."""
+    Args:
+        timeout: limit of the groups' collectives. The default is PyTorch's, not the world's: 30 minutes on
+            gloo and 10 on NCCL."""
     wanted = [mesh.peers(rank, *varied) for varied in _GROUPS.values() for rank in mesh.ranks]
     for rank in mesh.ranks:
         pipeline = mesh.peers(rank, "pp")
@@ -61,21 +63,23 @@ def create_groups(mesh: MeshSpec, timeout: timedelta | None = None) -> None:
 
 
 def second_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the two ranks of an interleaved pipeline, for the messages that go the other way; of
-    other groups themselves."""
+    """Return the second group between the two ranks of an interleaved pipeline.
+
+    Messages in the opposite direction use this group. For any other group, return the group itself."""
     return _second_channels.get(tuple(dist.get_process_group_ranks(group)), group)
 
 
 def groups_of(mesh: MeshSpec) -> ProcessGroupCollection:
-    """All groups that Megatron asks a role for, as seen by this rank, a member. After `create_groups`."""
+    """Return all groups of a role that Megatron needs, as this rank sees them.
+
+    This rank must be a member, and `create_groups` must have run."""
     rank, groups = dist.get_rank(), ProcessGroupCollection()
     for name, varied in _GROUPS.items():
         setattr(groups, name, _groups[mesh.peers(rank, *varied)])
     pipeline = mesh.peers(rank, "pp")
     ends = _ends(pipeline)
-    groups.embd = (
-        _groups[ends] if rank in ends else None
-    )  # tied word embeddings live on the first and the last stage
+    # Tied word embeddings are on the first and the last stage.
+    groups.embd = _groups[ends] if rank in ends else None
     groups.pos_embd = _groups[pipeline[:1]] if rank == pipeline[0] else None
     groups.hcp = groups.inter_dist_opt = None
     return groups

@@ -1,5 +1,6 @@
-"""Build a Megatron GPTModel from the shape of a Hugging Face model. Its last stage returns log-probs, a loss
-or values, not logits."""
+"""Build a Megatron GPTModel from the shape of a Hugging Face model.
+
+The last stage of the model returns log-probs, a loss or values, not logits."""
 
 from __future__ import annotations
 
@@ -52,52 +53,54 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh}
-"""ModelShape.activation -> of the MLP's gate."""
+"""Maps ModelShape.activation to the function for the gate of the MLP."""
 
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Which log-probs a forward pass is asked for; travels as GPTModel's `labels`."""
+    """The log-probs that a forward pass must return; passed as GPTModel's `labels`."""
 
     predict_positions: torch.Tensor
-    """[n] int64 into the tokens that this rank has, of the n response tokens that it predicts."""
+    """[n] int64: positions, among this rank's tokens, that predict its n response tokens."""
     targets: torch.Tensor
-    """[n] int64 token ids."""
+    """[n] int64 token ids of these response tokens."""
     temperature: float
     with_entropy: bool
     method: Method = "chunked"
-    """Of `linear_log_probs`. "chunked" has the bits that a loss sees: the ratio of a policy to itself is then
-    exactly 1."""
+    """Method of `linear_log_probs`.
+
+    "chunked" returns the same bits as a loss sees. The ratio of a policy to itself is then exactly 1."""
     loss: TokenLoss | None = None
-    """Computed, with its gradients, in the forward pass; a sum over tokens."""
+    """Loss that is computed, with its gradients, in the forward pass. It is a sum over tokens."""
     rows: torch.Tensor | None = None
-    """[n] int64: which of the N response tokens of all context-parallel ranks they are. None: all."""
+    """[n] int64: indices of these tokens among the N tokens of all context-parallel ranks, or None."""
     count: int = 0
-    """N, with `rows`."""
+    """N, the number of response tokens on all context-parallel ranks; only used with `rows`."""
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns (log_probs [N] fp32, entropy [N] fp32 or None) of the response
-    tokens, or (loss, metrics of each chunk of them) if it is given a loss. Log-probs without a loss are those
-    of all context-parallel ranks, a loss is this rank's part.
+    """GPTModel whose last stage returns log-probs of response tokens, or a loss of them.
 
-    Only the hidden states that predict a response token meet the output layer: prompts cost no logits. Nor do
-    responses, more than a
-    chunk at a time: `output_layer` holds the weight, its forward is not called."""
+    Without a loss the result is (log_probs [N] fp32, entropy [N] fp32 or None) of all context-parallel ranks.
+    With a loss the result is (loss, metrics of each chunk of tokens), and is this rank's part.
+
+    Only the hidden states that predict a response token reach the output layer, so prompts need no logits.
+    Responses need logits for one chunk at a time. `output_layer` only holds the weight; its forward is never
+    called."""
 
     def __init__(self, *args, real_vocab_size: int, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
-        # The gradient of the output layer goes straight into DDP's fp32 buffer. Not where DDP reduces
-        # gradients during backward, nor with Megatron-FSDP: they wait for one that autograd hands out.
+        # The gradient of the output layer goes straight into DDP's fp32 buffer. This is off where DDP reduces
+        # gradients during backward and with Megatron-FSDP, because both wait for a gradient from autograd.
         self.accumulates_into_main_grad = False
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels: ResponseTokens, *args, **kwargs):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # The positions are selected from the whole sequence. The gradient of `hidden` below is summed
-            # over the ranks already, so each takes its slice instead of summing again.
+            # The positions are selected from the whole sequence. The gradient of `hidden` below is already
+            # summed over the ranks, so each rank takes its slice instead of summing again.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -130,13 +133,13 @@ class PolicyModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """One number per token: hidden @ weight, in fp32, without bias. The weight [1, H] is whole on every
-    tensor-parallel rank.
+    """A linear layer that returns one number per token: hidden @ weight, in fp32, without bias.
 
-    Under sequence parallelism each rank's tokens are a part of the sequence, so its gradient is a part of the
-    weight's: marked sequence_parallel, finalize_model_grads sums them. Otherwise every rank has all tokens
-    and the whole gradient. The gradient norm counts the weight once, as it is not marked
-    tensor_model_parallel. Of context-parallel ranks' parts DDP makes the sum."""
+    The weight [1, H] is whole on every tensor-parallel rank. Under sequence parallelism each rank has a part
+    of the tokens, so its gradient is a part of the weight's gradient. The weight is marked sequence_parallel,
+    and finalize_model_grads sums the parts. Without sequence parallelism every rank has all tokens and the
+    whole gradient. The gradient norm counts the weight once, because the weight is not marked
+    tensor_model_parallel. DDP sums the parts of context-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
@@ -145,8 +148,9 @@ class ValueHead(torch.nn.Module):
         self.group = group
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """hidden: [T, 1, H], a part of the tokens under sequence parallelism; positions: [N] int64 among all
-        tokens. Returns: [N] fp32."""
+        """Return the values [N] fp32 at `positions`, [N] int64 among all tokens.
+
+        `hidden` is [T, 1, H], a part of the tokens under sequence parallelism."""
         if not self.sequence_parallel:
             return self._values(hidden[positions])
         # Every rank computes the same loss from all values, so each takes its part of the gradient instead of
@@ -162,18 +166,20 @@ class ValueHead(torch.nn.Module):
 
 @dataclass(frozen=True)
 class ValuePositions:
-    """Where a forward pass is asked for values; travels as GPTModel's `labels`."""
+    """The positions at which a forward pass must return values; passed as GPTModel's `labels`."""
 
     positions: torch.Tensor
-    """[n] int64 into the tokens that this rank has."""
+    """[n] int64: positions among the tokens that this rank has."""
     rows: torch.Tensor | None
-    """[n] int64: which of all N wanted values they are. None: all."""
+    """[n] int64: indices of these values among all N wanted values. None means all."""
     count: int
-    """N."""
+    """N, the number of wanted values."""
 
 
 class ValueHeadModel(GPTModel):
-    """GPTModel whose last stage returns the values [N] fp32 of all context-parallel ranks' positions."""
+    """GPTModel whose last stage returns values [N] fp32.
+
+    The values are at the positions of all context-parallel ranks."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -192,8 +198,9 @@ class ValueHeadModel(GPTModel):
 def transformer_config(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]
 ) -> TransformerConfig:
-    """The Megatron configuration of a Hugging Face shape. `extra` are TransformerConfig fields by their own
-    names."""
+    """Return the Megatron configuration of a Hugging Face shape.
+
+    `extra` holds TransformerConfig fields by their own names."""
     on_cpu = not torch.cuda.is_available()
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     fields = dict(
@@ -224,7 +231,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         use_cpu_initialization=on_cpu,
         # Weights are always loaded afterwards. perform_initialization=False would also skip the
-        # tensor_model_parallel marks, and then the gradient norm counts sharded parameters on rank 0 only.
+        # tensor_model_parallel marks, and then the gradient norm would count sharded parameters on rank 0
+        # only.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -243,7 +251,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         **(_expert_fields(shape, parallel) if shape.is_moe else {}),
         **(_latent_fields(shape) if shape.is_mla else {}),
-        # losses come divided by their global denominators; Megatron must not divide again
+        # losses are already divided by their global denominators; Megatron must not divide again
         calculate_per_token_loss=True,
     )
     _check_fp8(extra.get("fp8"))
@@ -251,8 +259,10 @@ def transformer_config(
 
 
 def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
-    """Messages are not batched: between two stages both chunks' go to the same rank, and a batch would match
-    them in the wrong order."""
+    """Return the configuration fields of an interleaved pipeline.
+
+    Messages are not batched. Between two stages the messages of both chunks go to the same rank, and a batch
+    would match them in the wrong order."""
     chunks = parallel.virtual_pipeline_model_parallel_size
     return (
         dict(virtual_pipeline_model_parallel_size=chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
@@ -262,8 +272,9 @@ def _virtual_pipeline_fields(parallel: ParallelConfig) -> dict[str, object]:
 
 
 def _softmax_scale(shape: ModelShape) -> float | None:
-    """Of queries times keys; None: 1 / sqrt(head_dim), or what latent attention makes of its own YaRN
-    fields."""
+    """Return the factor of queries times keys.
+
+    None means 1 / sqrt(head_dim), or the factor that latent attention computes from its own YaRN fields."""
     if shape.is_mla:
         return None
     factor, scalar = attention_factor(shape.rope_scaling), shape.query_pre_attn_scalar
@@ -271,7 +282,9 @@ def _softmax_scale(shape: ModelShape) -> float | None:
 
 
 def _window_fields(shape: ModelShape) -> dict[str, object]:
-    """window_size counts the tokens before a token, sliding_window itself too."""
+    """Return the configuration fields of sliding-window attention.
+
+    window_size counts the tokens before a token. sliding_window counts the token itself too."""
     if shape.sliding_window is None:
         return {}
     return {
@@ -281,7 +294,9 @@ def _window_fields(shape: ModelShape) -> dict[str, object]:
 
 
 def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, object]:
-    """The same for a mixture of experts. The router computes in fp32; its losses are ours (router.py)."""
+    """Return the configuration fields of a mixture of experts.
+
+    The router computes in fp32. Its balancing losses are in router.py."""
     return dict(
         num_moe_experts=shape.num_moe_experts,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
@@ -293,8 +308,7 @@ def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, obj
         moe_router_topk_scaling_factor=shape.moe_router_topk_scaling_factor,
         moe_router_num_groups=shape.moe_router_num_groups or None,
         moe_router_group_topk=shape.moe_router_group_topk or None,
-        # softmax over all experts and no rescaling, or over the chosen ones: that is the same as rescaling to
-        # 1
+        # softmax over all experts without rescaling, or over the chosen experts, which equals rescaling to 1
         moe_router_pre_softmax=not shape.norm_topk_prob,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
@@ -307,7 +321,7 @@ def _expert_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, obj
 
 
 def _latent_fields(shape: ModelShape) -> dict[str, object]:
-    """The same for multi-head latent attention."""
+    """Return the configuration fields of multi-head latent attention."""
     return dict(
         q_lora_rank=shape.q_lora_rank or None,
         kv_lora_rank=shape.kv_lora_rank,
@@ -320,8 +334,9 @@ def _latent_fields(shape: ModelShape) -> dict[str, object]:
 
 
 def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
-    """YaRN as Megatron has it for latent attention: rotary_scaling_factor 1 leaves the softmax alone, which
-    its own default does not."""
+    """Return YaRN's fields for latent attention.
+
+    rotary_scaling_factor 1 leaves the softmax alone. Megatron's default does not."""
     return dict(
         rope_type="yarn" if scaling else "rope",
         rotary_scaling_factor=scaling.get("factor", 1.0),
@@ -334,7 +349,7 @@ def _latent_rope_fields(scaling: dict[str, object]) -> dict[str, object]:
 
 
 def _check_fp8(fp8: object) -> None:
-    """Raises: ValueError where there is nothing that could compute in fp8."""
+    """Raise ValueError if fp8 is requested and this machine cannot compute in fp8."""
     if fp8 and (problem := transformer_engine_problem()) is not None:
         why = "this machine has no GPU" if problem == "no GPU" else f"Transformer Engine here: {problem}"
         rule = "needs an NVIDIA GPU and Transformer Engine"
@@ -346,7 +361,7 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
-    """Of all layers of the model; those of a kind are the same object."""
+    """Return the specs of all layers of the model. Layers of one kind share one spec object."""
     if uses_transformer_engine() and config.context_parallel_size > 1 and config.window_size is not None:
         raise ValueError(
             f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends "
@@ -410,8 +425,9 @@ def _local_layer_spec(options: dict[str, object]) -> ModuleSpec:
 def build_policy_model(
     config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str
 ) -> list[PolicyModel]:
-    """This rank's stage and shard of the model, weights uninitialised, one for each virtual stage. Collective
-    over the mesh (tied embeddings)."""
+    """Build this rank's stage and shard of a policy, with uninitialised weights, one model per virtual stage.
+
+    Collective over the mesh (tied embeddings)."""
     assert not shape.value_head, "a policy needs the shape of a causal language model"
     return _build(PolicyModel, config, shape, groups, qkv_layout, real_vocab_size=shape.vocab_size)
 
@@ -419,7 +435,7 @@ def build_policy_model(
 def build_value_head_model(
     config: TransformerConfig, shape: ModelShape, groups: ProcessGroupCollection, qkv_layout: str
 ) -> list[ValueHeadModel]:
-    """The same with a value head."""
+    """Build this rank's stage and shard of a value model, as `build_policy_model` does for a policy."""
     assert shape.value_head, "a value model needs ModelShape.load(folder, value_head=True)"
     return _build(ValueHeadModel, config, shape, groups, qkv_layout)
 
@@ -488,8 +504,10 @@ def _build_chunk(
 
 
 def _check_tensor_parallel_marks(model: GPTModel, config: TransformerConfig) -> None:
-    """An unmarked shard would be left out of the gradient norm on every rank but the first: silent wrong
-    clipping."""
+    """Assert that every shard is marked as tensor-parallel.
+
+    The gradient norm would count an unmarked shard only on the first rank, and clipping would be silently
+    wrong."""
     sharded = (
         "linear_qkv",
         "linear_proj.weight",

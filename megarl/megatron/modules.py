@@ -15,12 +15,11 @@ with cpu_megatron():
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm (arXiv:1910.07467) that sequence parallelism knows: finalize_model_grads sums the gradient of a
-    weight that is marked sequence_parallel over the tensor-parallel ranks. Megatron's WrappedTorchNorm
-    refuses sequence parallelism.
+    """RMSNorm (arXiv:1910.07467) that supports sequence parallelism.
 
-    With layernorm_zero_centered_gamma it multiplies by 1 + weight, in fp32, and rounds the product
-    (Gemma)."""
+    Megatron's WrappedTorchNorm refuses sequence parallelism. This weight is marked sequence_parallel, so
+    finalize_model_grads sums its gradient over the tensor-parallel ranks. With layernorm_zero_centered_gamma
+    the module multiplies by 1 + weight, in fp32, and rounds the product (Gemma)."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
@@ -36,8 +35,9 @@ class RMSNorm(torch.nn.Module):
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """The linear layer `linear` with a bias: TransformerConfig's add_bias_linear gives one to all of
-    attention and MLP, or to none."""
+    """Return a subclass of the linear layer `linear` with a bias.
+
+    TransformerConfig's add_bias_linear gives a bias to all layers of attention and MLP, or to none."""
 
     class BiasedLinear(linear):
         def __init__(self, *args, **kwargs) -> None:
@@ -47,15 +47,14 @@ def with_bias(linear: type) -> type:
 
 
 class PackedAttention(torch.nn.Module):
-    """core_attention on packed q [T, heads, d], k and v [T, kv heads, d] (THD): causal, grouped-query, one
-    SDPA per sequence.
+    """core_attention on packed q [T, heads, d] and k, v [T, kv heads, d] (THD): causal and grouped-query.
 
-    Nothing is padded and no sequence sees another. On CPU one call per sequence is as fast as any padded or
-    bucketed grid. A layer that slides (`window_size` of TransformerConfig) sees the last tokens of its
-    sequence only.
+    The layer calls SDPA once per sequence. Nothing is padded, and no sequence sees another. On CPU this is as
+    fast as any padded or bucketed grid. A layer with a sliding window (`window_size` of TransformerConfig)
+    sees only the last tokens of its sequence.
 
-    With context parallelism keys and values of all ranks come together in one message, and each of this
-    rank's two chunks of a sequence (see context_parallel.py) looks at the part of it that ends with the
+    With context parallelism one message gathers the keys and values of all ranks. Each of this rank's two
+    chunks of a sequence (see context_parallel.py) attends to the part of the sequence that ends with the
     chunk."""
 
     def __init__(
@@ -102,8 +101,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out, dim=2)[0].transpose(0, 1).flatten(1)  # [T, heads * d]
 
     def _sequence(self, query, key, value) -> list[torch.Tensor]:
-        """What this rank has of one sequence, chunk after chunk. [1, heads, tokens, d] each; all of its keys
-        and values."""
+        """Return this rank's attention output of one sequence, one tensor [1, heads, tokens, d] per chunk.
+
+        `key` and `value` hold the whole sequence."""
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp == 1:
             return [self._attend(query, key, value)]
@@ -115,8 +115,9 @@ class PackedAttention(torch.nn.Module):
         ]
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """The queries are the last of the keys' tokens: SDPA's own causal mask would take them for the
-        first."""
+        """Attend with queries that are the last of the keys' tokens.
+
+        SDPA's own causal mask would treat the queries as the first tokens."""
         length, before, mask = key.shape[2], key.shape[2] - query.shape[2], None
         slides = self.window is not None and length > self.window
         if before or slides:

@@ -1,4 +1,4 @@
-"""Explain an update that is not finite, in the same words on all ranks of the mesh."""
+"""Explain an update that is not finite, with the same message on all ranks of the mesh."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megarl.batch import MicroBatch
 from megarl.collectives import all_gather_messages
 
-_NAMED = 3  # samples and weights in a message, at most
+_NAMED = 3  # maximum number of samples and weights in a message
 
 
 class NonFiniteStep(FloatingPointError):
-    """A gradient or loss is not finite on some rank.
+    """Error of an update whose gradient or loss is not finite on some rank.
 
-    `grad_norm`: the norm on this rank, which may be finite."""
+    `grad_norm` is the norm on this rank, which may be finite."""
 
     def __init__(self, grad_norm: float) -> None:
         super().__init__(f"the gradient norm is {grad_norm}")
@@ -27,12 +27,12 @@ class NonFiniteStep(FloatingPointError):
 
 
 class ExplainedModel(Protocol):
-    """What `explain` reads of a trained model; `TrainedModel` has it all."""
+    """The attributes of a trained model that `explain` reads; `TrainedModel` has them all."""
 
     groups: object
-    """The process groups of the mesh; `intra_dist_opt` is all of its ranks."""
+    """Process groups of the mesh; `intra_dist_opt` contains all of its ranks."""
     token_values: tuple[str, str]
-    """What a loss is of, for people, and the batch's column of the same before the step."""
+    """Name of the compared number, for people, and the batch column with its value before the step."""
 
     @property
     def reports(self) -> bool: ...
@@ -45,13 +45,14 @@ class ExplainedModel(Protocol):
 
 @dataclass(frozen=True)
 class _Findings:
-    """What one rank of the mesh found that is not finite.
+    """The non-finite tensors that one rank of the mesh found.
 
     Args:
-        weights, gradients: names of those that are not finite.
-        losses: value and samples of each micro-batch whose loss is not finite.
-        samples: whether the loss of its micro-batch is not finite, how far its worst token is from what it
-            was before the step (infinite if not finite), sample id, and this for people."""
+        weights, gradients: names of weights and gradients that are not finite.
+        losses: value and sample ids of each micro-batch whose loss is not finite.
+        samples: for each sample: whether the loss of its micro-batch is not finite, the largest difference of
+            a token from its value before the step (infinite if not finite), the sample id, and a text for
+            people."""
 
     rank: int
     grad_norm: float
@@ -68,13 +69,14 @@ def explain(
     losses: list[torch.Tensor],
     values: list[torch.Tensor] | None,
 ) -> str:
-    """Return a message that says which weights, gradients, losses and samples are not finite.
+    """Return a message that names the non-finite weights, gradients, losses and samples.
 
     Collective over the mesh.
 
     Args:
-        losses: of each micro-batch, on the last stage.
-        values: [N] of each micro-batch's response tokens, what the loss is of; None before the last stage."""
+        losses: the loss of each micro-batch, on the last stage.
+        values: [N] log-probs or values of the response tokens of each micro-batch. None before the last
+            stage."""
     mine = _Findings(
         rank=dist.get_rank(),
         grad_norm=grad_norm,
@@ -113,7 +115,7 @@ def _samples(
         gap = (of_micro - (0.0 if before is None else before)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         rows = zip(micro.batch.sample_ids.tolist(), of_micro.split(lengths), gap.split(lengths), strict=True)
         for row, (sample, now, gaps) in enumerate(rows):
-            at = int(gaps.argmax())  # of a response, which has a token at least
+            at = int(gaps.argmax())  # a response has at least one token
             was = "" if before is None else f", {before.split(lengths)[row][at]:.4g} before the step"
             text = f"sample {sample} ({kind} {now[at]:.4g} at response token {at}{was})"
             found.append((not loss.isfinite().item(), float(gaps[at]), sample, text))

@@ -1,17 +1,19 @@
 """Move a model's memory between the device and pinned host memory while other roles work.
 
-    parameters   copied out and back. Every tensor stays the same object with the same views, but at another address
-    gradients    freed, and back as zeros: every update starts from zeros
-    optimizer    Adam's moments and, under bf16, the fp32 master weights, copied out and back; step counters stay
+    parameters   copied out and back; every tensor stays the same object with the same views, but its address
+                 changes
+    gradients    freed, and returned as zeros, because every update starts from zeros
+    optimizer    Adam's moments and, under bf16, the fp32 master weights are copied out and back; step
+                 counters stay
 
-    memory.offload(["gradients", "optimizer"])    on the device -> away
-    memory.load(["parameters", "optimizer"])      away -> on the device
-    memory.use("optimizer")                       whoever computes with a part says so first
+    memory.offload(["gradients", "optimizer"])    device -> host
+    memory.load(["parameters", "optimizer"])      host -> device
+    memory.use("optimizer")                       call before any computation with a part
 
-Nothing waits on the host: each direction has a stream of its own, ordered by events. `use` makes the current
-stream wait for a part to arrive, so the optimizer's may still be on its way while the forward and backward
-passes run. On a CPU no byte moves; all else is the same, so a call that uses what is away fails there too,
-and `resident_bytes` is what would be on a device."""
+Nothing waits on the host: each direction has its own stream, ordered by events. `use` makes the current
+stream wait for a part to arrive, so the optimizer's part may still be in transfer during the forward and
+backward passes. On a CPU no byte moves, but the bookkeeping is the same. A call that uses an offloaded part
+therefore fails on a CPU too, and `resident_bytes` is the number of bytes that a device would hold."""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ import torch
 from megarl.config.role_sections import OFFLOAD_PARTS
 
 PIECE_BYTES = 256 << 20
-"""Size of one allocation of pinned memory. PyTorch rounds an allocation up to a power of two, which in one
-piece could double it."""
+"""Size of one allocation of pinned memory.
+
+PyTorch rounds an allocation up to a power of two, which could double the size of a single allocation."""
 
 
 class Frozen(Protocol):
@@ -36,22 +39,22 @@ class Frozen(Protocol):
 
 
 class Trained(Frozen, Protocol):
-    """A model that has gradients and an optimizer too."""
+    """A model that also has gradients and an optimizer."""
 
     optimizer: Any
-    """Megatron's optimizer; None if the model is frozen after all."""
+    """Megatron's optimizer, or None if the model is frozen."""
     ddp: list[Any]
     """Megatron's data-parallel wrappers of the chunks."""
     sharded: list[Any]
-    """The same wrappers if Megatron-FSDP shards the parameters, else empty."""
+    """The wrappers in `ddp` if Megatron-FSDP shards the parameters, else an empty list."""
 
 
 class ModelMemory:
-    """The memory of one model on this rank.
+    """The device memory of one model on this rank.
 
     Args:
-        model: a Megatron model, or a frozen one of another library.
-        owner: the role, for errors."""
+        model: a Megatron model, or a frozen model of another library.
+        owner: name of the role, for errors."""
 
     def __init__(self, model: Trained | Frozen, owner: str) -> None:
         self.owner, self._model = owner, model
@@ -63,11 +66,13 @@ class ModelMemory:
         ] = {}  # part -> its storages and their sizes in bytes
 
     def add(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Add tensors that were made later to a part that is on the device."""
+        """Add tensors that were created later to a part that is on the device."""
         self._lasting[part] += [tensor.untyped_storage() for tensor in tensors]
 
     def offload(self, parts: Collection[str]) -> None:
-        """Free the device of these parts. Parts that are away, or that a frozen model lacks, are skipped."""
+        """Move these parts off the device.
+
+        Parts that are already away, or that a frozen model lacks, are skipped."""
         for part in self._parts:
             if part in parts and part not in self._away:
                 self._away[part] = storages = [
@@ -77,8 +82,9 @@ class ModelMemory:
                     self._copies.take(part, storages, keep=part != "gradients")
 
     def load(self, parts: Collection[str]) -> None:
-        """Start to bring these parts back, in the order in which an update uses them. Parts that are here are
-        skipped."""
+        """Start to copy these parts back, in the order in which an update uses them.
+
+        Parts that are on the device are skipped."""
         for part in self._parts:
             if part in parts and part in self._away:
                 storages = self._away.pop(part)
@@ -100,29 +106,29 @@ class ModelMemory:
                 self._copies.await_arrival(part)
 
     def part_bytes(self, part: str) -> int:
-        """Return the size of one part, here or away; 0 if the model has no such part."""
+        """Return the size of one part, on or off the device, or 0 if the model has no such part."""
         if part in self._away:
             return sum(size for _, size in self._away[part])
         return self.resident_bytes(part)
 
     def resident_bytes(self, part: str | None = None) -> int:
-        """Return the bytes on the device of one part, or of all."""
+        """Return the bytes of one part, or of all parts, that are on the device."""
         parts = self._parts if part is None else {part} & {*self._parts}
         return sum(storage.nbytes() for p in parts if p not in self._away for storage in self._storages(p))
 
     def take_copy_seconds(self) -> float:
-        """Return how long the copies took that have ended since the last call. On a CPU 0."""
+        """Return the duration of the copies that ended since the last call, in seconds; 0 on a CPU."""
         return self._copies.take_seconds() if self._copies is not None else 0.0
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
-        return (
-            self._lasting[part] if part in self._lasting else self._find(part)
-        )  # the moments exist from the first step on
+        # The optimizer's moments exist only from the first step on, so they are looked up each time.
+        return self._lasting[part] if part in self._lasting else self._find(part)
 
     def _find(self, part: str) -> list[torch.UntypedStorage]:
         """Return the storages of a part, each once.
 
-        The optimizer's are those that are not the parameters' own, as its shards of fp32 parameters are."""
+        The optimizer's storages exclude the parameters' storages, which its shards of fp32 parameters
+        share."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         for storage in self._lasting["parameters"] if part == "optimizer" else ():
             found.pop(storage._cdata, None)
@@ -147,9 +153,7 @@ class ModelMemory:
             )
         else:
             for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-                if (
-                    adam := getattr(inner, "optimizer", None)
-                ) is not None:  # none on a rank without parameters
+                if (adam := getattr(inner, "optimizer", None)) is not None:  # a rank may have no parameters
                     yield from (
                         local(parameter.data) for group in adam.param_groups for parameter in group["params"]
                     )
@@ -170,7 +174,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Return the streams for copies out and in, which all models of the process share.
 
-    What one model frees another gets, as the allocator keeps free memory by stream."""
+    The allocator keeps free memory by stream, so one model can get the memory that another model frees."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -185,10 +189,10 @@ class _Copies:
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def take(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
-        """Copy a part to the host (keep) and free it, after all that is queued on the current stream."""
+        """Copy a part to the host (if `keep`) and free it, after all queued work of the current stream."""
         here = torch.cuda.current_stream()
         self._out.wait_stream(here)
-        if part in self._arrived:  # it may have been used by nobody
+        if part in self._arrived:  # the part may have been loaded and never used
             self._out.wait_event(self._arrived[part])
         if keep:
             self._make_room(part, sum(size for _, size in storages))
@@ -199,14 +203,15 @@ class _Copies:
                 for host, piece in self._pieces(part, tensor, at) if keep else ():
                     host.copy_(piece, non_blocking=True)
                 at += size
-                for stream in (self._out, here):  # the allocator must not give it away before both are done
+                # the allocator must not reuse the memory before both streams are done
+                for stream in (self._out, here):
                     tensor.record_stream(stream)
                 storage.resize_(0)
             self._left[part] = self._record()
         self._timed.append((start, self._left[part]))
 
     def give(self, part: str, storages: Sequence[tuple[torch.UntypedStorage, int]], keep: bool) -> None:
-        """Allocate a part again and fill it from the host (keep) or with zeros."""
+        """Allocate a part again, and fill it from the host (if `keep`) or with zeros."""
         self._in.wait_event(self._left[part])
         with torch.cuda.stream(self._in):
             start, at = self._record(), 0

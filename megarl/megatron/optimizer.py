@@ -1,4 +1,4 @@
-"""Megatron's Adam (distributed or not) and its learning-rate schedule, from our configuration."""
+"""Build Megatron's Adam (distributed or not) and its learning-rate schedule from our configuration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ with cpu_megatron():
 def build_optimizer(
     config: OptimizerConfig, ddp: list[DistributedDataParallel], groups: ProcessGroupCollection, bf16: bool
 ) -> MegatronOptimizer:
-    """AdamW with decoupled weight decay on matrices, fp32 masters under bf16, gradient clipping by global
-    norm, over all model chunks.
+    """Build AdamW over all model chunks.
+
+    Weight decay is decoupled and applies to matrices. Master weights are fp32 under bf16. Gradients are
+    clipped by their global norm.
 
     Raises: ValueError for --optimizer-cpu-offload without a GPU."""
     if config.optimizer_cpu_offload and not torch.cuda.is_available():
@@ -41,7 +43,7 @@ def build_optimizer(
 
 
 def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerConfig:
-    """What Megatron calls our flags."""
+    """Translate our flags into Megatron's optimizer configuration."""
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -54,8 +56,8 @@ def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerCon
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        # The precision-aware path leaves the fp32 masters to the hybrid optimizer; otherwise Megatron keeps
-        # its own on the GPU.
+        # The precision-aware path leaves the fp32 master weights to the hybrid optimizer. Otherwise Megatron
+        # keeps its own on the GPU.
         optimizer_cpu_offload=config.optimizer_cpu_offload,
         use_precision_aware_optimizer=config.optimizer_cpu_offload,
         optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
@@ -63,9 +65,11 @@ def megatron_config(config: OptimizerConfig, bf16: bool) -> MegatronOptimizerCon
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Without Transformer Engine Megatron takes PyTorch's AdamW, which on a CPU makes a dozen passes over
-    every parameter, with two temporaries of its size. The fused one makes one: a ninth of the time at 0.5B
-    parameters, a fifth at 0.4M."""
+    """Switch PyTorch's AdamW to its fused kernel.
+
+    Without Transformer Engine Megatron uses PyTorch's AdamW. On a CPU that makes a dozen passes over every
+    parameter, with two temporaries of its size. The fused kernel makes one pass: it needs a ninth of the time
+    at 0.5B parameters, and a fifth at 0.4M."""
     for adam in {inner.optimizer for inner in getattr(optimizer, "chained_optimizers", [optimizer])}:
         if isinstance(adam, torch.optim.AdamW):
             for group in adam.param_groups:
@@ -75,7 +79,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 def build_scheduler(
     config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int
 ) -> OptimizerParamScheduler:
-    """One tick per training step (which may hold several updates)."""
+    """Build the schedule, which advances once per training step (a step may hold several updates)."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -93,12 +97,13 @@ def build_scheduler(
 
 @torch.no_grad()
 def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
-    """The first half of `optimizer.step()`, which changes no weight: between the two is the only place to
-    leave a step out, as without fp16 Megatron looks for no gradient that is not finite, and applies it.
+    """Run the first half of `optimizer.step()`, which changes no weight.
 
-    Returns: the gradient norm before clipping, and whether it and all gradients that this rank is to apply
-    are finite. Ranks may
-    differ: the norm leaves out what is a copy of another rank's."""
+    A step can be left out only between the two halves. Without fp16 Megatron does not look for gradients that
+    are not finite, and applies them.
+
+    Returns: the gradient norm before clipping, and whether the norm and all gradients that this rank applies
+        are finite. Ranks may differ, because the norm leaves out copies of another rank's gradients."""
     with cpu_megatron():
         optimizer.prepare_grads()
         grad_norm = optimizer.get_grad_norm()
@@ -109,7 +114,7 @@ def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
 
 @torch.no_grad()
 def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
-    """The second half: clip, and apply."""
+    """Run the second half of `optimizer.step()`: clip the gradients and apply them."""
     with cpu_megatron():
         for inner in _parts(optimizer):
             if inner.config.clip_grad > 0 and (parameters := inner.get_parameters()):
@@ -120,7 +125,9 @@ def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def _is_finite_outside_of_norm(inner: MegatronOptimizer) -> bool:
-    """Of duplicates (norms, biases, routers; the last stage's tied embedding)."""
+    """Return whether the gradients that the norm leaves out are finite.
+
+    These are duplicates: norms, biases, routers, and the tied embedding of the last stage."""
     counted = {gradient.data_ptr() for gradient in inner.get_main_grads_for_grad_norm()}
     name = "decoupled_grad" if _use_decoupled_grad(inner) else "grad"
     gradients = [
@@ -137,6 +144,6 @@ def _use_decoupled_grad(inner: MegatronOptimizer) -> bool:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """One for the parameters outside of experts, one for experts, if there are some on this rank."""
+    """Return the optimizers of this rank: one for experts, and one for all other parameters."""
     found = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in found if not getattr(inner, "is_stub_optimizer", False)]

@@ -1,5 +1,7 @@
-"""Micro-batches through Megatron's schedules: one stage, a pipeline (1F1B), or an interleaved pipeline whose
-stages hold several chunks."""
+"""Run micro-batches through Megatron's schedules.
+
+The schedules are a single stage, a pipeline (1F1B), and an interleaved pipeline whose stages hold several
+chunks."""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ def run_schedule(
     groups: ProcessGroupCollection,
     config: TransformerConfig,
 ) -> list:
-    """What the last stage collected of each micro-batch, [] before it. Collective over the mesh.
+    """Run the schedule and return what the last stage collected of each micro-batch, [] before that stage.
+
+    Collective over the mesh.
 
     Args:
-        chunks: this rank's model, or each of its chunks; wrapped by DDP unless forward_only."""
+        chunks: this rank's model, or each of its chunks. They are wrapped by DDP unless forward_only."""
     arguments = dict(
         forward_step_func=forward_step,
         seq_length=1,
@@ -52,8 +56,8 @@ def run_schedule(
         return schedule(
             model=chunks, data_iterator=iter(micro_batches), num_microbatches=len(micro_batches), **arguments
         )
-    # The chunks take turns after as many micro-batches as there are stages. What is missing to a full turn is
-    # filled with empty ones.
+    # The chunks take turns after as many micro-batches as there are stages. Empty micro-batches fill an
+    # incomplete turn.
     fill = -len(micro_batches) % groups.pp.size()
     filled = micro_batches + [MicroBatch.of(micro_batches[0].batch.select_samples([]))] * fill
     collected = forward_backward_pipelining_with_interleaving(

@@ -1,13 +1,13 @@
-"""A policy on one mesh: log-probs of response tokens, and updates by a loss of them.
+"""A policy on one mesh: log-probs of response tokens, and updates by a loss of these log-probs.
 
-    create_groups(mesh)                             all ranks of the world, once
-    policy = Policy(shape, mesh, ...)               collective over the mesh
-    policy.parameters_changed()                     after every direct write into policy.parameters
-    policy.log_probs(micro_batches, temperature)    no gradient
-    policy.update(micro_batches, loss, temperature) one optimizer step
+    create_groups(mesh)                              call on all ranks of the world, once
+    policy = Policy(shape, mesh, ...)                collective over the mesh
+    policy.parameters_changed()                      call after every direct write into policy.parameters
+    policy.log_probs(micro_batches, temperature)     no gradient
+    policy.update(micro_batches, loss, temperature)  one optimizer step
 
 All ranks of the mesh call every method, with equally many micro-batches. Log-probs and losses exist on the
-last pipeline stage; other stages return None for them."""
+last pipeline stage. Other stages return None for them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ with cpu_megatron():
 Loss = Callable[
     [MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]
 ]
-"""(micro-batch with its response tokens that are this rank's, log_probs [C], entropy [C] or None, which of
-these tokens) -> (loss divided by its global denominator, metrics)."""
+"""Function that computes the loss of response tokens, divided by its global denominator, and its metrics.
+
+Its arguments are the micro-batch with this rank's response tokens, log_probs [C], entropy [C] or None, and
+the slice of these tokens that the numbers belong to."""
 
 
 class Policy(TrainedModel):
@@ -52,8 +54,9 @@ class Policy(TrainedModel):
         return super()._wrap(optimizer)
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
-        """log pi(token) of the response tokens of each micro-batch, each [N] fp32 on the CPU; None before the
-        last stage."""
+        """Return log pi(token) of the response tokens, [N] fp32 on the CPU for each micro-batch.
+
+        Stages before the last one return None."""
         with self._experts("record"):
             return self._log_probs(micro_batches, temperature)
 
@@ -73,17 +76,18 @@ class Policy(TrainedModel):
         token_level: bool = True,
         check: LossCheck | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over the micro-batches of all data-parallel ranks.
+        """Take one optimizer step over the micro-batches of all data-parallel ranks.
 
-        A `token_level` loss is a sum over tokens, called for a chunk of them at a time, on each
-        context-parallel rank for its own; its gradient comes with the forward pass. Any other is called once
-        per micro-batch, for all of its tokens, on every one of these ranks, and the output layer's product is
-        made again in backward. `check`: that the loss tells what it sees.
+        A `token_level` loss is a sum over tokens. It is called for one chunk of tokens at a time, on each
+        context-parallel rank for that rank's tokens, and its gradient is computed in the forward pass. Any
+        other loss is called once per micro-batch for all tokens, on every context-parallel rank, and the
+        output layer's product is computed again in the backward pass. `check` receives the loss's
+        measurements.
 
-        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not
-        `reports`.
-        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite, InvariantError if the
-            check fails; the weights are then unchanged."""
+        Returns: this rank's metrics, to be summed over ranks (names ending in _max: maxima); {} where not
+            `reports`.
+        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; InvariantError if the
+            check fails. The weights are then unchanged."""
 
         def request(micro: MicroBatch, shard: ContextShard) -> ResponseTokens:
             return self._response_tokens(
@@ -101,8 +105,9 @@ class Policy(TrainedModel):
             return self._update(micro_batches, request, finish, ask, of_shards=token_level, check=check)
 
     def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
-        """The choice of experts in forward passes, as --moe-routing-replay says. A frozen policy chooses for
-        itself."""
+        """Record or replay the choice of experts in forward passes, as --moe-routing-replay says.
+
+        A frozen policy always chooses by its own router."""
         source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
         return (
             contextlib.nullcontext()

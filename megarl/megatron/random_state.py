@@ -1,5 +1,6 @@
-"""Every random number generator of this process that training may draw from: Python's, NumPy's, torch's,
-Megatron's tracker."""
+"""Save and restore every random number generator of this process that training may draw from.
+
+These are Python's, NumPy's and torch's generators, and Megatron's tracker."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _TRACKED = "megatron/"
 
 
 def random_state() -> dict[str, str]:
-    """Generator -> its state; words and bytes in base64, for JSON."""
+    """Return generator name -> its state, for JSON. Words and bytes are in base64."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     arrays = {
@@ -38,7 +39,9 @@ def random_state() -> dict[str, str]:
 
 
 def set_random_state(state: Mapping[str, str]) -> None:
-    """What `random_state` returned; of generators that are not here (a GPU's on a CPU) nothing is set."""
+    """Restore the states that `random_state` returned.
+
+    States of generators that do not exist here (a GPU's on a CPU) are ignored."""
 
     def array(name: str, dtype: type = np.uint8) -> np.ndarray:
         return np.frombuffer(bytearray(base64.b64decode(state[name])), dtype=dtype)

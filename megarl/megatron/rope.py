@@ -1,6 +1,8 @@
-"""Frequencies of rotary embeddings, scaled as transformers and vLLM do. Megatron's RotaryEmbedding is given
-them after it was built: of llama3's scaling it has all but the factor built in, and its YaRN takes its
-factors from fields that TransformerConfig has for MLA only."""
+"""Compute frequencies of rotary embeddings, scaled as transformers and vLLM do.
+
+Megatron's RotaryEmbedding receives the frequencies after it was built. Of llama3's scaling Megatron
+hard-codes everything but the factor. Its YaRN reads factors from fields that TransformerConfig has only for
+MLA."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ Scaling = dict[str, object]
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: Scaling | None) -> torch.Tensor:
-    """[head_dim / 2] fp32: the angle between one position and the next, of each pair of dimensions.
+    """Return [head_dim / 2] fp32: for each pair of dimensions the angle between adjacent positions.
 
     Args:
         scaling: ModelShape.rope_scaling."""
@@ -29,8 +31,9 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: Scaling | None) ->
 
 
 def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones are not, between the two it is
-    interpolated."""
+    """Scale frequencies as Llama 3.1 does.
+
+    Long wavelengths are stretched by the factor, short ones are kept, and those between are interpolated."""
     low, high, context = (
         scaling[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
@@ -39,9 +42,11 @@ def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): dimensions that turn more than beta_fast times in the original
-    context are not stretched, those that turn less than beta_slow times are, by the factor; between the two a
-    ramp over the dimensions."""
+    """Scale frequencies as YaRN does (arXiv:2309.00071, section 3.2).
+
+    Dimensions that turn more than beta_fast times in the original context are kept. Dimensions that turn less
+    than beta_slow times are stretched by the factor. Between them the stretch is a ramp over the
+    dimensions."""
 
     def dimension(turns: float) -> float:
         return (
@@ -61,8 +66,10 @@ def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) ->
 
 
 def attention_factor(scaling: Scaling | None) -> float:
-    """YaRN's factor of cos and sin, 1 without. On queries and keys both, so logits have its square:
-    `softmax_scale` takes it."""
+    """Return YaRN's factor of cos and sin, or 1 without YaRN.
+
+    The factor applies to both queries and keys, so logits have its square. `softmax_scale` contains this
+    square."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if "attention_factor" in scaling:

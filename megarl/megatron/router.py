@@ -1,15 +1,15 @@
-"""The router of a mixture of experts: Megatron's choice of experts, our balancing losses, statistics and
-replay.
+"""The router of a mixture of experts, with balancing losses, statistics and replay.
 
-Megatron's own balancing losses are not used. With calculate_per_token_loss they are scaled by the tokens of
-one rank (router.py:465 of 0.16.1), which is tp * cp too little where a sequence is split, their mean depends
-on how samples are packed, and what they were worth piles up in one tracker of the process, whichever model it
-was. Here each is a sum over tokens divided by a denominator of the whole mini-batch, as the policy's loss is,
-so the numbers do not depend on the layout.
+Megatron's router chooses the experts.
+Megatron's own balancing losses are not used, for three reasons. With calculate_per_token_loss they are scaled
+by the tokens of one rank (router.py:465 of 0.16.1), which is tp * cp too little where a sequence is split.
+Their mean depends on how samples are packed. Their values accumulate in one tracker of the process for all
+models. Here each balancing loss is a sum over tokens divided by a denominator of the whole mini-batch, like
+the policy's loss, so the numbers do not depend on the layout.
 
-A forward pass carries a `RoutedTokens` in its PackedSeqParams. A hook hands it to a layer's router whenever
-the layer runs, so that a layer which is computed again in the backward pass sees its own tokens, not those of
-the latest micro-batch."""
+A forward pass carries a `RoutedTokens` in its PackedSeqParams. A hook passes the `RoutedTokens` to a layer's
+router whenever the layer runs. A layer that is recomputed in the backward pass therefore sees the tokens of
+its own micro-batch, not those of the latest one."""
 
 from __future__ import annotations
 
@@ -26,47 +26,50 @@ with cpu_megatron():
     from megatron.core.transformer.moe.router import TopKRouter
 
 STATISTICS = ("tokens", "entropy", "z", "z_squared", "balance", "changed")
-"""Sums over a rank's tokens: what follows the tokens of each expert in `Router.statistics`."""
+"""Names of the sums over a rank's tokens that follow the token counts of experts in `Router.statistics`."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What one layer adds to the loss: sum over its tokens t of p_t . c_g(t) * weight_g(t), and z_coeff *
-    mean of (log sum exp logits)^2.
+    """The balancing loss that one layer adds to the loss.
 
-    p_t are the token's routing probabilities, c_g the tokens that each expert was chosen by in group g (no
-    gradient). A group is the micro-batch, a sample or the mini-batch; see `MoEConfig`."""
+    The loss is the sum over tokens t of p_t . c_g(t) * weight_g(t), plus z_coeff * mean of (log sum exp
+    logits)^2. p_t are the token's routing probabilities. c_g counts the tokens of group g for which each
+    expert was chosen (no gradient). A group is the micro-batch, a sample or the mini-batch; see
+    `MoEConfig`."""
 
     weights: torch.Tensor | None
-    """[G] fp32, without the coefficient; None: no balancing."""
+    """[G] fp32 weights without the coefficient, or None for no balancing."""
     coeff: float
     z_coeff: float
     num_tokens: int
-    """Of the mini-batch, prompts included, all ranks."""
+    """Number of tokens in the mini-batch on all ranks, with prompts."""
     counts: torch.Tensor | None = None
-    """[layers of this chunk, 1, E] of the whole mini-batch, if the group is that; otherwise they are counted
-    in the forward pass."""
+    """[layers of this chunk, 1, E] counts of the whole mini-batch, if the group is the mini-batch.
+
+    Otherwise the forward pass counts them."""
 
 
 @dataclass
 class RoutedTokens:
-    """What the routers of one forward pass know of this rank's T tokens."""
+    """The information about this rank's T tokens that the routers of one forward pass need."""
 
     is_real: torch.Tensor
-    """[T] bool; false on padding, which counts nowhere."""
+    """[T] bool: false on padding, which is never counted."""
     groups: torch.Tensor
-    """[T] int64 into Balance.weights; anything where not real."""
+    """[T] int64: index of each token's group in Balance.weights. Entries of padding are arbitrary."""
     balance: Balance | None = None
     counts: bool = False
-    """A pass without gradients that adds to the statistics which experts the tokens favour."""
+    """True in a pass without gradients that counts the experts that the tokens favour."""
     choices: torch.Tensor | None = None
-    """[T, layers of this chunk, topk] integers: the experts of each token, to be written, or read if
-    `replays`."""
+    """[T, layers of this chunk, topk] integers: the experts of each token.
+
+    The pass reads them if `replays`, and writes them otherwise."""
     replays: bool = False
 
 
 class _AddToLoss(torch.autograd.Function):
-    """`probs`, and a gradient of 1 for a scalar that is part of the loss."""
+    """Return `probs`, and give the gradient 1 to a scalar that is part of the loss."""
 
     @staticmethod
     def forward(ctx, probs: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -78,35 +81,36 @@ class _AddToLoss(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Chooses as TopKRouter does, unless the pass replays; then the given experts get the weights that the
-    router gives them now."""
+    """A TopKRouter that can replay a given choice of experts.
+
+    In a replay the given experts receive the weights that the router computes now."""
 
     index = 0
-    """Among the routers of this chunk of the model."""
+    """Index of this router in its chunk of the model."""
     routed: RoutedTokens | None = None
-    """Of the forward pass that runs."""
+    """Tokens of the forward pass that runs."""
 
     def __init__(self, config, pg_collection=None) -> None:
         super().__init__(config, pg_collection)
         self.router_replay = _Choices(self)
         self.num_changed: torch.Tensor | None = None
-        """[T] int64, in a pass that replays: experts that each token would choose now and did not then."""
+        """[T] int64, in a replay: how many of the experts that a token would choose now are not replayed."""
         self.statistics: torch.Tensor | None = None
-        """[E + len(STATISTICS)] fp64, sums over the passes since it was None."""
+        """[E + len(STATISTICS)] fp64: sums over the passes since it was None."""
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits: [T, 1, E] fp32 -> weights [T, E], zero where not chosen, and choices [T, E] bool."""
+        """Route logits [T, 1, E] fp32 to weights [T, E], zero where not chosen, and choices [T, E] bool."""
         probs, chosen = super().routing(logits)
-        # Recompute runs every layer without gradients first; only the pass with gradients counts, so each
-        # token does once.
+        # Recompute first runs every layer without gradients. Only the pass with gradients counts, so each
+        # token is counted once.
         if self.routed.counts or (self.routed.balance is not None and torch.is_grad_enabled()):
             probs = self._observe(logits.flatten(0, 1), probs, chosen)
         return probs, chosen
 
     def _observe(self, logits: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Add to the statistics, and to the loss if the pass has one."""
+        """Add this pass to the statistics, and to the loss if the pass has one."""
         real, balance = self.routed.is_real, self.routed.balance
         favoured, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         z = torch.logsumexp(logits, dim=-1) * real
@@ -127,8 +131,7 @@ class Router(TopKRouter):
     def _losses(
         self, favoured: torch.Tensor, scores: torch.Tensor, z: torch.Tensor, balance: Balance
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's part of the balancing loss without its coefficient, and of all that is added to the
-        loss (None: nothing)."""
+        """Return this rank's balancing loss without coefficient, and the total added to the loss or None."""
         loss, spread = None, scores.new_zeros(())
         if balance.weights is not None:
             real, groups, weights = self.routed.is_real[:, None], self.routed.groups, balance.weights[:, None]
@@ -147,8 +150,9 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _group_counts(self, favoured: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """[G, E] tokens of each group that favour each expert. Collective over the ranks that share the
-        sequences."""
+        """Return [G, E] numbers of tokens of each group that favour each expert.
+
+        Collective over the ranks that share the sequences."""
         counts = torch.zeros(num_groups, favoured.shape[1], device=favoured.device).index_add_(
             0, groups, favoured.float()
         )
@@ -158,8 +162,10 @@ class Router(TopKRouter):
 
 
 class _Choices:
-    """Stands where Megatron has its RouterReplay, which keeps the routers of all models of the process in one
-    list and finds the choices of a layer that is computed again by popping another."""
+    """A replacement of Megatron's RouterReplay for one router.
+
+    RouterReplay keeps the routers of all models of the process in one list, and finds the choices of a
+    recomputed layer by popping another list."""
 
     def __init__(self, router: Router) -> None:
         self.router = (router,)  # hidden from torch.nn.Module
@@ -167,7 +173,7 @@ class _Choices:
     def get_replay_topk(
         self, scores, topk, num_groups, group_topk, compute_topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and indices [T, topk] of the experts."""
+        """Return scores and indices [T, topk] of the chosen experts."""
         (router,) = self.router
         routed = router.routed
         values, indices = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -181,8 +187,9 @@ class _Choices:
 
 
 def connect_routers(model: torch.nn.Module) -> list[Router]:
-    """Number the routers of a chunk of the model, in the order of its layers, and let each follow the forward
-    passes of its layer."""
+    """Number the routers of a model chunk in the order of its layers, and connect them to forward passes.
+
+    A hook passes the tokens of each forward pass to the layer's router."""
     routers: list[Router] = []
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):

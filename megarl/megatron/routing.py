@@ -1,13 +1,15 @@
-"""What the routers of one model are told before a forward pass and asked after an update. `router.py` says
-what they do with it.
+"""Prepare the routers of one model for forward passes, and collect their statistics after an update.
 
-routing = Routing(chunks, options, groups, device)      collective over the mesh
-packed.routed = routing.of_pass(chunk, micro, own)      before every forward pass; after it:
-routing.end_pass(chunk, micro, packed.routed)
-with routing.choices("record"):                         forward passes inside keep which experts they chose,
-with routing.choices("replay"):                         or choose what was kept; neither: as the router does now
-routing.begin_update(micro_batches)                     collective over the mesh; every pass with gradients is then part of the update
-routing.end_update(prefix)                              collective over the mesh; its metrics"""
+`router.py` describes what the routers do.
+
+    routing = Routing(chunks, options, groups, device)      collective over the mesh
+    packed.routed = routing.of_pass(chunk, micro, own)      call before every forward pass
+    routing.end_pass(chunk, micro, packed.routed)           call after every forward pass
+    with routing.choices("record"):                         forward passes inside record the chosen experts
+    with routing.choices("replay"):                         forward passes inside replay the recorded experts
+    routing.begin_update(micro_batches)                     collective over the mesh; later passes with
+                                                            gradients are part of the update
+    routing.end_update(prefix)                              collective over the mesh; returns its metrics"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Routing:
         self._amounts: tuple[int, int] | None = (
             None  # tokens and samples of the mini-batch that is trained on
         )
-        self._counts: dict[int, torch.Tensor] = {}  # of each chunk, if the whole mini-batch was counted
+        # counts of each chunk, if the whole mini-batch was counted
+        self._counts: dict[int, torch.Tensor] = {}
         self._counting = False
         self._choosing: Literal["record", "replay"] | None = None
         self._kept: dict[
@@ -54,11 +57,11 @@ class Routing:
     def of_pass(
         self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]
     ) -> RoutedTokens:
-        """What the routers of `chunk` are to know of the next forward pass.
+        """Return the information that the routers of `chunk` need in the next forward pass.
 
         Args:
-            own: a tensor with a row per token of the micro-batch -> the rows of the T tokens that this rank's
-                layers see, on its device; -1 on padding."""
+            own: maps a tensor with a row per token of the micro-batch to the rows of the T tokens that this
+                rank's layers see, on this rank's device. Rows of padding are -1."""
         samples, by_sample = (
             own(micro.batch.sample_of_token),
             self.options.moe_router_load_balancing_type == "seq_aux_loss",
@@ -81,7 +84,9 @@ class Routing:
     def _choices(
         self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """[T, layers, topk] of this rank's tokens: to be written, of the engine, or as they were kept."""
+        """Return the choices [T, layers, topk] of this rank's tokens.
+
+        They are an empty tensor to write, the choices of the engine, or the recorded choices."""
         routers = self.routers[id(chunk)]
         if self._choosing == "record":
             num_tokens = len(own(micro.batch.sample_of_token))
@@ -102,9 +107,11 @@ class Routing:
 
     @contextlib.contextmanager
     def choices(self, what: Literal["record", "replay"]) -> Iterator[None]:
-        """Forward passes inside record which experts they choose, in place of what was recorded before, or
-        replay it; where the batch has the column routed_experts, that. A replay needs the passes of the
-        recording: as many samples in each."""
+        """Record or replay the choice of experts in the forward passes inside.
+
+        A recording replaces the previous recording. A replay uses the batch's column routed_experts if it
+        exists, otherwise the recording. A replay must run the recorded passes with the same samples in
+        each."""
         if what == "record":
             self._kept.clear()
         self._choosing = what
@@ -138,13 +145,14 @@ class Routing:
 
     @property
     def needs_counts(self) -> bool:
-        """An update is to be preceded by a forward pass over its micro-batches inside `counting`."""
+        """True if a forward pass inside `counting` must precede an update over its micro-batches."""
         return self.options.moe_router_load_balancing_type == "global_aux_loss"
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Forward passes inside count the experts that the tokens of the mini-batch favour. Collective over
-        the mesh."""
+        """Count the experts that the tokens of the mini-batch favour, in the forward passes inside.
+
+        Collective over the mesh."""
         self._counting = True
         try:
             yield
@@ -155,8 +163,9 @@ class Routing:
                 self._counts[chunk] = self._take(routers)[:, None, : routers[0].num_experts].float()
 
     def begin_update(self, micro_batches: list[MicroBatch]) -> None:
-        """Until `end_update`, forward passes with gradients have losses of this mini-batch and are
-        counted."""
+        """Start an update of a mini-batch.
+
+        Until `end_update`, passes with gradients add this mini-batch's balancing losses and are counted."""
         amounts = torch.tensor(
             [[len(m.batch.tokens), len(m.batch)] for m in micro_batches], device=self.device
         ).sum(0)
@@ -164,8 +173,9 @@ class Routing:
         self._amounts = tuple(amounts.tolist())
 
     def end_update(self, prefix: str) -> dict[str, float]:
-        """Metrics of the update, on one rank of each pipeline stage: shares that add up over stages, and
-        maxima."""
+        """Return the metrics of the update on one rank of each pipeline stage.
+
+        The metrics are parts that add up over stages, and maxima."""
         self._amounts, self._counts = None, {}
         if not self._all:
             return {}
@@ -192,7 +202,9 @@ class Routing:
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _take(self, routers: list) -> torch.Tensor:
-        """[layers, E + len(STATISTICS)] fp64, of all ranks of this stage since it was taken last."""
+        """Return and reset the statistics, summed over all ranks of this stage.
+
+        The result is [layers, E + len(STATISTICS)] fp64."""
         taken = torch.stack([router.statistics for router in routers])
         for router in routers:
             router.statistics = None

@@ -1,9 +1,8 @@
-"""What every model trained by Megatron has on one mesh: the stage, DDP, optimizer, schedule, and the run
-through the pipeline.
+"""Everything that Megatron-trained models share on one mesh: stage, DDP, optimizer, schedule and passes.
 
-`Policy` and `ValueModel` say what is built, what a forward pass is asked for and what becomes of its output.
-All ranks of the mesh call every method, with equally many micro-batches. Outputs and losses exist on the last
-pipeline stage; other stages return None."""
+`Policy` and `ValueModel` define the model, the request of a forward pass, and the handling of its output. All
+ranks of the mesh call every method, with equally many micro-batches. Outputs and losses exist on the last
+pipeline stage. Other stages return None."""
 
 from __future__ import annotations
 
@@ -48,16 +47,16 @@ with cpu_megatron():
 
 Metrics = dict[str, torch.Tensor]
 Request = Callable[[MicroBatch, ContextShard], Any]
-"""What the last stage is asked for on this rank; travels as GPTModel's `labels`."""
+"""Function that builds this rank's request to the last stage, which is passed as GPTModel's `labels`."""
 
 
 class TrainedModel(ABC):
     prefix: ClassVar[str]
-    """Of the names of this model's metrics."""
+    """Prefix of this model's metric names."""
     routing_prefix: ClassVar[str]
-    """Of those of its routers, if it is a mixture of experts."""
+    """Prefix of the metric names of its routers, if the model is a mixture of experts."""
     token_values: ClassVar[tuple[str, str]]
-    """What a loss is of, for people, and the batch's column of the same before the step."""
+    """Name of the compared number, for people, and the batch column with its value before the step."""
 
     def __init__(
         self,
@@ -71,8 +70,9 @@ class TrainedModel(ABC):
         experts: MoEConfig | None = None,
         lora: LoRAConfig | None = None,
     ) -> None:
-        """Build model and optimizer (None: frozen, forward only). The weights, those of adapters (`lora`)
-        too, are undefined until they are loaded."""
+        """Build the model and its optimizer (None: frozen, forward only).
+
+        All weights, including those of adapters (`lora`), are undefined until they are loaded."""
         _initialize_process()
         self.shape, self.mesh, self.bf16 = shape, mesh, model.bf16
         self.device = (
@@ -84,9 +84,8 @@ class TrainedModel(ABC):
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
-                self.config.gradient_accumulation_fusion = (
-                    False  # it overwrites the gradients of earlier micro-batches (layers.py:566)
-                )
+                # The fused kernel overwrites the gradients of earlier micro-batches (layers.py:566).
+                self.config.gradient_accumulation_fusion = False
             self.chunks = self._build(parallel)  # one for each virtual stage
             self.routing = (
                 Routing(self.chunks, experts or MoEConfig(), self.groups, self.device)
@@ -102,43 +101,47 @@ class TrainedModel(ABC):
                 build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
             )
             self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
-        self._parameters = {
-            name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()
-        }  # after DDP moved them
+        # The views are taken here because DDP has moved the weights before.
+        self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}
         self.memory = ModelMemory(self, owner=self.prefix)
         self._losses: list[torch.Tensor] = []
-        """Of the micro-batches of the latest passes with gradients, on the last stage."""
+        """Losses of the micro-batches of the latest passes with gradients, on the last stage."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> [rows, cols] view of the live weight, vectors as [n, 1]. The views last; their addresses
-        change with an offload."""
+        """The live weights by name, as views [rows, cols]. Vectors are [n, 1].
+
+        The views stay valid. Their addresses change with an offload."""
         self.memory.use("parameters")
         return self._parameters
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """`parameters` for others to read, as a sync or an export: adapted matrices with what their adapters
-        add, as of the last `merge_adapters`. Without adapters, `parameters` itself."""
+        """The weights that other components read, for example for a sync or an export.
+
+        Adapted matrices include their adapters, as of the last `merge_adapters`. Without adapters this is
+        `parameters` itself."""
         if self.adapters is None:
             return self.parameters
         self._allocate_merged()
         return self.parameters | self.adapters.merged
 
     def merge_adapters(self) -> None:
-        """Make `weights` current. Local to the rank."""
+        """Update `weights` to include the current adapters. Local to the rank."""
         if self.adapters is not None:
             self._allocate_merged()
             self.adapters.merge(self.parameters)
 
     def _allocate_merged(self) -> None:
-        """Once, when somebody first reads `weights`."""
+        """Allocate the merged matrices once, when `weights` is first read."""
         if not self.adapters.merged:
             self.adapters.allocate_merged(self.parameters)
             self.memory.add("parameters", self.adapters.merged.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """By the names of the atlas: those of chunk c begin with `chunks.<c>.` if there are several."""
+        """Yield (name, parameter) with the names of the atlas.
+
+        If there are several chunks, the names of chunk c begin with `chunks.<c>.`."""
         if self.sharded:
             yield from self.sharded[0].whole_parameters.items()
             return
@@ -146,8 +149,9 @@ class TrainedModel(ABC):
             yield from chunk.named_parameters(prefix)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By the same names, before the optimizer steps: what this rank has of them; of sharded ones its
-        part."""
+        """Yield (name, gradient) of what this rank holds, before the optimizer steps.
+
+        The names are those of `named_parameters`. A rank holds only its part of a sharded gradient."""
         name_of = {parameter: name for name, parameter in self.named_parameters()}
         for ddp in self.sharded:
             yield from (
@@ -163,7 +167,7 @@ class TrainedModel(ABC):
             )
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those, and what a checkpoint has too but no gradient moves: the corrections of routers' scores."""
+        """Yield the parameters, and the routers' score corrections, which are buffers in checkpoints too."""
         yield from self.named_parameters()
         for prefix, chunk in self._named_chunks():
             yield from (
@@ -178,7 +182,9 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
-        """This rank's stage and shard, weights uninitialised, as chunks. Collective over the mesh."""
+        """Build this rank's stage and shard as chunks, with uninitialised weights.
+
+        Collective over the mesh."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -186,7 +192,7 @@ class TrainedModel(ABC):
 
     @property
     def reports(self) -> bool:
-        """True on one rank of every data-parallel replica: the one whose numbers are counted."""
+        """True on one rank of every data-parallel replica, whose numbers are counted."""
         return self._reports_shard and self.groups.cp.rank() == 0
 
     @property
@@ -196,11 +202,11 @@ class TrainedModel(ABC):
 
     @property
     def _reports_shard(self) -> bool:
-        """The same for numbers of which every context-parallel rank has a part."""
+        """True on each rank that reports its part of numbers that are split over context-parallel ranks."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel | ShardedDataParallel]:
-        # Losses are divided by global denominators already: no token count for Megatron to divide by.
+        # Losses are already divided by global denominators, so Megatron gets no token count to divide by.
         self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
             chunks, None, pg_collection=self.groups
         )
@@ -221,8 +227,8 @@ class TrainedModel(ABC):
             overlap_grad_reduce=optimizer.overlap_grad_reduce,
             grad_reduce_in_fp32=True,
         )
-        # The gradients of later chunks are ready while the first one's backward still goes on: nothing is
-        # gained by reducing parts of them.
+        # The gradients of later chunks are ready while the backward pass of the first one still runs.
+        # Reducing parts of them would gain nothing.
         ddp = [
             DistributedDataParallel(
                 self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups
@@ -236,7 +242,7 @@ class TrainedModel(ABC):
         return ddp
 
     def parameters_changed(self) -> None:
-        """Make the optimizer's fp32 master weights follow a direct write into `parameters`."""
+        """Copy a direct write into `parameters` to the optimizer's fp32 master weights."""
         if self.optimizer is not None:
             self.memory.use("parameters", "optimizer")
             with cpu_megatron():
@@ -245,21 +251,22 @@ class TrainedModel(ABC):
                     ddp.reload_masters()
 
     def advance_schedule(self) -> None:
-        """Set the learning rate of the next step. Before the step's first update, so that warm-up does not
-        begin with a step at 0."""
+        """Set the learning rate of the next step.
+
+        Call this before the first update of the step, so that warm-up does not start with a step at 0."""
         self.scheduler.step(1)
 
     def step(self, check: LossCheck | None = None) -> dict[str, float]:
-        """One optimizer step with the gradients that are there.
+        """Take one optimizer step with the accumulated gradients.
 
         Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the
-        others.
-        Raises: NonFiniteStep, on all ranks, if a gradient or a loss is not finite on one of them,
-            InvariantError if the check fails; nothing has changed then."""
+            others.
+        Raises: NonFiniteStep, on all ranks, if a gradient or a loss is not finite on one of them;
+            InvariantError if the check fails. Nothing has changed then."""
         self.memory.use("parameters", "gradients", "optimizer")
         grad_norm, is_finite = prepare_step(self.optimizer)
         finite = [torch.tensor(is_finite, device=self.device), *(loss.isfinite() for loss in self._losses)]
-        sums = (~torch.stack(finite).all()).double()[None]  # ranks that have something not finite
+        sums = (~torch.stack(finite).all()).double()[None]  # number of ranks that have a non-finite number
         if check is not None:
             sums = torch.cat([sums, check.sums(self.device)])
         dist.all_reduce(sums, group=self.groups.intra_dist_opt)
@@ -285,15 +292,15 @@ class TrainedModel(ABC):
         of_shards: bool = False,
         check: LossCheck | None = None,
     ) -> dict[str, float]:
-        """One optimizer step; `loss` turns the last stage's output into a loss and its metrics, one dict per
-        part of the micro-batch.
+        """Take one optimizer step that minimises `loss` of the last stage's output.
 
         Args:
-            ask: a pass without gradients -> the numbers that the loss is of, as `log_probs` or `values`
-                returns them.
+            loss: returns the loss of a micro-batch and its metrics, one dict per part of the micro-batch.
+            ask: runs a pass without gradients and returns the numbers that the loss compares, as `log_probs`
+                or `values` returns them.
             of_shards: loss and metrics are of this context-parallel rank's tokens. Otherwise they are of all
-                tokens, the same on each.
-            check: that `loss` tells what it sees.
+                tokens, the same on each rank.
+            check: receives the measurements of `loss`.
         Raises: NonFiniteUpdate; InvariantError if the check fails."""
         reports = self._reports_shard if of_shards else self.reports
         if check is not None:
@@ -320,7 +327,7 @@ class TrainedModel(ABC):
 
     def _begin_routing(self, micro_batches: list[MicroBatch], request: Request) -> None:
         if self.routing.needs_counts:
-            with self.routing.counting():  # without responses: no log-probs are made
+            with self.routing.counting():  # without responses, so that no log-probs are computed
                 self._forward_only(
                     [MicroBatch(micro.batch, micro.response_positions[:0]) for micro in micro_batches],
                     request,
@@ -335,8 +342,7 @@ class TrainedModel(ABC):
         loss: Callable[[MicroBatch, Any], tuple[torch.Tensor, list[Metrics]]],
         check: LossCheck | None = None,
     ) -> list[list[Metrics]]:
-        """Add the gradients of all micro-batches to those that are there -> on the last stage the metrics of
-        each."""
+        """Add the gradients of all micro-batches, and return the metrics of each on the last stage."""
         self._losses = []
 
         def forward_step(iterator, model):
@@ -361,10 +367,11 @@ class TrainedModel(ABC):
         request: Request,
         keep: Callable[[Any], torch.Tensor] = lambda output: output,
     ) -> list[torch.Tensor] | None:
-        """`keep` of what the last stage returns for each micro-batch, on the CPU; None before the last stage.
+        """Run forward passes, and return `keep` of the last stage's outputs on the CPU.
 
-        In training mode, so that a check of what comes out sees the model as it is trained: with dropout on
-        it fails."""
+        Stages before the last one return None.
+        The model is in training mode, so that a check of the output sees the model as it is trained. With
+        dropout the check fails."""
 
         def forward_step(iterator, model):
             micro = next(iterator)
@@ -383,7 +390,7 @@ class TrainedModel(ABC):
         micro_batches: list[MicroBatch],
         forward_only: bool,
     ) -> list:
-        """Through Megatron's schedule -> what the last stage collected per micro-batch."""
+        """Run Megatron's schedule and return what the last stage collected per micro-batch."""
         self.memory.use("parameters")
         for ddp in self.sharded:
             ddp.use_whole()
@@ -411,22 +418,25 @@ class TrainedModel(ABC):
         return output
 
     def _own_tokens(self, values: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-        """Of a tensor with a row per token of the micro-batch, the rows of the tokens that this rank's layers
-        see; -1 on padding."""
+        """Select the rows of the tokens that this rank's layers see; rows of padding are -1.
+
+        `values` has a row per token of the micro-batch."""
         values = shard.take(values, padding=-1)
         if self.config.sequence_parallel:
             values = values.chunk(self.groups.tp.size())[self.groups.tp.rank()]
         return values.to(self.device)
 
     def _packed(self, shard: ContextShard) -> PackedSeqParams:
-        """Lengths are of whole sequences with their padding, also where this rank has a part of each: rope
-        and Transformer Engine divide them by the context-parallel size. That they are the padded ones too
-        says that nothing lies between sequences."""
+        """Describe the packed sequences to Megatron.
+
+        The lengths are of whole sequences with padding, also where this rank has a part of each sequence:
+        rope and Transformer Engine divide them by the context-parallel size. The fields
+        for padded lengths hold the same lengths, which says that nothing lies between sequences."""
         lengths = shard.lengths
         cu_seqlens = (
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         )
-        # max_seqlen must be the true maximum: with the token count instead, Megatron switches to global rope
+        # max_seqlen must be the true maximum. With the token count instead, Megatron switches to global rope
         # positions.
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -437,23 +447,25 @@ class TrainedModel(ABC):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
+        # PackedAttention reads these on the host.
         packed.sequence_lengths, packed.gather_order = (
             lengths,
             shard.gather_order,
-        )  # on the host, for PackedAttention
+        )
         return packed
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Without DDP; Megatron-FSDP wraps a chunk twice."""
+    """Return the model without DDP. Megatron-FSDP wraps a chunk twice."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
 def _initialize_process() -> None:
-    """The only process-wide Megatron state: its fixes, the scratch buffer of sequence parallelism and the RNG
-    tracker of recompute."""
+    """Initialise the only process-wide Megatron state.
+
+    This state is the fixes, the scratch buffer of sequence parallelism, and the RNG tracker of recompute."""
     fix_megatron()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         with cpu_megatron():

@@ -1,9 +1,8 @@
-"""What a checkpoint holds of a model that Megatron trains: weights, Adam's moments, and how many steps were
-taken.
+"""Save and load the checkpoint of a model that Megatron trains: weights, Adam's moments and step counts.
 
 The tensors are views of live memory, cut into rectangles of the canonical tensors. A distributed optimizer
-holds stretches of parameters, each at most three rectangles; where there are fp32 masters, they are the
-weights that are saved."""
+holds stretches of parameters, and each stretch is at most three rectangles. Where there are fp32 master
+weights, the checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ def save_checkpoint(
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
-    To write while training goes on: `save` copies of `saved_rectangles` and `model_state` in a thread, with a
-    group of its own.
+    To write while training goes on, call `save` with copies of `saved_rectangles` and `model_state` in a
+    thread, with a separate process group.
 
     Args:
-        atlas: of this rank.
-        state: what else to remember, for JSON; returned by `load_checkpoint`.
-        group: of the mesh's ranks. Default: that of the model.
+        atlas: the atlas of this rank.
+        state: other data to store, for JSON. `load_checkpoint` returns it.
+        group: a group of the mesh's ranks. The default is the model's group.
     Raises: CheckpointError, on every rank."""
     group = group or model.groups.intra_dist_opt
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
@@ -60,16 +59,17 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
     digests: bool = True,
 ) -> dict[str, object]:
-    """Continue where the checkpoint was, on any mesh. Collective over it. The learning rate is what this
-    job's flags say at that step.
+    """Restore a checkpoint on any mesh. Collective over the mesh.
+
+    The learning rate is the one that this job's flags give at the restored step.
 
     Args:
         weights_only: leave moments and schedule as they are, e.g. for a checkpoint of `megarl convert`, which
-            has none. A frozen model reads no others.
-        digests: False: `verify_checkpoint` has just checked them.
+            has none. A frozen model always reads only weights.
+        digests: False if `verify_checkpoint` has just checked them.
     Returns: the `state` that was saved.
-    Raises: CheckpointError, on every rank, if the folder holds no whole checkpoint of this model; the model
-        is then as it was."""
+    Raises: CheckpointError, on every rank, if the folder holds no complete checkpoint of this model. The
+        model is then unchanged."""
     resume = model.optimizer is not None and not weights_only
     state = load(
         folder,
@@ -89,13 +89,15 @@ def load_checkpoint(
 def verify_checkpoint(
     folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises: CheckpointError, on every rank, if `load_checkpoint` would. Collective."""
+    """Check a checkpoint without loading it. Collective.
+
+    Raises: CheckpointError, on every rank, if `load_checkpoint` would raise it."""
     rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
     verify(folder, rectangles, group or model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
-    """What is the same on every rank, and the layout, for people. Collective."""
+    """Return the state that is the same on every rank, and the layout, for people. Collective."""
     state: dict[str, object] = {
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "mesh": model.mesh.shape | model.mesh.expert_shape,
@@ -116,25 +118,26 @@ def _function_of(model: TrainedModel) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """What the optimizer has of the elements [start, start + length) of a parameter, each [length].
+    """The optimizer's tensors for the elements [start, start + length) of a parameter, each [length].
 
     Args:
-        master: fp32, None if the parameter itself is."""
+        master: fp32 master weights, or None if the parameter itself is fp32."""
 
     start: int
     master: Tensor | None
     moments: dict[str, Tensor]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, values)"""
+        """Yield (kind, values) of the moments and the master weights."""
         yield from self.moments.items()
         if self.master is not None:
             yield WEIGHTS, self.master
 
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
-    """Of this rank. A tied embedding is saved by the first stage: the last stage's copy may be cut
-    otherwise."""
+    """Return the rectangles that this rank saves.
+
+    The first stage saves a tied embedding, because the last stage's copy may be cut differently."""
     sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
     parameters = dict(model.named_parameters())
     for name, values in model.parameters.items():
@@ -150,8 +153,10 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
 
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
-    """What this rank wants to know: all of its weights, also those whose masters are other ranks'; of the
-    moments, if it resumes, its own."""
+    """Yield the rectangles that this rank loads.
+
+    They are all of its weights, also those whose master weights are on other ranks, and its own moments if it
+    resumes."""
     sizes, stretches = _canonical_sizes(model), _stretches(model)
     for name, values in model.parameters.items():
         param = _param(atlas, name)
@@ -162,7 +167,7 @@ def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Itera
 
 
 def _canonical_sizes(model: TrainedModel) -> Sizes:
-    """Of its canonical tensors, those of adapters too."""
+    """Return the sizes of the model's canonical tensors, including those of adapters."""
     return hf_sizes(model.shape) | (adapter_sizes(model.shape, model.adapters.lora) if model.adapters else {})
 
 
@@ -178,7 +183,9 @@ def _param(atlas: Atlas, name: str) -> LocalParam:
 
 
 def _inner_optimizers(model: TrainedModel) -> list:
-    """One for the parameters outside of experts and one for experts; some ranks have none of a kind."""
+    """Return one optimizer for the parameters outside of experts and one for experts.
+
+    Some ranks lack one of them."""
     found = (
         getattr(model.optimizer, "chained_optimizers", [model.optimizer])
         if model.optimizer is not None
@@ -188,7 +195,7 @@ def _inner_optimizers(model: TrainedModel) -> list:
 
 
 def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
-    """On this rank or another one; None: a buffer."""
+    """Return whether a parameter has master weights on any rank. `parameter` is None for a buffer."""
     return (
         model.optimizer is not None
         and parameter is not None
@@ -198,7 +205,7 @@ def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> b
 
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
-    """By name, what this rank updates. Adam's state is made if it has not taken a step yet."""
+    """Return name -> what this rank updates. Adam's state is created if no step was taken yet."""
     model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
     out: dict[str, _Stretch] = {}
     name_of = {parameter: name for name, parameter in model.named_parameters()}
@@ -219,8 +226,9 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
 
 
 def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
-    """(parameter of the model, first element, what Adam updates in its place, is that a master) of an
-    optimizer of Megatron 0.16.1."""
+    """Yield (model parameter, first element, tensor that Adam updates, whether it is a master weight).
+
+    `inner` is an optimizer of Megatron 0.16.1."""
     if model.sharded:
         yield from (
             (parameter, start, shard, model.bf16)
@@ -253,13 +261,14 @@ def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn
 
 
 def _make_state(inner) -> None:
-    """As the first step would. Megatron's own function leaves out the counter that PyTorch's Adam keeps
-    beside each parameter."""
+    """Create Adam's state as the first step would.
+
+    Megatron's own function leaves out the counter that PyTorch's Adam keeps beside each parameter."""
     with cpu_megatron():
         inner.init_state_fn(inner.optimizer, inner.config)
     if isinstance(inner.optimizer, torch.optim.AdamW):
         for group in inner.optimizer.param_groups:
-            # A fused kernel reads the counter beside the parameter: torch/optim/adam.py, `_init_group`.
+            # A fused kernel reads the counter beside the parameter (torch/optim/adam.py, `_init_group`).
             on_device = group["fused"] or group["capturable"]
             for parameter in group["params"]:
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
@@ -267,13 +276,12 @@ def _make_state(inner) -> None:
 
 
 def _optimizer_steps(model: TrainedModel) -> int:
-    """Of this rank; 0 if it updates nothing."""
+    """Return the number of steps of this rank's optimizers, or 0 if the rank updates nothing."""
     steps = []
     for inner in _inner_optimizers(model):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
-        steps += [
-            group["step"] for group in inner.optimizer.param_groups if "step" in group
-        ]  # Transformer Engine's
+        # Transformer Engine's Adam keeps the counter in the parameter group.
+        steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]
     return int(max(steps, default=0))
 
 

@@ -1,8 +1,8 @@
-"""Whether this process can use NVIDIA's Transformer Engine. Asked before Megatron is imported.
+"""Detect whether this process can use NVIDIA's Transformer Engine, before Megatron is imported.
 
-Megatron asks in a dozen places whether `import transformer_engine` works, and each looks at another part of
-it. A build for another PyTorch or CUDA passes in some places and fails in others, so a Transformer Engine
-that cannot be used is hidden from all of them."""
+Megatron tries `import transformer_engine` in a dozen places, and each place tests another part of the
+library. A build for another PyTorch or CUDA passes in some places and fails in others. A Transformer Engine
+that cannot be used is therefore hidden from all of them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def transformer_engine_problem() -> str | None:
-    """Why this process cannot use Transformer Engine; None if it can.
+    """Return why this process cannot use Transformer Engine, or None if it can.
 
-    The PyTorch part is imported: a build for another PyTorch is there and does not import."""
+    The check imports the PyTorch part, because a build for another PyTorch is present but fails to import."""
     if not torch.cuda.is_available():
         return "no GPU"
     if importlib.util.find_spec("transformer_engine") is None:
@@ -37,21 +37,22 @@ def transformer_engine_problem() -> str | None:
 
 
 def uses_transformer_engine() -> bool:
-    """Whether models are built from Transformer Engine's layers. Megatron's local ones are the alternative,
-    with our norm and attention.
+    """Return whether models are built from Transformer Engine's layers.
 
-    All ranks must answer alike: names of parameters differ, and rounding does (`join_world` compares)."""
+    The alternative is Megatron's local layers with our norm and attention. All ranks must return the same
+    answer, because parameter names and rounding differ (`join_world` compares)."""
     return transformer_engine_problem() is None
 
 
 def transformer_engine_version() -> str | None:
-    """None where it cannot be used."""
+    """Return the version of Transformer Engine, or None if it cannot be used."""
     return importlib.metadata.version("transformer-engine") if uses_transformer_engine() else None
 
 
 def hide_unusable() -> None:
-    """Make `import transformer_engine` fail if Transformer Engine cannot be used; log once per node if it is
-    broken."""
+    """Make `import transformer_engine` fail if Transformer Engine cannot be used.
+
+    A broken installation is logged once per node."""
     problem = transformer_engine_problem()
     if problem is None or problem == "not installed":
         return
@@ -64,5 +65,5 @@ def hide_unusable() -> None:
             problem,
         )
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-        del sys.modules[name]  # what a failed import has left
+        del sys.modules[name]  # remains of a failed import
     sys.modules["transformer_engine"] = None

@@ -1,16 +1,16 @@
 """A value model on one mesh: a critic, or a reward model that gives each sample one number.
 
-    create_groups(mesh)                             all ranks of the world, once
-    critic = ValueModel(shape, mesh, ...)           collective over the mesh; shape = ModelShape.load(folder, value_head=True)
-    critic.parameters_changed()                     after every direct write into critic.parameters
-    critic.values(micro_batches)                    V of the state in which each response token was chosen; no gradient
-    critic.scores(micro_batches)                    the value after each sample's last token; no gradient
-    critic.update(micro_batches, loss)              one optimizer step
+    create_groups(mesh)                    call on all ranks of the world, once
+    critic = ValueModel(shape, mesh, ...)  collective; shape = ModelShape.load(folder, value_head=True)
+    critic.parameters_changed()            call after every direct write into critic.parameters
+    critic.values(micro_batches)           V of the state in which each response token was chosen; no gradient
+    critic.scores(micro_batches)           the value after each sample's last token; no gradient
+    critic.update(micro_batches, loss)     one optimizer step
 
-The transformer of a policy with the head of transformers' ...ForSequenceClassification with one label: value
-= score.weight @ hidden. All ranks of the mesh call every method, with equally many micro-batches. Values and
-losses exist on the last pipeline stage, on all of its tensor- and context-parallel ranks; other stages return
-None for them."""
+The model is the transformer of a policy with the head of transformers' ...ForSequenceClassification with one
+label: value = score.weight @ hidden. All ranks of the mesh call every method, with equally many
+micro-batches. Values and losses exist on all tensor- and context-parallel ranks of the last pipeline stage.
+Other stages return None for them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from megarl.megatron.model import ValueHeadModel, ValuePositions, build_value_he
 from megarl.megatron.trained_model import TrainedModel
 
 ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, values [N] fp32 of its response tokens) -> (loss divided by its global denominator,
-metrics)."""
+"""Function that computes the loss, divided by its global denominator, and its metrics.
+
+Its arguments are the micro-batch and the values [N] fp32 of the micro-batch's response tokens."""
 
 
 class ValueModel(TrainedModel):
@@ -40,16 +41,16 @@ class ValueModel(TrainedModel):
         return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)
 
     def values(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
-        """The value before each response token of each micro-batch, each [N] fp32 on the CPU; None before the
-        last stage.
+        """Return the value before each response token, [N] fp32 on the CPU for each micro-batch.
 
-        Element i has seen the tokens before token i only: it is the head's output at the position that
-        predicts it, so it is aligned with log_probs."""
+        Stages before the last one return None. Element i has seen only the tokens before token i. It is the
+        head's output at the position that predicts token i, so it is aligned with log_probs."""
         return self._forward_only(micro_batches, self._before_responses)
 
     def scores(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
-        """The value after the last token of each sample, each [B] fp32 on the CPU; None before the last
-        stage."""
+        """Return the value after the last token of each sample, [B] fp32 on the CPU for each micro-batch.
+
+        Stages before the last one return None."""
         return self._forward_only(
             micro_batches, lambda micro, shard: self._at(micro.batch.cu_seqlens[1:] - 1, shard)
         )
@@ -57,13 +58,14 @@ class ValueModel(TrainedModel):
     def update(
         self, micro_batches: list[MicroBatch], loss: ValueLoss, check: LossCheck | None = None
     ) -> dict[str, float]:
-        """One optimizer step over the micro-batches of all data-parallel ranks; `loss` is called once per
-        micro-batch. `check`: that the loss tells what it sees.
+        """Take one optimizer step over the micro-batches of all data-parallel ranks.
 
-        Returns: this rank's metrics, to be summed over ranks (maxima for names ending in _max); {} where not
-        `reports`.
-        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite, InvariantError if the
-            check fails; the weights are then unchanged."""
+        `loss` is called once per micro-batch. `check` receives the loss's measurements.
+
+        Returns: this rank's metrics, to be summed over ranks (names ending in _max: maxima); {} where not
+            `reports`.
+        Raises: NonFiniteUpdate, on all ranks, if the loss or a gradient is not finite; InvariantError if the
+            check fails. The weights are then unchanged."""
 
         def finish(micro: MicroBatch, values: torch.Tensor):
             value, metrics = loss(micro, values)
@@ -76,7 +78,7 @@ class ValueModel(TrainedModel):
         return self._at(micro.predict_positions, shard)
 
     def _at(self, positions: torch.Tensor, shard: ContextShard) -> ValuePositions:
-        """Of positions in the micro-batch's tokens."""
+        """Request the values at positions among the micro-batch's tokens."""
         rows = shard.rows_of(positions)
         here = positions if rows is None else shard.local(positions[rows])
         return ValuePositions(
