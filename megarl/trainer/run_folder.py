@@ -223,7 +223,7 @@ class Run:
             raise
 
     def _remove_if_unused(self) -> None:
-        """Remove the files of a run that failed before the first record: they would block the next attempt."""
+        """Remove the files of a run that failed before the first record: they would block a new attempt."""
         metrics, rollouts = self.folder / METRICS, self.folder / ROLLOUTS
         with contextlib.suppress(OSError):
             if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):

@@ -2,15 +2,15 @@
 
 ready
     A node is ready when the calls that write its inputs have ended. The calls may also be queued in front of
-        the node on each of its ranks, where the node cannot overtake them. The second case requires that the
-        driver needs none of the values to make the call.
+    the node on each of its ranks, where the node cannot overtake them. The second case requires that the
+    driver needs none of the values to make the call.
 exchange
     An exchange brings columns between roles that share no mesh. It is one call on the ranks of both roles, in
-        front of all readers there.
+    front of all readers there.
 fair
     A call on several ranks waits on each of them for the last one that becomes free. If the ranks become free
-        at different times, the call is held back while something else could still run on one of them.
-        Meanwhile at most one call is on any of its ranks, so that its turn comes soon.
+    at different times, the call is held back while something else could still run on one of them. Meanwhile
+    at most one call is on any of its ranks, so that its turn comes soon.
 order
     The node with the longest chain behind it goes first, then the order of declaration: the same every time.
 
@@ -178,8 +178,9 @@ class Scheduler:
         return self._results
 
     def close(self) -> None:
-        """Wait for all calls in flight, also in the background. Call this at the end of a job that did not
-        fail.
+        """Wait for all calls in flight, also in the background.
+
+        Call this at the end of a job that did not fail.
 
         Raises like `run`.
         """

@@ -292,8 +292,9 @@ class Trainer:
             self.evaluate()
 
     def save_checkpoint(self) -> None:
-        """Begin a checkpoint of the state after this step, in --save. `wait` or the next checkpoint completes
-        it.
+        """Begin a checkpoint of the state after this step, in --save.
+
+        `wait` or the next checkpoint completes it.
 
         Raises: ValueError within a step.
         """
