@@ -8,8 +8,8 @@ destination
 all participants
     Every rank votes. The lowest rank counts the votes and writes the verdict.
 destination
-    A destination commits: the version generates and the prefix cache is empty. Otherwise it gives up, and all
-        ranks raise the same SyncError.
+    A destination commits if the verdict is good. Then the version generates and the prefix cache is empty.
+    Otherwise the destination gives up, and all ranks raise the same SyncError.
 
 No destination commits before all have the version, and no source changes its weights before. The error names
 a rank that is late or dead when the deadline is over. No rank waits longer.
