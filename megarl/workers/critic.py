@@ -1,4 +1,4 @@
-"""The critic on one rank: a value for every response token, and its updates."""
+"""Implement the critic on one rank: a value for every response token, and its updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class CriticRole(MegatronRole):
     """The value model, which starts from --critic-model. A language model gets a value head of zeros.
 
-    The value of a response token is that of the state in which the token was chosen."""
+    The value of a response token is that of the state in which the token was chosen.
+    """
 
     objective = Objective(
         loss="value_loss",
