@@ -1,4 +1,4 @@
-"""Run a step on all ranks of a group so that it succeeds on all of them or fails on all of them."""
+"""Run a step on all ranks of a group: it succeeds on all of them or fails on all of them."""
 
 from __future__ import annotations
 

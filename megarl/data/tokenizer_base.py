@@ -1,4 +1,4 @@
-"""Define the interface that every tokenizer offers, whatever library is behind it."""
+"""Define the interface that every tokenizer offers."""
 
 from __future__ import annotations
 

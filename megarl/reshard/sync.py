@@ -55,7 +55,7 @@ class Receiver(Protocol):
     """
 
     process: str | None
-    """None if the weights are in this process, else a unique name of the process that holds them."""
+    """Unique name of the process that holds the weights; None if it is this process."""
     device: str
     tensors: dict[int, dict[str, Tensor]]
     """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype.

@@ -1,4 +1,4 @@
-"""vLLM's CPU sampler with the noise of draws.py.
+"""Sample tokens on CPU as vLLM does, with the noise of draws.py.
 
 The noise of a token depends only on the request's key and on the token's position.
 """

@@ -55,7 +55,7 @@ class Response(NamedTuple):
     token_ids: list[int]
     """Sampled tokens, including the end-of-sequence or stop token that ended the response."""
     log_probs: list[float]
-    """log pi(token) of each token, at the sampling temperature."""
+    """Log-prob log pi(token) of each token, at the sampling temperature."""
     finish_reason: str
     """Reason why the response ended: "stop" or "length"."""
     experts: torch.Tensor | None = None
@@ -143,10 +143,10 @@ class Engine:
             prefixes: first tokens of each response, sampled before. The engine returns only the tokens after
                 them. These are the tokens that an uninterrupted response would have had. A stop string that
                 begins in a prefix is not found.
-        Raises: RuntimeError before the first sync. ValueError for prompts that are too long, for keys or
-        prefixes that do not pair up, for prefixes that leave nothing to sample, and for an engine that cannot
-        continue after a prefix. Aborted if the job shuts down; afterwards the engine cannot generate any
-        more.
+        Raises: RuntimeError before the first sync. ValueError for prompts that are too long, and for keys or
+        prefixes that do not pair up. ValueError also for prefixes that leave nothing to sample, and for an
+        engine that cannot continue after a prefix. Aborted if the job shuts down; afterwards the engine
+        cannot generate any more.
         """
         if self.version is None:
             raise RuntimeError(

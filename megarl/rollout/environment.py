@@ -1,6 +1,4 @@
-"""Control the process around vLLM: its environment variables, its side effects, and what a crash leaves
-behind.
-"""
+"""Control the process around vLLM: environment variables, side effects, and leftovers of a crash."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
 
 
 def end_with_owner() -> None:
-    """Exit as soon as the process that started the engine is gone, whatever ended it.
+    """Exit as soon as the process that started the engine has ended in any way.
 
     Call this in a process of an out-of-process engine.
     """

@@ -6,11 +6,14 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 
 CPU_BLOCK_SIZE = 128
-"""vLLM's default number of tokens in a KV-cache block on a CPU."""
+"""Number of tokens in a KV-cache block on a CPU, vLLM's default."""
 GPU_BLOCK_SIZE = 16
-"""vLLM's default number of tokens in a KV-cache block on a GPU."""
+"""Number of tokens in a KV-cache block on a GPU, vLLM's default."""
 MAX_CPU_KV_CACHE_BYTES = 2**30
-"""Largest default KV cache of an engine on a CPU. Requests wait for each other if it is too small for all."""
+"""Largest default size of an engine's KV cache on a CPU.
+
+Requests wait for each other if the cache is too small for all.
+"""
 
 
 def most_sequences(config: TrainConfig, num_engines: int) -> int:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with a fast path through the plain decode step.
+"""Extend vLLM's scheduler with a fast path through the plain decode step.
 
 On a small model vLLM spends more time on scheduling than on arithmetic. Each step checks every request for
 encoder inputs, drafts, adapters, connectors and preemption, and reports every token to the front end. None of

@@ -53,7 +53,7 @@ class InitInfo(WeightTransferInitInfo):
     """Settings that the rank that drives the engine sends to its workers once."""
 
     expose: Callable[[Atlas, dict[str, View]], None] | None = None
-    """In the trainer's process: callback that receives the atlas and the live weights by name."""
+    """Callback in the trainer's process that receives the atlas and the live weights by name."""
     ranks: list[int] | None = None
     """Rank in the plan of each tensor-parallel rank of the engine; in another process."""
     double_buffer: bool = False

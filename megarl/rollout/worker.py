@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with uniquely named shared memory and our sampler."""
+"""Extend vLLM's CPU worker by uniquely named shared memory and our sampler."""
 
 from __future__ import annotations
 

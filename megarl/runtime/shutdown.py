@@ -59,7 +59,7 @@ class ShutdownRequest(Protocol):
     is_armed: bool
     """Whether the loop handles a request now."""
     requested_at: float | None
-    """`time.monotonic()` of the first request."""
+    """Time of the first request, by `time.monotonic()`."""
 
     def request(self) -> None:
         """Ask for the shutdown."""
@@ -375,7 +375,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
     Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
     handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
-    the work on the SIGINT goes on.
+    that work continues.
     """
     job = _running
     if signum == signal.SIGTERM:

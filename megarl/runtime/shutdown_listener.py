@@ -1,4 +1,4 @@
-"""Keep a rank alive in a graceful shutdown until the driver has decided what a SIGTERM means.
+"""Keep a rank alive in a graceful shutdown until the driver has decided how to treat a SIGTERM.
 
     SIGTERM                  reported to the driver. It may mean the end of the whole job; then the driver
     shuts

@@ -151,9 +151,9 @@ class Scheduler:
         Other nodes that were ready may have been issued by then. `resume` continues the step.
 
         Returns: the results of all issued nodes, by name. Nodes without readers may still be running.
-        Raises: FlowError before the first call if the flow is wrong; the first error of any rank;
-        RuntimeError that names the node if a function of the driver fails, here or in the background since
-        the last step.
+        Raises: FlowError before the first call if the flow is wrong. The first error of any rank.
+        RuntimeError naming the node if a function of the driver fails, here or in the background since the
+        last step.
         """
         self._end_the_step_before()
         if self._prepared is None or self._prepared.flow is not flow:

@@ -170,8 +170,9 @@ class StepRunner:
                 self.gate.check_first(result)
 
     def skips(self, node: Node) -> bool:
-        """Return whether a node is left out of this step: an actor keeps its weights while its critic warms
-        up.
+        """Return whether a node is left out of this step.
+
+        An actor keeps its weights while its critic warms up.
         """
         warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)

@@ -28,7 +28,7 @@ class StopRequest:
         self.is_armed = False
         """Whether the job handles the request. Only then does a SIGTERM make a request."""
         self.requested_at: float | None = None
-        """time.monotonic() of the first request."""
+        """Time of the first request, by `time.monotonic()`."""
         self._has_updated = False
         self._holds = 0
 

@@ -73,10 +73,10 @@ class DataRole(RandomStateOfRank):
             mini_batches: as planned for the mesh.
             source: the rollout source of the samples.
         Returns: batch/samples_moved and batch/bytes_moved, which count the data that this rank received.
-        Raises: ValueError, before anything is sent, for a sample without an owner, for a sample that this
-        rank should own but does not hold, and for a plan that does not fit the mesh. InvariantError if the
-        received samples are not those of the engines, or if the driver's record of a sample differs from its
-        owner's.
+        Raises: ValueError, before anything is sent, for a sample without an owner and for a plan that does
+        not fit the mesh. ValueError also for a sample that this rank should own but does not hold.
+        InvariantError if the received samples are not those of the engines, or if the driver's record of a
+        sample differs from its owner's.
         """
         mesh = self._mesh(key)
         destinations = self._ranks_of_samples(key, mini_batches, last_stage=False)
@@ -121,9 +121,10 @@ class DataRole(RandomStateOfRank):
         Args:
             source, destination: shard keys.
         Returns: batch/bytes_exchanged that this rank received.
-        Raises: ValueError, before anything is sent, for an unknown column, for a column that this rank should
-        give and does not have, for a mesh without a batch here, and for batches of different samples.
-        InvariantError if a sample gets other values than were written for it, or values of other tokens.
+        Raises: ValueError, before anything is sent, for an unknown column and for a column that this rank
+        should send but does not have. ValueError also for a mesh without a batch on this rank, and for
+        batches of different samples. InvariantError if a sample gets other values than were written for it,
+        or values of other tokens.
         """
         check_column_names(columns)
         if source == destination or not columns:
@@ -162,9 +163,7 @@ class DataRole(RandomStateOfRank):
         return {"batch/bytes_exchanged": float(bytes_per_token(columns) * received)}
 
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
-        """Forget samples that were trained on: the rollouts, and the columns that meshes have computed for
-        them.
-
+        """Forget the rollouts and computed columns of samples that were trained on.
 
         Any rank may call this. Samples that the rank does not hold are ignored.
         """

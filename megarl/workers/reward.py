@@ -25,7 +25,7 @@ class RewardRole:
     """Scores the samples of one engine by a rule."""
 
     pool: RewardPool | None = None
-    """None if the job has no rule, or if another rank of this engine calls the rule."""
+    """Processes that run the rule; None if the job has no rule, or if another rank calls the rule."""
 
     def __init__(self, config: TrainConfig, mesh: MeshSpec, store: SampleStore, rollout: RolloutRole) -> None:
         self.config, self.mesh, self.store, self.rollout = config, mesh, store, rollout

@@ -40,7 +40,7 @@ class RolloutSample:
     """Row of the prompt in the data set."""
     group: int
     version: int
-    """Number of the weight sync whose weights were used."""
+    """Version of the weights that sampled the response: the number of their weight sync."""
     prompt: list[int]
     response: list[int]
     log_probs: list[float]

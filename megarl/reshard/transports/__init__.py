@@ -1,6 +1,6 @@
-"""Move weights from one process to another: one file per transport, and `choose` picks one for a pair of
-ranks.
+"""Move weights from one process to another.
 
+There is one file per transport, and `choose` picks a transport for a pair of ranks.
 
     direct          within a process: one copy
     shared-memory   same node, CPU: the source's storage lies in shared memory; the destination maps it and
