@@ -64,9 +64,7 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
             92,
             93,
             94,
-            # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: Landlock does not cover
-            # them
-            260,
+            260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: outside Landlock
             132,
             235,
             261,
