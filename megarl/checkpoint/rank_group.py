@@ -25,8 +25,7 @@ class RankGroup:
     """The ranks of a process group; without torch.distributed this process alone.
 
     Args:
-        group: the process group; None is the world.
-    """
+        group: the process group; None is the world."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group, self._alone = group, not dist.is_initialized()

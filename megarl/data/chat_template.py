@@ -12,8 +12,7 @@ def compile_template(source: str, where: str) -> Any:
 
     Args:
         where: names the template in errors, e.g. the file.
-    Raises: ValueError if the source is no template.
-    """
+    Raises: ValueError if the source is no template."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox

@@ -85,8 +85,7 @@ class _Problems:
     def check(self, column: str, value: Any, kind: type, wanted: str) -> Any:
         """Return the value if it is None or a `kind`; otherwise None, and record a problem.
 
-        A required text must not be empty.
-        """
+        A required text must not be empty."""
         if value is None or isinstance(value, kind) and (value or wanted != _WANTED_TEXT):
             return value
         self.wrong(column, value, wanted)
@@ -173,8 +172,7 @@ def _shown(text: str, most: int) -> str:
 def _unfit(value: object, is_recorded: bool, depth: int = 0) -> str | None:
     """Return why a value cannot be tokenized or sent to other processes; None if it can.
 
-    A recorded value (`is_recorded`) must also be writable as JSON.
-    """
+    A recorded value (`is_recorded`) must also be writable as JSON."""
     if depth > _MAX_DEPTH:
         return f"is nested deeper than {_MAX_DEPTH} levels"
     if isinstance(value, str):

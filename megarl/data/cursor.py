@@ -3,8 +3,7 @@
 cursor = DataCursor(num_rows=3, shuffle=False)
 cursor.next_visits(4)        {0: 0, 1: 1, 2: 2, 3: 0}      visit -> row; row 0 is visited twice
 cursor.visit([2, 2])         {4: 2, 5: 2}                  rows of the caller's choice
-cursor.next_visits(1)        {6: 1}                        the walk continues where it was
-"""
+cursor.next_visits(1)        {6: 1}                        the walk continues where it was"""
 
 from __future__ import annotations
 

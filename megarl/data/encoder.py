@@ -32,8 +32,7 @@ class PromptEncoder:
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the responses' token ids, without end-of-sequence.
 
-        The dataset must have been loaded with needs="response".
-        """
+        The dataset must have been loaded with needs="response"."""
         new = [row for row in dict.fromkeys(rows) if row not in self._responses]
         for row, ids in zip(
             new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True

@@ -20,8 +20,7 @@ _NUM_BAD_ROWS_SHOWN = 5
 class Prompt:
     """One row of a dataset.
 
-    Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`.
-    """
+    Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
 
     index: int
     """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
@@ -38,8 +37,7 @@ class Prompt:
 class PromptDataset(Sequence[Prompt]):
     """The rows of all files, in file order.
 
-    The cursor (megarl/data/cursor.py) shuffles them, and the encoder makes token ids.
-    """
+    The cursor (megarl/data/cursor.py) shuffles them, and the encoder makes token ids."""
 
     def __init__(self, prompts: Sequence[Prompt]):
         self._prompts = list(prompts)

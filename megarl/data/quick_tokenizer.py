@@ -1,8 +1,7 @@
 """Read a Hugging Face tokenizer folder without transformers.
 
 The import of transformers takes longer than `megarl check` may take. This module is for looks at a few rows
-before a job starts. Training reads the folder with transformers itself (hf_tokenizer.py).
-"""
+before a job starts. Training reads the folder with transformers itself (hf_tokenizer.py)."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
 
     Such a folder has no tokenizer.json.
 
-    Raises: ValueError as `load_tokenizer`, or for a malformed tokenizer.json.
-    """
+    Raises: ValueError as `load_tokenizer`, or for a malformed tokenizer.json."""
     path = os.fspath(path)
     if os.path.isfile(os.path.join(path, "tokenizer.json")):
         return QuickTokenizer(path, flag)
@@ -39,8 +37,7 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
 class QuickTokenizer:
     """A tokenizer.json, read by the library that made it.
 
-    The special tokens and the chat template are those that transformers would find.
-    """
+    The special tokens and the chat template are those that transformers would find."""
 
     def __init__(self, path: str, flag: str):
         import tokenizers

@@ -11,8 +11,7 @@ Messages = Sequence[dict[str, Any]] | str
 class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
-    Ids hold nothing that the text does not ask for, except for the BOS rule of `encode_prompt`.
-    """
+    Ids hold nothing that the text does not ask for, except for the BOS rule of `encode_prompt`."""
 
     name: str
     """Path from which the tokenizer was loaded."""
@@ -27,8 +26,7 @@ class Tokenizer(Protocol):
 
         Messages go through the chat template, up to and including the assistant's header. A string is encoded
         as it is. The beginning-of-sequence token is put before the string if the tokenizer starts its texts
-        with one.
-        """
+        with one."""
         ...
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
@@ -46,8 +44,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens.
 
-        Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them.
-        """
+        Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them."""
         ...
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:

@@ -35,8 +35,7 @@ class Destination:
     Args:
         rank: rank of this destination in the plan.
         copies: source rank -> the copies that it fills, from the plan.
-        tensors: name -> [rows, cols] live view.
-    """
+        tensors: name -> [rows, cols] live view."""
 
     def __init__(self, rank: int, copies: dict[int, tuple[RectCopy, ...]], tensors: dict[str, View]) -> None:
         self.rank, self._copies, self._tensors = rank, copies, tensors
@@ -60,8 +59,7 @@ class Destination:
         """Record the location of the source's weights from now on.
 
         Args:
-            copies: the copies, if the weights are arranged otherwise than in the source's atlas.
-        """
+            copies: the copies, if the weights are arranged otherwise than in the source's atlas."""
         pairs = zip(copies or self._copies[source], self._views[source], strict=True)
         self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
         self._plan = None

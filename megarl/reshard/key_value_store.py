@@ -4,8 +4,7 @@ Each message is written once and read by its key, with a deadline. A store, unli
 rank that is late or dead. The other ranks can also continue afterwards.
 
 Every message carries an HMAC-SHA256 over its key and its content. A process that does not know the job's
-secret therefore cannot make a rank copy weights from elsewhere.
-"""
+secret therefore cannot make a rank copy weights from elsewhere."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class KeyValueStore:
         Args:
             kind: the declared type of the value.
             deadline: by time.monotonic().
-        Raises: Late; ForgedMessage for a value that another process wrote, which is not decoded.
-        """
+        Raises: Late; ForgedMessage for a value that another process wrote, which is not decoded."""
         if key in self._own:
             return self._own[key]
         left = max(deadline - time.monotonic(), 0.001)
@@ -70,8 +68,7 @@ class KeyValueStore:
     def end_sync(self) -> None:
         """Remove the values that this rank wrote two syncs ago, which every rank has read.
 
-        Call this between syncs.
-        """
+        Call this between syncs."""
         self._keys_by_sync.append([])
         if len(self._keys_by_sync) > 3:
             for key in self._keys_by_sync.popleft():

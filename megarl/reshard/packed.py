@@ -2,8 +2,7 @@
 
 The layout has blocks of 16 rows, and within a block one column after the other. Element (n, k) of a matrix
 [N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage. N is a multiple of 16. Elements have at
-most 4 bytes.
-"""
+most 4 bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +21,12 @@ class PackedView:
     The view has the methods of a tensor that the copier and the digest use.
 
     Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or if the
-    rectangle exceeds it.
-    """
+    rectangle exceeds it."""
 
     storage: Tensor
     """Contiguous CPU tensor of any shape.
 
-    The tensor starts at a multiple of 16 elements, as every allocation of PyTorch (64 bytes) does.
-    """
+    The tensor starts at a multiple of 16 elements, as every allocation of PyTorch (64 bytes) does."""
     matrix_cols: int
     """Number of columns K. A stack of expert matrices [E, N, K] is one matrix of E * N rows."""
     row: int
@@ -93,8 +90,7 @@ class PackedView:
     def data_ptr(self) -> int:
         """Return the address of element (row, col).
 
-        The matrix is aligned, so the address also gives row % 16.
-        """
+        The matrix is aligned, so the address also gives row % 16."""
         offset = ((self.row // BLOCK) * self.matrix_cols + self.col) * BLOCK + self.row % BLOCK
         return self.storage.data_ptr() + offset * self.element_size()
 

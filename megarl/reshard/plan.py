@@ -2,8 +2,7 @@
 
 An atlas is a sharding spec. The plan is computed and checked once. Every element of a destination is written
 exactly once, by exactly one source. Every element that no source writes is declared padding. The module is
-pure arithmetic and needs no torch.
-"""
+pure arithmetic and needs no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class PlanError(ValueError):
 class RectCopy:
     """One copy of a rectangle.
 
-    dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows, src_col:src_col+cols].
-    """
+    dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows, src_col:src_col+cols]."""
 
     src_name: str
     src_row: int
@@ -43,8 +41,7 @@ class RectCopy:
 class ReshardPlan:
     """The copies of a weight sync.
 
-    `copies[source rank, destination rank]` is in the order in which both ends pack and unpack the copies.
-    """
+    `copies[source rank, destination rank]` is in the order in which both ends pack and unpack the copies."""
 
     copies: dict[tuple[int, int], tuple[RectCopy, ...]]
 
@@ -129,8 +126,7 @@ def _fill(
 ) -> Iterable[tuple[int, RectCopy]]:
     """Yield (source rank, copy) of each part of one destination piece.
 
-    Written parts are removed from `missing`, so nothing is written twice.
-    """
+    Written parts are removed from `missing`, so nothing is written twice."""
     missing = [_canonical(piece)]
     holders = [
         (min(held, key=lambda h: senders.preference(h[0], rank)), rect)
@@ -169,8 +165,7 @@ def _fill(
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
     """Check each local parameter of the atlases.
 
-    Its pieces must be inside the bounds, must not overlap, and must cover all but the padding rows.
-    """
+    Its pieces must be inside the bounds, must not overlap, and must cover all but the padding rows."""
     checked: set[int] = set()  # ranks with the same layout may share their atlas
     for rank, atlas in atlases.items():
         if id(atlas) not in checked:
@@ -236,8 +231,7 @@ def _remainder(hole: Rect, filled: Rect) -> list[Rect]:
 def _difference(whole: Rect, part: Rect) -> list[Rect]:
     """Return `whole` without `part`, which lies inside it.
 
-    The result is up to four rectangles: above, below, left, right.
-    """
+    The result is up to four rectangles: above, below, left, right."""
     r0, r1, c0, c1 = whole
     a, b, e, f = part
     parts = [(r0, a, c0, c1), (b, r1, c0, c1), (a, b, c0, e), (a, b, f, c1)]

@@ -31,8 +31,7 @@ _MOST_RANKS = 65_536
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (own options, the job's files and flags).
 
-    Prints the help text and exits for --help or -h.
-    """
+    Prints the help text and exits for --help or -h."""
     parser = argparse.ArgumentParser(
         "megarl reshard-plan",
         description=__doc__,

@@ -1,19 +1,13 @@
 """Sync weights: one version travels from every source to every destination, completely or not at all.
 
-source
-    A source exports its weights once. Per version it announces "complete" and sends digests of the values
-    that each destination must hold.
-destination
-    A destination waits for its sources, copies and compares digests.
-all participants
-    Every rank votes. The lowest rank counts the votes and writes the verdict.
-destination
-    A destination commits if the verdict is good. Then the version generates and the prefix cache is empty.
-    Otherwise the destination gives up, and all ranks raise the same SyncError.
+    source        exports its weights once; per version it announces "complete" and sends digests
+    destination   waits for its sources, copies and compares digests
+    all ranks     vote; the lowest rank counts the votes and writes the verdict
+    destination   commits: the version generates and the prefix cache is empty.
+                  Or gives up: all ranks raise the same SyncError
 
 No destination commits before all have the version, and no source changes its weights before. The error names
-a rank that is late or dead when the deadline is over. No rank waits longer.
-"""
+a rank that is late or dead when the deadline is over. No rank waits longer."""
 
 from __future__ import annotations
 
@@ -49,10 +43,7 @@ class SyncError(RuntimeError):
 
 
 class Receiver(Protocol):
-    """The engine of this rank, as the sync sees it.
-
-    It may hold several destinations (one per rank of the engine).
-    """
+    """This rank's engine, as the sync sees it. It may hold several destinations (one per engine rank)."""
 
     process: str | None
     """Unique name of the process that holds the weights; None if it is this process."""
@@ -60,8 +51,7 @@ class Receiver(Protocol):
     tensors: dict[int, dict[str, Tensor]]
     """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype.
 
-    These are the live tensors if they are in this process, else tensors of the meta device.
-    """
+    These are the live tensors if they are in this process, else tensors of the meta device."""
 
     def begin(
         self,
@@ -75,8 +65,7 @@ class Receiver(Protocol):
         Args:
             arrivals: destination -> source -> the source's message.
             pulls: destination -> source -> memory to pull from, for sources that are new or have moved.
-            messages: receives the weights that travel as messages, if the engine is in this process.
-        """
+            messages: receives the weights that travel as messages, if the engine is in this process."""
 
     def verify(self, timeout_s: float) -> str | None:
         """Wait for the copies and compare the digests. Returns an error, or None."""
@@ -102,8 +91,7 @@ class Participant:
     dtypes: dict[int, dict[str, str]]
     """Destination rank of that engine -> name of a weight -> torch.<dtype>.
 
-    Sources compute digests of their weights after the conversion to these dtypes.
-    """
+    Sources compute digests of their weights after the conversion to these dtypes."""
 
 
 class WeightSync:
@@ -122,8 +110,7 @@ class WeightSync:
 
     `begin` and `finish` are collective over `participants`. Between them an engine with two buffers continues
     to generate with the old weights. Between two versions source tensors may move in memory, with their
-    storages.
-    """
+    storages."""
 
     def __init__(
         self,
@@ -171,8 +158,7 @@ class WeightSync:
     def _connect(self) -> None:
         """Choose transports, export the weights, and lay out the messages.
 
-        Raises: SyncError on all ranks if no allowed transport works for some pair.
-        """
+        Raises: SyncError on all ranks if no allowed transport works for some pair."""
         self._version, self._deadline = None, time.monotonic() + self.options.reshard_timeout_s
         transports, problem = {}, None
         try:
@@ -191,10 +177,7 @@ class WeightSync:
         self._messages = self._plan_messages()
 
     def _find_sources(self) -> None:
-        """Export the weights and build their digests.
-
-        This happens once and again after the weights have moved (an offload).
-        """
+        """Export the weights and build their digests, once and again after an offload has moved them."""
         if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
             return
         if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
@@ -238,8 +221,7 @@ class WeightSync:
         """Plan the messages that this rank sends and receives over torch.distributed.
 
         An engine in another process cannot receive messages. This process receives them, exports the result,
-        and the engine pulls it.
-        """
+        and the engine pulls it."""
         pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
         if not pairs:
             return None
@@ -271,10 +253,7 @@ class WeightSync:
     # ------------------------------------------------------------------ every version
 
     def begin(self, version: int) -> None:
-        """Announce that this rank's weights are complete as `version`.
-
-        Also start to copy the weights of the other ranks.
-        """
+        """Announce this rank's weights as complete for `version`, and start to copy the others' weights."""
         if self._transports is None:
             self._connect()
         self._round += 1
@@ -295,8 +274,7 @@ class WeightSync:
     def finish(self) -> None:
         """Wait until every destination has the version, and commit it.
 
-        Raises: SyncError, the same on all ranks, if a destination does not have the version.
-        """
+        Raises: SyncError, the same on all ranks, if a destination does not have the version."""
         problem = self._problem
         if problem is None and self._receiver is not None:
             try:
@@ -393,8 +371,7 @@ def sync_plan(
     is the same on every rank that calls this. If the model's type has no table, this waits for every engine
     to publish its atlas (`publish_atlases`).
 
-    Raises: SyncError naming a rank that has not published its atlas within timeout_s.
-    """
+    Raises: SyncError naming a rank that has not published its atlas within timeout_s."""
     has_table = shape.model_type in TABLES
     atlases = (
         vllm_atlases(shape, rollout_ranks, tp)
@@ -411,8 +388,7 @@ _ATLASES = "atlases"  # name of a separate key-value store
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
     """Publish the atlases of an out-of-process engine whose model type has no table.
 
-    The rank that started the engine calls this.
-    """
+    The rank that started the engine calls this."""
     store = KeyValueStore(_ATLASES + actor)
     for rank, atlas in atlases.items():
         store.write(str(rank), atlas)

@@ -7,8 +7,7 @@
 A function fails for a sample if it raises, returns no finite number, hangs, dies, forks and returns in the
 child, or asks for too much memory. The next sample gets a fresh process. A reply counts only if it has the
 number of the request and the digest of its text, and comes from the process that received them. The user's
-file runs in these processes only.
-"""
+file runs in these processes only."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class RewardPool:
     Args:
         num_workers: number of processes. 0 calls the function in this process, for pdb, without limits.
         data: the reward function and its limits.
-    Raises: ValueError if the function cannot be loaded.
-    """
+    Raises: ValueError if the function cannot be loaded."""
 
     def __init__(self, data: DataConfig, num_workers: int) -> None:
         self.data = data
@@ -245,8 +243,7 @@ class _Worker:
 
         The first is None if the process has died or sent a malformed reply.
 
-        Raises: ValueError if the reward function's file forks while it is loaded.
-        """
+        Raises: ValueError if the reward function's file forks while it is loaded."""
         own, strangers = None, []
         for reply in self._read():
             if reply.pid != self.process.pid:
@@ -269,8 +266,7 @@ class _Worker:
     def _read(self) -> list[Reply]:
         """Return all available replies. Waits for at least one.
 
-        Returns [] if all writers have ended, or if a line is malformed.
-        """
+        Returns [] if all writers have ended, or if a line is malformed."""
         while not self._unread.endswith(b"\n"):
             if not (more := os.read(self.replies.fileno(), 1 << 16)):
                 return []

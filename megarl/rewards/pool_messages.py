@@ -2,8 +2,7 @@
 
 A process receives its DataConfig once and then one Request per sample, each framed by
 `Connection.send_bytes`. The process sends Replies, one line of JSON each. A reward function may also write
-into the pipe, and a line of JSON can be distinguished from that.
-"""
+into the pipe, and a line of JSON can be distinguished from that."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Request(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a process.
 
-    The process reports that it is ready or why it is not, or the reward of a request or why there is none.
-    """
+    The process reports that it is ready or why it is not, or the reward of a request or why there is none."""
 
     pid: int | None = None
     """Id of the writing process, which may be a child of the process that was asked."""

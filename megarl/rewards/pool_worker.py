@@ -4,8 +4,7 @@ Requests arrive on stdin and replies go to stdout (pool_messages.py). Every repl
 request, the digest of the judged text, and the id of the writing process. The process id matters because a
 reward function may fork, and its child returns here with the same pipes. The child sends one reply and ends.
 
-Output of the reward function goes to stderr, which the pool reads (printed.py). The function has no stdin.
-"""
+Output of the reward function goes to stderr, which the pool reads (printed.py). The function has no stdin."""
 
 from __future__ import annotations
 

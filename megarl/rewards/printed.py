@@ -18,8 +18,7 @@ class Printed:
     """A pipe for a process's output, and the thread that reads the pipe.
 
     Give `writer` to the process as its stderr, then call `follow`. The thread lives as long as any process
-    has the other end of the pipe.
-    """
+    has the other end of the pipe."""
 
     def __init__(self, out: int = 2) -> None:
         self._reader, self.writer = os.pipe()
@@ -31,8 +30,7 @@ class Printed:
     def follow(self) -> None:
         """Close this process's copy of the writing end and start to read.
 
-        Call this after the process has started.
-        """
+        Call this after the process has started."""
         os.close(self.writer)
         self._thread.start()
 
@@ -45,8 +43,7 @@ class Printed:
     def close(self) -> None:
         """Stop reading.
 
-        Call this after the process has ended; a child of the process may continue to print.
-        """
+        Call this after the process has ended; a child of the process may continue to print."""
         self._thread.join(_JOIN_S)
 
     def _follow(self) -> None:

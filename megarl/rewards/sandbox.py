@@ -12,8 +12,7 @@ The kernel confines the program (Linux only; no privileges needed where users ma
                                 file system and the mode of files
     memory, CPU, file size      rlimits; after the time limit the program and its children are killed
 
-`missing()` names those of the first three that this machine lacks. The fourth is always available.
-"""
+`missing()` names those of the first three that this machine lacks. The fourth is always available."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ _NOBODY = 65534
 _RIGHTS_OF_ABI = {3: 15, 4: 15, 5: 16}
 """Version of Landlock -> number of kinds of file access that Landlock can forbid.
 
-Versions before 3 (Linux 6.2) cannot forbid truncating files.
-"""
+Versions before 3 (Linux 6.2) cannot forbid truncating files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +126,7 @@ class Outcome:
     """Result of a program.
 
     exit_code: negative if a signal killed the program; None if the program exceeded the time limit and was
-    killed.
-    """
+    killed."""
 
     exit_code: int | None
     stdout: str
@@ -141,8 +138,7 @@ def run_confined(
 ) -> Outcome:
     """Run Python source in an empty folder, which is removed afterwards. Output beyond 1 MiB is cut.
 
-    Raises: RuntimeError if this machine cannot confine the program and `allow_missing` is False.
-    """
+    Raises: RuntimeError if this machine cannot confine the program and `allow_missing` is False."""
     if (lacking := missing()) and not allow_missing:
         raise RuntimeError(refusal(lacking))
     with tempfile.TemporaryDirectory(prefix="megarl_code_") as folder:
@@ -205,8 +201,7 @@ def missing() -> tuple[str, ...]:
     """Return the confinement that this machine lacks.
 
     The names are "namespaces" (network), "Landlock" (files) and "seccomp" (calls). Each is tried in a child
-    that ends at once.
-    """
+    that ends at once."""
     found = []
     for name, attempt in (
         ("namespaces", _unshare),
@@ -231,8 +226,7 @@ def missing() -> tuple[str, ...]:
 def _main(limits: dict) -> None:
     """Give up all rights that are not needed, then become the program.
 
-    The parent is the first process of the namespace and ends with it.
-    """
+    The parent is the first process of the namespace and ends with it."""
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
@@ -343,8 +337,7 @@ class _Program(ctypes.Structure):
 def _confine_calls() -> None:
     """Make the denied calls fail with EPERM in this process and its children, by seccomp.
 
-    Calls of other ABIs have other numbers, so the filter kills the process.
-    """
+    Calls of other ABIs have other numbers, so the filter kills the process."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
     checks = [(_BPF_IF_AT_LEAST, _X32), *((_BPF_IF_EQUAL, number) for number in denied)]
     filters = [

@@ -2,8 +2,7 @@
 
 vLLM packs expert weights for its grouped matrix product and pads the intermediate size to a multiple of the
 kernel's tile. There is no unpacked fallback. A weight transfer writes plain matrices, which are packed once
-they are complete.
-"""
+they are complete."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class PackedExperts:
         plain: [E, 2F, h] (gates above ups) or [E, h, F], as a transfer writes it.
         padded: the plain tensor with F padded by zeros; `plain` itself if nothing is padded.
         packed: the live weight, with the shape of `padded`.
-        isa: vLLM's name of the layout.
-    """
+        isa: vLLM's name of the layout."""
 
     plain: torch.Tensor
     padded: torch.Tensor

@@ -2,8 +2,7 @@
 
 vLLM 0.32 has these kernels, but an eager CPU engine runs eight PyTorch operations per norm instead. They take
 one tenth of a decode step of a small model. vLLM registers providers of an operation and chooses one by the
-engine argument `ir_op_priority`. vLLM uses another provider where `supports_args` returns False.
-"""
+engine argument `ir_op_priority`. vLLM uses another provider where `supports_args` returns False."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Sample tokens on CPU as vLLM does, with the noise of draws.py.
 
-The noise of a token depends only on the request's key and on the token's position.
-"""
+The noise of a token depends only on the request's key and on the token's position."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class PositionSampler(TopKTopPSampler):
     """Sample each row with the noise of its request's key and position.
 
     Args:
-        runner: the model runner. The rows of the logits follow the order of its batch.
-    """
+        runner: the model runner. The rows of the logits follow the order of its batch."""
 
     def __init__(self, runner: CPUModelRunner, logprobs_mode: str, use_fp64_gumbel: bool) -> None:
         super().__init__(logprobs_mode, use_fp64_gumbel)
@@ -46,8 +44,7 @@ class PositionSampler(TopKTopPSampler):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sample one token per row, as vLLM's method does.
 
-        Takes logits [B, V]. Returns the sampled tokens [B] int64 and what `logprobs_mode` asks for [B, V].
-        """
+        Takes logits [B, V]. Returns the sampled tokens [B] int64 and what `logprobs_mode` asks for [B, V]."""
         logits = apply_top_k_top_p(logits, k, p)
         returned = None
         if self.logprobs_mode == "processed_logits":
@@ -67,8 +64,7 @@ class PositionSampler(TopKTopPSampler):
     def _seeds(self, num_rows: int) -> np.ndarray:
         """Return one noise seed per row, [B] int64.
 
-        A row whose prompt is incomplete gets a seed too: vLLM discards the token that it samples there.
-        """
+        A row whose prompt is incomplete gets a seed too: vLLM discards the token that it samples there."""
         batch = self._runner.input_batch
         if batch.req_ids != self._request_ids:
             self._request_ids = list(batch.req_ids)

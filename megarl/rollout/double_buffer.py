@@ -2,8 +2,7 @@
 
 One copy generates while the other is written. vLLM's eager layers read `parameter.data` at every call, so
 assigning `data` is the switch. CUDA graphs and compiled code keep the addresses that they were captured with.
-A switch would have no effect on them.
-"""
+A switch would have no effect on them."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class DoubleBuffer:
         model: the model whose parameters are switched.
         tensors: name -> live view of a parameter's storage, as a destination of the reshard plan.
 
-    `front` generates. `back` has the same names and shapes and, at first, the same values.
-    """
+    `front` generates. `back` has the same names and shapes and, at first, the same values."""
 
     def __init__(self, model: torch.nn.Module, tensors: dict[str, View]) -> None:
         storages = {storage._cdata: storage for storage in map(_storage, tensors.values())}

@@ -8,8 +8,7 @@ No generator has a state that could be lost or would have to be saved.
 
 `position` is the number of tokens before the drawn one, prompt and response together. A resumed response
 passes its first tokens as a part of the prompt. It therefore continues with the same tokens as without the
-interruption.
-"""
+interruption."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def draw_key(run_seed: int, purpose: str, *numbers: int) -> int:
 
     Args:
         purpose: "train", "eval", or the name of the judge that draws.
-        numbers: identify the sample within the purpose. Training: visit of its prompt, index in the group.
-    """
+        numbers: identify the sample within the purpose. Training: visit of its prompt, index in the group."""
     text = "/".join(map(str, (run_seed, purpose, *numbers)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -47,8 +45,7 @@ def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Args:
         keys: [B] uint64.
         positions: [B] integers, at least 0.
-    Returns: [B] int64.
-    """
+    Returns: [B] int64."""
     z = positions.astype(np.uint64)
     z += np.uint64(1)
     z *= _GAMMA
@@ -68,6 +65,5 @@ def draw_arguments(key: int, on_cpu: bool) -> dict[str, object]:
     request, which fails as soon as a prompt is prefilled in chunks. On a GPU vLLM's Model Runner V2 already
     draws by position. In vllm/v1/worker/gpu/sample/gumbel.py the noise is a hash of (seed, position, token).
     The position is that of the last token in the sequence (`pos` in sampler.py beside it), whether that token
-    was prompt or sampled.
-    """
+    was prompt or sampled."""
     return {"extra_args": {KEY: key}} if on_cpu else {"seed": key}

@@ -9,8 +9,7 @@
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine
 pass the same prompts and keys. An atlas is the sharding spec of one rank. `out_of_process.py` runs the same
-engine in separate processes.
-"""
+engine in separate processes."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class Engine:
         Collective over sources and engines.
 
         Returns: bytes written, without aliased weights.
-        Raises: SyncError if some engine did not receive all weights. In that case no engine commits them.
-        """
+        Raises: SyncError if some engine did not receive all weights. In that case no engine commits them."""
         self.begin_sync(version)
         return self.finish_sync()
 
@@ -146,8 +144,7 @@ class Engine:
         Raises: RuntimeError before the first sync. ValueError for prompts that are too long, and for keys or
         prefixes that do not pair up. ValueError also for prefixes that leave nothing to sample, and for an
         engine that cannot continue after a prefix. Aborted if the job shuts down; afterwards the engine
-        cannot generate any more.
-        """
+        cannot generate any more."""
         if self.version is None:
             raise RuntimeError(
                 "generate was called before a sync was committed: the engine's weights are noise. "
@@ -257,8 +254,7 @@ class RolloutEngine(Engine):
                 rank is no source.
             actor: suffix of the actor that the engine samples for.
         Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not
-        hold every weight.
-        """
+        hold every weight."""
         super().__init__(config, shape, actor)
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(
@@ -308,8 +304,7 @@ class RolloutEngine(Engine):
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """Plan how the weights that are not aliased come from the ranks in `sources`.
 
-        Arguments and errors are those of the constructor.
-        """
+        Arguments and errors are those of the constructor."""
         rank = dist.get_rank()
         has_table = self.shape.model_type in TABLES
         told = all_gather_messages(
@@ -368,8 +363,7 @@ class RolloutEngine(Engine):
         """Stop vLLM.
 
         vLLM destroys torch's default process group with its own, so this is the last collective of the
-        process.
-        """
+        process."""
         dist.barrier()
         self.version = None
         self.llm.llm_engine.engine_core.shutdown()
@@ -388,8 +382,7 @@ def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) 
     The last token was sampled but not fed to the model, so vLLM has no row for it. The row before stands in,
     because nothing is predicted from the last token.
 
-    Raises: RuntimeError if rows are missing, for example because the engine does not return experts.
-    """
+    Raises: RuntimeError if rows are missing, for example because the engine does not return experts."""
     wanted = (num_tokens - 1, shape.num_layers, shape.moe_router_topk)
     if rows is None or rows.shape != wanted:
         raise RuntimeError(
@@ -404,8 +397,7 @@ def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) 
 def _be_launched_externally() -> None:
     """Set the variables of torchrun that vLLM's external launcher reads.
 
-    A single process that was started by hand has none.
-    """
+    A single process that was started by hand has none."""
     os.environ.setdefault("RANK", str(dist.get_rank()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 
@@ -435,8 +427,7 @@ def engine_arguments(
 
     A --rollout-<name> of the user wins, except for arguments that training depends on.
 
-    Raises: ValueError naming an engine argument that cannot be chosen.
-    """
+    Raises: ValueError naming an engine argument that cannot be chosen."""
     rollout, sampling = config.rollout, config.sampling
     taken = [name for name in _FIXED if name in rollout.engine_args]
     if taken:
@@ -530,8 +521,7 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
 def _tokenizer(config: TrainConfig) -> str | None:
     """Return the tokenizer for vLLM.
 
-    vLLM needs one only to match stop strings, and transformers must be able to load it.
-    """
+    vLLM needs one only to match stop strings, and transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model
     if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
         raise ValueError(

@@ -1,7 +1,6 @@
 """Report errors of an out-of-process engine on the rank that started it.
 
-vLLM's client knows only that an error occurred. The processes of the engine log its cause.
-"""
+vLLM's client knows only that an error occurred. The processes of the engine log its cause."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class EngineErrors:
         """Return the exception to raise for `error` of vLLM's client.
 
         The result is the error that the engine has logged since the last call, or `error` itself if there is
-        none.
-        """
+        none."""
         logged = [json.loads(line) for line in self._file.readlines()]
         if not logged:
             return error
@@ -51,8 +49,7 @@ class EngineErrors:
 def tell_owner() -> None:
     """Write the exceptions that vLLM logs to the rank's file instead of stderr.
 
-    Call this in a process of the engine.
-    """
+    Call this in a process of the engine."""
     path, logger = os.environ.get(ERRORS), logging.getLogger("vllm")
     if path is None or any(isinstance(handler, _ToOwner) for handler in logger.handlers):
         return

@@ -40,8 +40,7 @@ _ON_CPU = {
 def prepare_environment() -> None:
     """Set the environment variables that vLLM reads on import. Variables that the user has set stay.
 
-    Raises: RuntimeError if our Triton kernels are importable under the name of OpenAI's package.
-    """
+    Raises: RuntimeError if our Triton kernels are importable under the name of OpenAI's package."""
     for name, value in (_EVERYWHERE if torch.cuda.is_available() else _EVERYWHERE | _ON_CPU).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(
@@ -63,8 +62,7 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
 
     Args:
         visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves the variable.
-        errors: path of the engine's EngineErrors; None lets the engine print errors.
-    """
+        errors: path of the engine's EngineErrors; None lets the engine print errors."""
     before = dict(os.environ)
     pid = os.getpid()
     try:
@@ -88,8 +86,7 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
 def end_with_owner() -> None:
     """Exit as soon as the process that started the engine has ended in any way.
 
-    Call this in a process of an out-of-process engine.
-    """
+    Call this in a process of an out-of-process engine."""
     pid, started = map(int, os.environ.get(ENGINE_OF, "0/0").split("/"))
     if pid not in (0, os.getpid()):
         threading.Thread(target=_watch_owner, args=(pid, started), name="watch_owner", daemon=True).start()
@@ -104,8 +101,7 @@ def _watch_owner(pid: int, started: int) -> None:
 def _check_no_triton_kernels() -> None:
     """Check that vLLM finds no package triton_kernels of ours.
 
-    vLLM uses a top-level package of this name for mixture-of-experts layers.
-    """
+    vLLM uses a top-level package of this name for mixture-of-experts layers."""
     found, ours = importlib.util.find_spec("triton_kernels"), importlib.util.find_spec("megarl.kernels")
     same = _folders(found) & _folders(ours)
     if same:
@@ -125,8 +121,7 @@ def undisturbed() -> Iterator[None]:
     """Hide the side effects of building an engine.
 
     vLLM seeds torch, numpy and random process-wide. It also touches every attribute of every module, which
-    makes deprecated ones warn. This context restores the random state and suppresses the warnings.
-    """
+    makes deprecated ones warn. This context restores the random state and suppresses the warnings."""
     with warnings.catch_warnings(), _preserved_random_state():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -155,8 +150,7 @@ def remove_own_shared_memory() -> None:
 def sweep_shared_memory() -> list[str]:
     """Remove the shared memory of dead jobs, named megarl-<pid of a process on this machine>-... .
 
-    Returns: the names removed.
-    """
+    Returns: the names removed."""
     removed = []
     for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}*"):
         pid = path.name.split("-")[1]

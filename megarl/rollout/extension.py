@@ -1,8 +1,7 @@
 """Define the methods that a rank calls in vLLM workers of other processes.
 
 vLLM mixes them into its worker class (its `worker_extension_cls` argument), and `collective_rpc` calls them
-by name. Arguments and results are plain values, because vLLM would pickle others.
-"""
+by name. Arguments and results are plain values, because vLLM would pickle others."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 # on the first of the engine's ranks, not collective
 judge = Judge("reward_model rank 1", config, path, tp, num_template_characters)
 judge.answers(["Grade this: ..."], keys=[0])
-judge.shutdown()
-"""
+judge.shutdown()"""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Judge:
                 others.
             num_template_characters: characters of the question around the quoted text. No tokenizer makes
                 more tokens of them than that.
-        Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node.
-        """
+        Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node."""
         self.name, self.path, self.options = name, path, config.reward_models
         prepare_environment()
         check_version()  # EngineProcesses reads internals of the client
@@ -91,8 +89,7 @@ class Judge:
 
         Args:
             keys: one per question, see draws.py.
-        Raises: EngineDied as soon as the judge's process is gone.
-        """
+        Raises: EngineDied as soon as the judge's process is gone."""
         encoded = [self._encode(question) for question in questions]
         asked = [index for index, ids in enumerate(encoded) if len(ids) <= self.max_question_length]
         out: list[Answer | None] = [None] * len(questions)
@@ -177,8 +174,7 @@ def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequen
     """Return the bytes of a KV cache for `num_sequences` questions of full length in fp32.
 
     The size is at most MAX_CPU_KV_CACHE_BYTES but always enough for one question. A config.json without the
-    usual size fields gets the maximum.
-    """
+    usual size fields gets the maximum."""
     layers, hidden, heads = (
         model.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )

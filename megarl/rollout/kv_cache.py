@@ -12,16 +12,14 @@ GPU_BLOCK_SIZE = 16
 MAX_CPU_KV_CACHE_BYTES = 2**30
 """Largest default size of an engine's KV cache on a CPU.
 
-Requests wait for each other if the cache is too small for all.
-"""
+Requests wait for each other if the cache is too small for all."""
 
 
 def most_sequences(config: TrainConfig, num_engines: int) -> int:
     """Return how many sequences one engine can have at once.
 
     The number follows from the engine's part of a step's samples or of the evaluation rows, at most
-    max_num_seqs.
-    """
+    max_num_seqs."""
     batch, limit = config.batch, config.rollout.max_num_seqs
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
     return min(
@@ -35,8 +33,7 @@ def cpu_kv_cache_bytes(
 ) -> int:
     """Return the bytes of a KV cache for `num_sequences` sequences of full length.
 
-    The size is at most MAX_CPU_KV_CACHE_BYTES, but always enough for two sequences.
-    """
+    The size is at most MAX_CPU_KV_CACHE_BYTES, but always enough for two sequences."""
     per_sequence = sequence_bytes(shape, tp_size, itemsize, max_model_len, block_size)
     one_block = sequence_bytes(shape, tp_size, itemsize, 1, block_size)  # vLLM reserves one block for itself
     return max(2 * per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block

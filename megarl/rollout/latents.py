@@ -2,8 +2,7 @@
 
 When vLLM loads a model, it stores the transposed halves of kv_b_proj, which decoding multiplies with. They
 are parameters in vLLM but in no checkpoint. A transfer writes kv_b_proj, so the halves must be recomputed
-afterwards.
-"""
+afterwards."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ class DerivedLatents:
     """Derived parameters of all layers of a model; empty for a model without latent attention.
 
     Args:
-        dtype: dtype of the model's activations.
-    """
+        dtype: dtype of the model's activations."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         layers = {

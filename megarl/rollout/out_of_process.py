@@ -9,8 +9,7 @@
 
 vLLM starts an engine process and, with tensor parallelism, one process per rank of the engine. These
 processes use the devices of the engine's ranks, while the ranks' own processes wait. They pull the weights
-out of the memory that the trainers export (`reshard/sync.py`).
-"""
+out of the memory that the trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class OutOfProcessEngine(Engine):
             ranks: ranks of this engine; this process is the first.
             rollout_ranks: ranks of all engines, in consecutive blocks of tensor_parallel_size.
             actor: suffix of the actor that the engine samples for.
-        Raises: ValueError for engine arguments that cannot work.
-        """
+        Raises: ValueError for engine arguments that cannot work."""
         super().__init__(config, shape, actor)
         self.ranks, self.rollout_ranks, self.rank = tuple(ranks), tuple(rollout_ranks), dist.get_rank()
         self.process = f"engine of rank {self.rank}"
@@ -117,8 +115,7 @@ class OutOfProcessEngine(Engine):
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """Plan the weight sync, as RolloutEngine.connect does.
 
-        Ranks without an engine make a WeightSync from the same `sync_plan`.
-        """
+        Ranks without an engine make a WeightSync from the same `sync_plan`."""
         self._plan, speakers = sync_plan(
             self.shape, sources, self.rollout_ranks, self._tp, self.options.reshard_timeout_s, self.actor
         )
@@ -195,8 +192,7 @@ class OutOfProcessEngine(Engine):
         """Return the result of a call to vLLM.
 
         Raises: TimeoutError if vLLM does not answer within timeout_s + _ANSWER_S. vLLM's own client would
-        wait for ever.
-        """
+        wait for ever."""
         answer: dict[str, object] = {}
 
         def run() -> None:

@@ -1,7 +1,6 @@
 """Register megarl's extensions with vLLM. vLLM calls `register` in each of its processes.
 
-setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}
-"""
+setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ def register() -> None:
     """Register the weight-transfer backend and, on CPU, the norms. May be called again.
 
     In a process of an out-of-process engine it also starts the watch that ends the process with its owner
-    rank.
-    """
+    rank."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -39,8 +37,7 @@ def register() -> None:
 def check_version() -> None:
     """Refuse a vLLM version that the CPU code of this folder was not written for.
 
-    Raises: RuntimeError.
-    """
+    Raises: RuntimeError."""
     from vllm.version import __version__
 
     if __version__.split("+")[0] != SUPPORTED_VLLM:

@@ -19,8 +19,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that runs the model in the engine process itself.
 
 Under its short name vLLM replaces it by "mp" on a CPU, to bind threads to cores. Several ranks on one machine
-cannot use that.
-"""
+cannot use that."""
 
 
 class EngineDied(RuntimeError):
@@ -30,15 +29,13 @@ class EngineDied(RuntimeError):
 class EngineProcesses:
     """Watches an engine's processes: if one ends unexpectedly, every call that waits for the engine fails.
 
-    vLLM's own client would wait for ever.
-    """
+    vLLM's own client would wait for ever."""
 
     def __init__(self, llm: LLM, describe: Callable[[int, str], str]) -> None:
         """Start the watch.
 
         Args:
-            describe: called with the pid and the kind of death; returns the error message.
-        """
+            describe: called with the pid and the kind of death; returns the error message."""
         self._client, self._describe, self._is_closing = llm.llm_engine.engine_core, describe, False
         self._processes = list(self._client.resources.engine_manager.processes)
         self.death: EngineDied | None = None
@@ -94,8 +91,7 @@ def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> st
     """Return the GPUs of this engine's ranks, then the node's other GPUs, whose memory is read too.
 
     Returns: None without GPUs.
-    Raises: ValueError if the engine's ranks are not on one node.
-    """
+    Raises: ValueError if the engine's ranks are not on one node."""
     if not torch.cuda.is_available():
         return None
     first, on_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tp))

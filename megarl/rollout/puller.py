@@ -52,8 +52,7 @@ class Puller:
         double_buffer: whether a thread writes a second copy, which `commit` switches to. Otherwise `begin`
             overwrites the live weights and returns when done.
         staged: names of tensors that do not generate themselves (the plain twins of packed experts). They
-            need no second copy.
-    """
+            need no second copy."""
 
     def __init__(
         self,
@@ -98,8 +97,7 @@ class Puller:
         """Copy and compare digests, on a separate thread, whose current device is initially 0.
 
         Args:
-            gpu: the current device of the thread that called `begin`; None without GPUs.
-        """
+            gpu: the current device of the thread that called `begin`; None without GPUs."""
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)

@@ -11,8 +11,7 @@ therefore does this:
 
 Everything else is vLLM's own code. The engine argument `scheduler_cls` names this class. The class changes
 the base class's state, so it is used only with the vLLM version that it was written for
-(plugin.SUPPORTED_VLLM).
-"""
+(plugin.SUPPORTED_VLLM)."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class DecodeScheduler(Scheduler):
     def _start_decoding(self) -> None:
         """Count the coming steps that can take the fast path.
 
-        The count is 0 unless all running requests are plain and past their prompts.
-        """
+        The count is 0 unless all running requests are plain and past their prompts."""
         # Preempted requests are not running, but their unreported tokens must not be lost.
         self._known = {
             request_id: decoding
@@ -231,8 +229,7 @@ class DecodeScheduler(Scheduler):
     def _prepend_unreported(self, output: EngineCoreOutput) -> None:
         """Put the unreported tokens before the tokens of `output`.
 
-        vLLM's own path reports each token at once.
-        """
+        vLLM's own path reports each token at once."""
         decoding = self._known.pop(output.request_id, None)
         if decoding is None or not decoding.tokens:
             return
@@ -247,8 +244,7 @@ def _is_plain(request: Request) -> bool:
     """Return whether the fast path supports the request.
 
     A plain request is reported when complete and stopped by token ids or length alone. It asks for no
-    log-probs but those of the sampled tokens.
-    """
+    log-probs but those of the sampled tokens."""
     params = request.sampling_params
     return (
         params is not None

@@ -4,8 +4,7 @@ An atlas is the sharding spec of one rank. Empty tensors with the checkpoint's n
 loader. They have no data, but each view of one knows where in its tensor it lies. The same holds for each
 view of a parameter. Every `copy_` between the two is a piece of the atlas, every `fill_` is padding. The
 tables of megarl/reshard/vllm_atlas.py are faster and need no model. This trace serves architectures without a
-table.
-"""
+table."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes
 def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
     """Build this rank's model with parameters that take no memory, before any weight is loaded or packed.
 
-    The process must have vLLM's parallel groups.
-    """
+    The process must have vLLM's parallel groups."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     # attention layers register themselves by name, once
@@ -54,8 +52,7 @@ def trace_vllm_atlas(model: torch.nn.Module, sizes: Sizes) -> Atlas:
     Args:
         sizes: checkpoint tensor -> (rows, cols); (n, 1) is a vector.
     Raises: ValueError naming a parameter that the loader fills with anything but a rectangle of a checkpoint
-    tensor.
-    """
+    tensor."""
     parameters = dict(model.named_parameters())
     loaded = {
         name: torch.empty(
@@ -77,8 +74,7 @@ def _by_storage(tensors: dict[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
 class _View:
     """A view of a tensor that is [rows, cols], with all leading dimensions folded into rows.
 
-    Example: rows 8 to 12 of a [64, 32] matrix: offset 256, sizes (4, 32), strides (32, 1).
-    """
+    Example: rows 8 to 12 of a [64, 32] matrix: offset 256, sizes (4, 32), strides (32, 1)."""
 
     name: str
     cols: int
@@ -101,8 +97,7 @@ class _View:
     def outline(self) -> list[tuple[int, int, bool]]:
         """Return (dimension, size, along a row?) of each dimension, by stride.
 
-        Views of equal outline hold their elements in the same order.
-        """
+        Views of equal outline hold their elements in the same order."""
         dims = [(size, stride) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1]
         order = sorted(range(len(dims)), key=lambda dim: dims[dim][1])
         return [(dim, dims[dim][0], dims[dim][1] == 1 < self.cols) for dim in order]

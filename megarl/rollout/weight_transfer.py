@@ -64,8 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     copy: Callable[[], object] | None = None
     """Function that fills the weights; in the trainer's process.
 
-    Collective over the ranks whose weights travel as messages.
-    """
+    Collective over the ranks whose weights travel as messages."""
     order: bytes = b""
     """An Order (puller.py) as a message; in another process."""
 
@@ -88,8 +87,7 @@ def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offe
     """Offer the trainer's parameters to the engine that is built inside this context.
 
     CUDA graphs and compiled code keep memory addresses. These can still be chosen while vLLM builds the
-    weight-transfer engine.
-    """
+    weight-transfer engine."""
     offer = Offer(atlas, parameters)
     token = _offer.set(offer)
     try:
@@ -137,8 +135,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Copy the weights of a new version.
 
-        In a vLLM process with two buffers this returns at once, and `Puller.wait` waits for the copies.
-        """
+        In a vLLM process with two buffers this returns at once, and `Puller.wait` waits for the copies."""
         if update_info.copy is not None:
             update_info.copy()
             self._derive()
@@ -163,8 +160,7 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
     """Return the atlas of this rank of an engine, from the tables or from vLLM's own loader.
 
     Raises: ValueError or FileNotFoundError if the trainer does not know the model type either and the folder
-    holds no weights. The trace needs their sizes.
-    """
+    holds no weights. The trace needs their sizes."""
     folder, model_type = vllm_config.model_config.model, vllm_config.model_config.hf_config.model_type
     if model_type in TABLES:
         return vllm_atlas(
@@ -182,8 +178,7 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
 
     Both must agree in dtype, device and layout.
 
-    Returns: name in the model -> name of the trainer's parameter.
-    """
+    Returns: name in the model -> name of the trainer's parameter."""
     parameters, taken = dict(model.named_parameters()), {}
     for name, source in find_aliases(offer.atlas, atlas).items():
         weight, ours = parameters.get(name), offer.parameters[source]
@@ -202,8 +197,7 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
     """Return the plain twin of every weight that vLLM packs for its CPU experts, by parameter name.
 
-    The result is empty on a GPU and for dense models.
-    """
+    The result is empty on a GPU and for dense models."""
     if not current_platform.is_cpu():
         return {}
     from megarl.rollout.cpu_experts import PackedExperts
@@ -233,8 +227,7 @@ def expose_weights(
     lm_head keeps its parameter but multiplies with a packed copy. A tied lm_head owns no parameter and does
     the same. Therefore *every* module is switched.
 
-    Raises: RuntimeError if the model's parameters are not those of the atlas.
-    """
+    Raises: RuntimeError if the model's parameters are not those of the atlas."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
     parameters |= {name: experts.plain for name, experts in (packed or {}).items()}
     if parameters.keys() != atlas.keys():

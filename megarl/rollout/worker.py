@@ -22,8 +22,7 @@ class NamedCPUWorker(CPUWorker):
     vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a
     file's last '/' part). Under the external launcher that part is the same in every job. A second job on the
     machine, or one after a crash, finds the name in use. In vLLM's own processes the part is a file's name
-    without an owner, so nobody could ever remove it.
-    """
+    without an owner, so nobody could ever remove it."""
 
     def __init__(
         self,
@@ -54,8 +53,7 @@ class NamedCPUWorker(CPUWorker):
 def _unique_name() -> str:
     """Return a name shared by all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank 0>.
 
-    Collective over the world.
-    """
+    Collective over the world."""
     own = (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8])
     everyone = all_gather_messages(own, tuple[str, int, str])
     pid = next(pid for host, pid, _ in everyone if host == socket.gethostname())

@@ -2,8 +2,7 @@
 
 The ranks of one engine must stop before the same step, or the others would wait for them in a collective. The
 ranks take each step together, so no rank is more than one step ahead. Once every rank knows of the abort, the
-engine's first rank announces the step before which all ranks stop. This is the step after its next one.
-"""
+engine's first rank announces the step before which all ranks stop. This is the step after its next one."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class AbortableEngine:
     Args:
         engine: vLLM's engine; its `step` is called until all requests are complete.
         name: the same on all ranks of the engine, different for other engines.
-        rank, size: place of this process among the ranks that take the engine's steps together.
-    """
+        rank, size: place of this process among the ranks that take the engine's steps together."""
 
     def __init__(
         self, engine: object, name: str = "", rank: int = 0, size: int = 1, token: AbortToken = ABORT

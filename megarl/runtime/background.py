@@ -50,8 +50,7 @@ class DriverCall:
 class BackgroundThread:
     """A daemon thread that starts with the first call.
 
-    A function that hangs does not keep a failed job from ending.
-    """
+    A function that hangs does not keep a failed job from ending."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[DriverCall | None] = queue.SimpleQueue()

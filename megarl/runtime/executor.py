@@ -25,8 +25,7 @@ kill
     kill: the ranks end at once.
 
 Arguments, results and events are messages of declared types (messages.py). tests/runtime/executor_contract.py
-tests all of this for any executor.
-"""
+tests all of this for any executor."""
 
 from __future__ import annotations
 
@@ -44,15 +43,13 @@ class Capabilities:
     overlap: bool
     """Whether calls on disjoint ranks run at the same time.
 
-    Otherwise a call has ended when `call` returns.
-    """
+    Otherwise a call has ended when `call` returns."""
     deadlines: bool
     """Whether a call longer than `call_timeout_s` raises a CallTimeout that shows where the ranks are."""
     rank_processes: bool
     """Whether ranks are separate processes.
 
-    The death of a rank process is then a failure, and no rank process is left after the shutdown.
-    """
+    The death of a rank process is then a failure, and no rank process is left after the shutdown."""
     survives_worker_death: bool
     """Whether the other ranks can be called after one has died."""
 
@@ -85,8 +82,7 @@ class CallTimeout(RuntimeError):
 
     Args:
         ranks: ranks that did not answer.
-        stacks: Python stack of each rank that has reported one; None if the ranks were not asked.
-    """
+        stacks: Python stack of each rank that has reported one; None if the ranks were not asked."""
 
     def __init__(
         self,
@@ -128,8 +124,7 @@ class Future(Protocol):
     def result(self) -> list:
         """Return the values per rank, in the order of the role's ranks. Blocks.
 
-        Raises: the first error of the job, whichever call it came from.
-        """
+        Raises: the first error of the job, whichever call it came from."""
 
     def first(self) -> object:
         """Return the value of the role's first rank. Waits for all ranks."""
@@ -149,15 +144,13 @@ class Executor(Protocol):
     check_interrupt: Callable[[], None]
     """Function set by the loop; an exception from it interrupts the loop.
 
-    The executor calls it on the loop's thread before a call is issued and while the loop waits.
-    """
+    The executor calls it on the loop's thread before a call is issued and while the loop waits."""
     failure: RuntimeError | None
     """The first failure of any rank. From then on calls and waits raise it."""
     call_timeout_s: float | None
     """Seconds that a rank may take for one call, from when the rank is free to start it.
 
-    None: no deadlines.
-    """
+    None: no deadlines."""
 
     @property
     def num_calls(self) -> int:
@@ -179,14 +172,12 @@ class Executor(Protocol):
 
         Args:
             or_event: return also when an event waits to be taken, possibly without a finished future.
-        Raises: like `Future.result`; ValueError for no futures.
-        """
+        Raises: like `Future.result`; ValueError for no futures."""
 
     def wait_event(self, timeout_s: float | None = None) -> Event | None:
         """Block until there is an event, and take the oldest. Returns None after the timeout.
 
-        Raises: like `Future.result`.
-        """
+        Raises: like `Future.result`."""
 
     def take_events(self) -> list[Event]:
         """Take all events that have arrived, in their order on each rank. Does not block."""
@@ -194,8 +185,7 @@ class Executor(Protocol):
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Return (role, method) -> seconds of all its calls that ended since the last call of this method.
 
-        Each call counts as in `Future.seconds`.
-        """
+        Each call counts as in `Future.seconds`."""
 
     def wake(self) -> None:
         """Call `check_interrupt` now if the loop waits. From any thread."""
@@ -213,8 +203,7 @@ class Executor(Protocol):
         """Return the ranks that have died or do not answer within seconds.
 
         This is quicker than `health`. Call it once per graceful shutdown, from another thread than the
-        loop's.
-        """
+        loop's."""
 
     def where(self) -> str:
         """Describe what the loop waits for: "at step 3, waiting for actor.update on rank 1"."""
@@ -235,8 +224,7 @@ class ProcessExecutor(Executor, Protocol):
     death_first_s: float
     """Seconds to delay the failure of a call, where dead ranks are reported to `fail`.
 
-    The death of one rank makes calls on others raise, and the death should be reported first.
-    """
+    The death of one rank makes calls on others raise, and the death should be reported first."""
     is_shutting_down: Callable[[], bool]
     """Function called after this delay. Returns whether the job ends for a reason other than this failure."""
     on_terminated: Callable[[], None]
@@ -246,8 +234,7 @@ class ProcessExecutor(Executor, Protocol):
 class RoleHandle:
     """Lets a role be called like a local object.
 
-    `actor.update(x)` is `executor.call("actor", "update", x)`.
-    """
+    `actor.update(x)` is `executor.call("actor", "update", x)`."""
 
     def __init__(self, executor: Executor, role: str):
         self._executor, self._role = executor, role

@@ -1,8 +1,7 @@
 """Host roles on a rank, independently of the transport of messages.
 
 This module has the roles, the context that they are built with, and the idle hook. An executor's worker loop
-makes a WorkerContext, builds the roles with it and passes every call to `HostedRoles.run`.
-"""
+makes a WorkerContext, builds the roles with it and passes every call to `HostedRoles.run`."""
 
 from __future__ import annotations
 
@@ -21,20 +20,17 @@ class IdleHook(Protocol):
     """Work that a rank does while no command waits, for example the steps of an engine.
 
     Ranks that step together (the ranks of one engine) register the hook in the same call. They take the same
-    number of steps before each command: one rank, the leader, decides for all.
-    """
+    number of steps before each command: one rank, the leader, decides for all."""
 
     def agree(self, value: bool) -> bool:
         """Return the leader's value. Collective over the ranks that step together.
 
-        A single rank returns `value`.
-        """
+        A single rank returns `value`."""
 
     def step(self) -> bool:
         """Take one step. Returns False if nothing is left to do before the next command.
 
-        The result is the same on all ranks that step together.
-        """
+        The result is the same on all ranks that step together."""
 
 
 class WorkerContext:
@@ -43,8 +39,7 @@ class WorkerContext:
     Args:
         rank: rank of this process in the job.
         send_event: hands an event to the driver; called from any thread, one at a time.
-        abort: holds whether the calls of this rank are to be aborted.
-    """
+        abort: holds whether the calls of this rank are to be aborted."""
 
     def __init__(self, rank: int, send_event: Callable[[Event], None], abort: AbortToken = ABORT) -> None:
         self.rank, self.abort = rank, abort
@@ -58,8 +53,7 @@ class WorkerContext:
         Events of a rank arrive in the order of their `emit`. They arrive before the value of the call that
         has emitted them.
 
-        Raises: CannotSend.
-        """
+        Raises: CannotSend."""
         try:
             encode(payload)
         except CannotSend as error:
@@ -72,8 +66,7 @@ BuildRoles = Callable[[WorkerContext], Mapping[str, object]]
 Roles = Mapping[str, object] | BuildRoles
 """Role name -> object whose methods the driver calls, for the roles of this rank.
 
-A function that builds the roles is also allowed. An error in this function is reported as any other.
-"""
+A function that builds the roles is also allowed. An error in this function is reported as any other."""
 
 
 class HostedRoles:
@@ -85,8 +78,7 @@ class HostedRoles:
     def run(self, call: Call, index: int) -> Reply:
         """Run a call of the driver.
 
-        Raises: the error of the method; TypeError for arguments or a result that no message can hold.
-        """
+        Raises: the error of the method; TypeError for arguments or a result that no message can hold."""
         start = time.perf_counter()
         if call.role not in self.by_name:
             hosted = sorted(self.by_name)
@@ -112,8 +104,7 @@ def stack_of_call(thread: threading.Thread, others: tuple[str, ...] = ()) -> str
     """Return the stack of a rank's thread below the call that it runs.
 
     Stacks of the threads named in `others` are appended. Needs the GIL, which every wait in torch or gloo
-    releases.
-    """
+    releases."""
     frames = traceback.extract_stack(sys._current_frames()[thread.ident])
     inside = [i for i, frame in enumerate(frames) if frame.name == "run" and frame.filename == __file__]
     text = "".join(traceback.format_list(frames[inside[-1] + 1 if inside else 0 :])).rstrip()

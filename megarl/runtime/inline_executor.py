@@ -49,8 +49,7 @@ class InlineExecutor:
 
     Args:
         roles: see `hosting.Roles`.
-        interfaces: as in StoreExecutor.
-    """
+        interfaces: as in StoreExecutor."""
 
     capabilities = Capabilities(
         overlap=False, deadlines=False, rank_processes=False, survives_worker_death=False

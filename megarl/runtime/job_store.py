@@ -1,7 +1,6 @@
 """Create the store of a job whose ranks this process starts.
 
-Nobody outside of the machine reaches the store, and nobody else on the machine can sign messages.
-"""
+Nobody outside of the machine reaches the store, and nobody else on the machine can sign messages."""
 
 from __future__ import annotations
 

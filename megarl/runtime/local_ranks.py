@@ -8,8 +8,7 @@
       `-- rank 1 ...
 
 For the ranks this process takes the place of torchrun's agent. They find the store and their place in the
-same variables. The ranks end with this process, however it ends (`end_with_parent`).
-"""
+same variables. The ranks end with this process, however it ends (`end_with_parent`)."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
     """Hold back signals that the user's program handles, until the ranks are gone.
 
     Args:
-        is_interrupt: drop another Ctrl-C.
-    """
+        is_interrupt: drop another Ctrl-C."""
     # signal handlers run on the main thread alone
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -111,8 +109,7 @@ class RankDied(RuntimeError):
 
         Args:
             code: exit code as in Popen.
-            description: describes the rank, for example "1: actor, critic".
-        """
+            description: describes the rank, for example "1: actor, critic"."""
         who = f"[rank {description}]"
         self.is_kill = code < 0
         if code == -signal.SIGKILL:
@@ -139,8 +136,7 @@ class LocalRanks:
     Args:
         describe_rank: describes a rank that has died, for example "1: actor, critic".
         tidy_up: removes resources that killed ranks could not remove themselves.
-        attempt: number of earlier starts of the job.
-    """
+        attempt: number of earlier starts of the job."""
 
     def __init__(
         self,
@@ -178,8 +174,7 @@ class LocalRanks:
         self.on_signal: Callable[[int], bool] = lambda signum: False
         """Function called, on another thread, when SIGTERM or SIGINT has ended a rank.
 
-        Returns whether the signal ends the job; in that case it is no failure.
-        """
+        Returns whether the signal ends the job; in that case it is no failure."""
 
     def start(
         self,
@@ -192,8 +187,7 @@ class LocalRanks:
         A rank that dies sets this executor's failure.
 
         Args:
-            ranks: role -> its ranks.
-        """
+            ranks: role -> its ranks."""
         from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
@@ -225,8 +219,7 @@ class LocalRanks:
     def report_deaths(self, report: Callable[[RankDied], None]) -> None:
         """Report every rank that dies before `end` to this function, on another thread.
 
-        Ranks that have already died are reported now.
-        """
+        Ranks that have already died are reported now."""
         with self._lock:
             self._report = report
             for death in self._deaths:
@@ -243,8 +236,7 @@ class LocalRanks:
     def end(self, wait_s: float) -> None:
         """Wait `wait_s` seconds for the ranks to exit, then end them and their child processes.
 
-        Returns when all are gone.
-        """
+        Returns when all are gone."""
         self.expect_end()
         self._join(wait_s)
         self._end_ranks()

@@ -12,8 +12,7 @@
 All keys live under a prefix with the elastic restart count, so a restarted job never reads keys of the
 previous attempt. Messages (messages.py) are signed (signing.py), because anybody who reaches the store's port
 can write there. The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp). Larger
-values are split into parts.
-"""
+values are split into parts."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
 def has_own_store() -> bool:
     """Return whether the job has a store before its ranks have joined.
 
-    torchrun provides such a store, as does a driver that has started the ranks.
-    """
+    torchrun provides such a store, as does a driver that has started the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -94,8 +92,7 @@ class Mailbox:
     def post(self, index: int, command: Command) -> list[str]:
         """Append a command to the log.
 
-        Returns its keys, which can be deleted once every rank has read them.
-        """
+        Returns its keys, which can be deleted once every rank has read them."""
         head, parts = self._pack(f"cmd/{index}", signing.sign(encode(command), f"cmd/{index}"))
         self._store.set(f"cmd/{index}", head)
         return [f"cmd/{index}", *parts]
@@ -119,8 +116,7 @@ class Mailbox:
         """Return the stack of the main thread of each of these ranks that answers in time.
 
         Args:
-            number: number of the question, from 0.
-        """
+            number: number of the question, from 0."""
         self._store.set(f"health/{number}", "asked")
         deadline, stacks = time.monotonic() + wait_s, {}
         while len(stacks) < len(ranks) and time.monotonic() < deadline:
@@ -138,8 +134,7 @@ class Mailbox:
     def kill(self, index: int, exit_code: int) -> None:
         """End the job at once.
 
-        Workers that wait for command `index`, the next one, exit at once. Failed workers stop waiting.
-        """
+        Workers that wait for command `index`, the next one, exit at once. Failed workers stop waiting."""
         self._store.set("kill", "1")
         self.post(index, Kill(exit_code))
 
@@ -185,8 +180,7 @@ class Mailbox:
     def answer_health(self, rank: int, describe: Callable[[], str]) -> None:
         """Answer the driver's questions with the result of `describe`, until the driver stops asking.
 
-        Runs on a separate thread with a separate connection.
-        """
+        Runs on a separate thread with a separate connection."""
         number = 0
         while self._store.get(f"health/{number}") != _END:
             key = f"health/{number}/{rank}"

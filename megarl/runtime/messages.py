@@ -6,8 +6,7 @@ Decoding a message runs none of its content as code.
     ranks -> driver     Reply, Event, Terminated
 
 Arguments, results and the payload of events are encoded separately, so that a rank that skips a call does not
-decode its arguments. Decoding follows the declared types, which are the annotations of a method.
-"""
+decode its arguments. Decoding follows the declared types, which are the annotations of a method."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def encode(value: object) -> bytes:
 
     numpy's numbers become Python's, and paths become strings.
 
-    Raises: CannotSend, without naming the value.
-    """
+    Raises: CannotSend, without naming the value."""
     try:
         try:
             return msgspec.msgpack.encode(value, enc_hook=_plain)
@@ -186,8 +184,7 @@ def decode_arguments(method: Callable[..., object], data: bytes) -> tuple[list, 
 def decode_result(interface: type | None, method: str, data: bytes) -> object:
     """Decode the result of a call by the return annotation of the interface's method, else as plain types.
 
-    Raises: TypeError for a value of another type.
-    """
+    Raises: TypeError for a value of another type."""
     decoder = _ANY if interface is None else _result_decoder(interface, method)
     try:
         return decoder.decode(data)

@@ -37,8 +37,7 @@ def store_prefix(env: Mapping[str, str] = os.environ) -> str:
     """Return the prefix of this attempt's keys in the store.
 
     Args:
-        env: environment of a rank.
-    """
+        env: environment of a rank."""
     run, attempt = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"megarl/{run}/attempt_{attempt}"
 
@@ -65,8 +64,7 @@ def _watch_parent(parent: int, grace_s: float) -> None:
 def process_name(pid: int | None = None) -> str:
     """Return a name that no other process of any machine ever has: "boot id and namespace/pid/start".
 
-    A process that has ended has no start. The default is this process.
-    """
+    A process that has ended has no start. The default is this process."""
     pid = os.getpid() if pid is None else pid
     with open("/proc/sys/kernel/random/boot_id") as boot:
         name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
@@ -98,8 +96,7 @@ def end_on_signals() -> None:
 def exit_on_signals(*signums: int) -> None:
     """Let these signals end this process at once with exit code 128 + n.
 
-    Do not use this for a process that must clean up.
-    """
+    Do not use this for a process that must clean up."""
     for signum in signums:
         signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
 
@@ -108,8 +105,7 @@ def ignore_signals_for_good() -> None:
     """Ignore SIGINT and SIGTERM from now on, also while the interpreter shuts down.
 
     The interpreter restores the default action of a signal with a Python handler, but not of an ignored
-    signal.
-    """
+    signal."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -124,8 +120,7 @@ def ignore_signals_for_good() -> None:
 def listen_on_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface. Variables that the user has set stay.
 
-    Both accept connections from anybody who reaches them.
-    """
+    Both accept connections from anybody who reaches them."""
     if os.path.exists("/sys/class/net/lo"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
@@ -135,8 +130,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed memory instead of returning it to the kernel.
 
     The kernel would hand the memory out again page by page, because activations of a small model are
-    allocated and freed in every forward pass. This costs a tenth of a step's time on a CPU.
-    """
+    allocated and freed in every forward pass. This costs a tenth of a step's time on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack mallopt
     if mallopt is not None:
         for option, value in (
@@ -158,8 +152,7 @@ def compute_fp32_exactly() -> None:
     - `tl.dot` takes TF32 unless the kernel or TRITON_F32_DEFAULT says otherwise (triton/language/core.py),
       and vLLM's attention kernel for fp32 says nothing.
 
-    Neither variable affects bf16. Variables that the user has set stay.
-    """
+    Neither variable affects bf16. Variables that the user has set stay."""
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
@@ -168,8 +161,7 @@ def quiet_libraries() -> None:
     """Silence warnings of libraries about missing or renamed parts, about thirty lines per process.
 
     Call this before torch, Megatron and vLLM are imported. PYTHONWARNINGS and the libraries' own logging
-    variables restore the warnings.
-    """
+    variables restore the warnings."""
     if os.environ.get("PYTHONWARNINGS"):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -186,8 +178,7 @@ def quiet_libraries() -> None:
 def keep_checkout_off_path() -> None:
     """Remove a checkout of megarl from sys.path, where `-m` puts the working directory.
 
-    vLLM would take our folder triton_kernels/ for OpenAI's package of that name.
-    """
+    vLLM would take our folder triton_kernels/ for OpenAI's package of that name."""
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.path[:] = [
         p

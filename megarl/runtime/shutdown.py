@@ -1,7 +1,5 @@
 """Shut down a driver process: one message, one exit code, no process left behind.
 
-These rules hold whoever started the driver and its ranks:
-
     running    SIGTERM, within `graceful_shutdown`                     -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
     stopping   another SIGTERM: changes nothing
@@ -17,8 +15,7 @@ thread while that holds threading's own locks.
 
 When a rank receives SIGTERM, the driver sends itself the same signal. torchrun sends SIGTERM to all other
 ranks when a rank dies, and rank 0's death is a SIGTERM to the driver beside it. The driver therefore first
-checks which ranks live.
-"""
+checks which ranks live."""
 
 from __future__ import annotations
 
@@ -69,10 +66,7 @@ class Processes(Protocol):
     """The ranks, if they are this process's children."""
 
     on_signal: Callable[[int], bool]
-    """Function called, on another thread, when SIGTERM or SIGINT has ended a rank.
-
-    Returns whether the signal ends the job; in that case it is no failure.
-    """
+    """Called on another thread after SIGTERM or SIGINT ended a rank. Returns whether that ends the job."""
 
     def expect_end(self) -> None:
         """Stop treating the end of a rank as a failure."""
@@ -145,8 +139,7 @@ def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable
 
     Args:
         grace_s: seconds that the loop has from the request to its end.
-        newest: describes the newest checkpoint, in case the loop takes longer.
-    """
+        newest: describes the newest checkpoint, in case the loop takes longer."""
     _running.request, _running.grace_s, _running.newest = request, grace_s, newest
     try:
         yield
@@ -176,8 +169,7 @@ def run_job(
     try:
         try:
             _handle_signals(signal.SIGINT, signal.SIGTERM)
-            # between two attempts, where nothing handles a signal
-            if (signum := received_signal()) is not None:
+            if (signum := received_signal()) is not None:  # came between two attempts
                 raise Stopped(signum)
             if processes is not None:
                 processes.on_signal = _act_on_signal_of_rank
@@ -210,8 +202,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
     _claim_or_wait(job)
     executor, processes = job.executor, job.processes
     if processes is not None:
-        # before the ranks are told: an interrupt may have left the executor locked, which would block reports
-        # of deaths
+        # an interrupt may have left the executor locked, which would block reports of deaths
         processes.expect_end()
     sys.stdout.flush()
     explanation, code = _explain(error, job), _exit_code(error, executor)
@@ -224,10 +215,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
 
 
 def _claim_or_wait(job: _Running) -> None:
-    """Return only if the main thread is the one that ends the job.
-
-    Otherwise a limit ends the job, by `os._exit`.
-    """
+    """Return only if the main thread ends the job. Otherwise a limit ends the job, by `os._exit`."""
     if not job.claim():
         threading.Event().wait()
 
@@ -241,8 +229,7 @@ def run_job_in_process(
     SIGTERM means the same as elsewhere. Ctrl-C stays a KeyboardInterrupt until it arrives here, as a debugger
     needs it. An error is raised.
 
-    Returns: 0, or 128 + n after signal n, which is reported in one line.
-    """
+    Returns: 0, or 128 + n after signal n, which is reported in one line."""
     global _running
     job = _running = _Running()
     job.judged.set()  # the only rank is this process
@@ -351,8 +338,7 @@ def _terminate() -> None:
 def _act_on_signal_of_rank(signum: int) -> bool:
     """Send the driver the signal that has ended a rank. Returns whether that ends the job.
 
-    During a graceful shutdown no rank may end by SIGTERM.
-    """
+    During a graceful shutdown no rank may end by SIGTERM."""
     if signum == signal.SIGTERM and _running.executor is not None and _running.is_requested:
         return False
     if signum not in _signals:
@@ -375,8 +361,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
     Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
     handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
-    that work continues.
-    """
+    that work continues."""
     job = _running
     if signum == signal.SIGTERM:
         is_request = any(

@@ -11,8 +11,7 @@
                              can, see abort.py
     shutdown/all_ranks_know  set when every rank has read shutdown/abort
 
-The driver sets the last three in this order, or all of them to "end" when it will ask no more.
-"""
+The driver sets the last three in this order, or all of them to "end" when it will ask no more."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class ShutdownListener:
 
         Nobody reads the value of an aborted command. A call after an aborted one may fail because the aborted
         call's effects are missing. A child process of this rank, for example an engine, may have received the
-        same SIGTERM earlier.
-        """
+        same SIGTERM earlier."""
         if not isinstance(error, Aborted) and self._terminated.wait(_SAME_SIGNAL_S):
             self._asked.wait(_ASKED_S)
         aborted = index < self._first_kept and (
@@ -111,16 +109,14 @@ class ShutdownListener:
 def _has_driver_died(store: dist.Store) -> bool:
     """Return whether the driver has surely ended.
 
-    This is unknown for a driver that is starting or runs on another machine.
-    """
+    This is unknown for a driver that is starting or runs on another machine."""
     return store.check([DRIVER]) and has_died(store.get(DRIVER).decode())
 
 
 def _on_sigterm(call: Callable[[], None]) -> None:
     """Call this function once, on a thread, after SIGTERM, even while the main thread is inside a collective.
 
-    No Python handler would run there. Call this on the main thread.
-    """
+    No Python handler would run there. Call this on the main thread."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(reading, True)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -8,8 +8,7 @@ there. The key is the job's secret:
                                     when all ranks have read it
     torchrun, several nodes         the user's, in MEGARL_JOB_SECRET, the same on all nodes
 
-The signature also covers the key under which a message is stored, so a message cannot replace another one.
-"""
+The signature also covers the key under which a message is stored, so a message cannot replace another one."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def sign(data: bytes, name: str) -> bytes:
 def verify(signed: bytes, name: str) -> memoryview:
     """Return the data if its signature is valid.
 
-    Raises: ForgedMessage if no process with the same secret has signed the data for this name.
-    """
+    Raises: ForgedMessage if no process with the same secret has signed the data for this name."""
     data = memoryview(signed)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
@@ -78,8 +76,7 @@ _secret: str | None = None
 def job_secret() -> str:
     """Return this process's secret, from the environment or drawn once.
 
-    Raises: SecretError for a secret that is short enough to be guessed.
-    """
+    Raises: SecretError for a secret that is short enough to be guessed."""
     global _secret
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
@@ -95,8 +92,7 @@ def job_secret() -> str:
 def check_secret(env: Mapping[str, str] = os.environ) -> None:
     """Raise SecretError if this rank's secret is too short, or if it is missing and required.
 
-    A secret is required where the ranks cannot agree on one by themselves.
-    """
+    A secret is required where the ranks cannot agree on one by themselves."""
     job_secret()
     alone = env["WORLD_SIZE"] == "1"
     on_one_node = (
@@ -118,8 +114,7 @@ def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
 
     Args:
         store: the store where the ranks of this attempt meet.
-    Raises: SecretError like check_secret.
-    """
+    Raises: SecretError like check_secret."""
     global _secret
     check_secret(env)
     if env.pop(JOB_SECRET, None) is not None or env["WORLD_SIZE"] == "1":
@@ -138,8 +133,7 @@ def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
 def _write(secret: str) -> Path:
     """Write the secret to a new file.
 
-    Files of jobs that ended before all of their ranks had started are removed.
-    """
+    Files of jobs that ended before all of their ranks had started are removed."""
     folder = _folder()
     for path in folder.glob("secret-*"):
         if not Path(f"/proc/{path.name.split('-')[1]}").exists():
@@ -158,8 +152,7 @@ def _read(path: Path) -> str:
 def _folder() -> Path:
     """Return a folder that nobody else can read or write.
 
-    Raises: SecretError if somebody else has made the folder.
-    """
+    Raises: SecretError if somebody else has made the folder."""
     folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

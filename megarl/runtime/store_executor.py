@@ -241,8 +241,7 @@ class StoreExecutor:
     def _end(self) -> None:
         """End the reader thread.
 
-        The store's C++ code may terminate a process that exits while a thread is inside it.
-        """
+        The store's C++ code may terminate a process that exits while a thread is inside it."""
         self._has_ended = True
         self._outbox.close()
         self._reader.join(timeout=1.0)
@@ -289,8 +288,7 @@ class StoreExecutor:
     def _now(self) -> float:
         """Return seconds on a clock that stands while this process is stopped (Ctrl-Z).
 
-        Replies of ranks during that time are not late.
-        """
+        Replies of ranks during that time are not late."""
         return time.monotonic() - self._stopped_s
 
     def _wait_for_change(self, seconds: float) -> None:
@@ -302,8 +300,7 @@ class StoreExecutor:
     def _seconds_left(self) -> float:
         """Return the seconds until the next deadline. Sets the failure after a missed deadline.
 
-        A rank's clock starts when its oldest call could start there.
-        """
+        A rank's clock starts when its oldest call could start there."""
         now = self._now()
         waited = {
             rank: now - max(self._futures[queue[0]].issued, self._free_since[rank])

@@ -73,8 +73,7 @@ def run_driver(
     Returns the exit code, as `run_job`.
 
     Args:
-        interfaces: as in StoreExecutor.
-    """
+        interfaces: as in StoreExecutor."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
     from megarl.runtime.store_executor import (

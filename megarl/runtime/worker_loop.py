@@ -12,8 +12,7 @@ The loop takes the next command of the log, runs it if a role of this rank is ca
 
 A failed worker waits because its exit makes the collectives of its peers fail and torchrun kill all ranks.
 The driver must first report the cause, once. The worker uses `os._exit` because exit hooks (of gloo, vLLM)
-would only print the consequences.
-"""
+would only print the consequences."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def serve(
 def answer_health(rank: int) -> threading.Thread:
     """Answer the driver's health questions from now on, with the stack of this rank's main thread.
 
-    Needs the job's store.
-    """
+    Needs the job's store."""
     thread = threading.Thread(target=_answer_health, args=(rank,), name="answer_health", daemon=True)
     thread.start()
     return thread
@@ -87,8 +85,7 @@ def answer_health(rank: int) -> threading.Thread:
 def fail_to_start(error: BaseException, rank: int) -> NoReturn:
     """Report an error before `serve` to the driver, and end the process.
 
-    If the driver's store cannot be reached, the error is printed here.
-    """
+    If the driver's store cannot be reached, the error is printed here."""
     failure = Failure.of(error, "worker", "start-up", None)
     try:
         mailbox = Mailbox(connect(timeout_s=_KILL_WAIT_S))
@@ -109,8 +106,7 @@ class _WorkerLoop:
     """The loop over the commands of one rank.
 
     Commands come over one connection, which blocks. All reports of this rank go over another connection, so
-    that they arrive in their order and an event can be sent at any time.
-    """
+    that they arrive in their order and an event can be sent at any time."""
 
     def __init__(self, rank: int, store: dist.Store, listener: ShutdownListener) -> None:
         self._rank, self._commands, self._listener = rank, Mailbox(store), listener

@@ -28,8 +28,7 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
 def main(argv: list[str]) -> int:
     """Return the exit code of the driver.
 
-    0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed.
-    """
+    0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed."""
     from megarl.runtime.process import world_size_from_env
     from megarl.runtime.torchrun import run_driver
 

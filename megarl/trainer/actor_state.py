@@ -73,8 +73,7 @@ class ActorState:
 
         Args:
             rows: rows of the training data; None takes the next ones.
-        Raises: ValueError for rows that do not exist or do not fill whole mini-batches.
-        """
+        Raises: ValueError for rows that do not exist or do not fill whole mini-batches."""
         batch = self.config.batch
         if rows is None:
             num_rows = batch.num_prompts if self.config.algorithm.needs_rollout else batch.global_batch_size
@@ -112,8 +111,7 @@ class ActorState:
     def restore(self, state: Mapping[str, object]) -> None:
         """Restore the state that `snapshot` returned. The log-prob gate must be passed again.
 
-        Raises: ValueError if the size of the training data has changed.
-        """
+        Raises: ValueError if the size of the training data has changed."""
         self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]

@@ -5,8 +5,7 @@
     buffer.add(samples)                                   samples as they are finished, in any order
     buffer.take(step=3)                                   the finished groups, in the order of admission
 
-The buffer holds numbers only; the tokens are on the ranks.
-"""
+The buffer holds numbers only; the tokens are on the ranks."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class SampleBuffer:
             visits: visit -> row of the training data.
             num_samples: samples of each prompt, or visit -> samples where groups differ in size.
             step: the training step for which the prompts are admitted.
-        Raises: BufferError for a visit that is already in the buffer.
-        """
+        Raises: BufferError for a visit that is already in the buffer."""
         if known := sorted(visits.keys() & self._groups.keys()):
             raise BufferError(f"visit {known[0]} is admitted a second time")
         for visit, row in visits.items():
@@ -87,8 +85,7 @@ class SampleBuffer:
         """Add finished samples to their groups.
 
         Raises: BufferError for a duplicate sample, and for a sample of a group that was not issued or is
-        finished.
-        """
+        finished."""
         for sample in samples:
             group = self._groups.get(sample.group)
             if group is None or not group.is_issued:
@@ -104,8 +101,7 @@ class SampleBuffer:
     def take(self, step: int) -> list[Group]:
         """Remove the finished groups and return them, in the order of admission.
 
-        Raises: BufferError for an unfinished group that is later than `staleness` allows.
-        """
+        Raises: BufferError for an unfinished group that is later than `staleness` allows."""
         for group in self._groups.values():
             if not group.is_finished and group.step + self.staleness <= step:
                 raise BufferError(
@@ -127,6 +123,5 @@ class SampleBuffer:
     def restore(self, groups: Iterable[Mapping[str, int]]) -> None:
         """Replace the content by the groups of `snapshot`, which are sampled again.
 
-        A sample's draws depend only on its visit and index, so the sample gets the same tokens as before.
-        """
+        A sample's draws depend only on its visit and index, so the sample gets the same tokens as before."""
         self._groups = {group["visit"]: Group(**group) for group in groups}

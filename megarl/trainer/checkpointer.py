@@ -103,12 +103,11 @@ class Checkpointer:
 
         Waits for the previous checkpoint. Does nothing if the run has a checkpoint of this step.
 
-        Raises: RemoteError if a rank cannot copy its state; OSError if the folder cannot be written.
-        """
+        Raises: RemoteError if a rank cannot copy its state; OSError if the folder cannot be written."""
         self.wait()
         step = self._state.completed
         folder = folder_of_step(self._run.folder, step)
-        if step in self._metrics:  # the name belongs to this run: no other run shares the folder
+        if step in self._metrics:  # the run already has a checkpoint of this step
             return
         partial = folder.with_name(f".{folder.name}.partial")
         with self._stop.held(), _removed_if_failed(partial):
@@ -126,8 +125,7 @@ class Checkpointer:
     def poll(self) -> None:
         """Make the checkpoint visible if it is complete, without waiting.
 
-        Raises: RemoteError if a rank could not write its part.
-        """
+        Raises: RemoteError if a rank could not write its part."""
         saving = self._saving
         if saving is None:
             return
@@ -163,8 +161,7 @@ class Checkpointer:
 
         Returns: the step to continue after. The step is 0 without --load, or if --load is --save's own folder
         and holds no checkpoint yet.
-        Raises: NoWholeCheckpoint if all checkpoints are damaged or belong to other models.
-        """
+        Raises: NoWholeCheckpoint if all checkpoints are damaged or belong to other models."""
         if self.config.load is None:
             return 0
         note, problems = self._run.progress.note, []
@@ -250,8 +247,7 @@ class Checkpointer:
     def _problem_of(self, folder: Path) -> str | None:
         """Return the error of a checkpoint, or None.
 
-        Compares digests of the files and shapes of the models.
-        """
+        Compares digests of the files and shapes of the models."""
         try:
             body = read_job(folder)
         except JobFileError as error:

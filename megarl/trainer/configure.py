@@ -32,7 +32,6 @@ def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object
 def _words(flag: str, value: object) -> list[str]:
     """Return the words of a flag as in an args file, without the quotes that a shell removes.
 
-    A value that looks like a flag or a file stays a value.
-    """
+    A value that looks like a flag or a file stays a value."""
     head, *values = shlex.split(format_flag(flag, str(value) if hasattr(value, "__fspath__") else value))
     return [f"{head}={values[0]}"] if len(values) == 1 else [head, *values]

@@ -29,8 +29,7 @@ def held_out_accuracy(
     """Return the mean reward of one response per row, sampled and greedy, and the first row's answers.
 
     A row draws the same noise at every evaluation, in a job and in `megarl eval`. Only the weights change the
-    accuracies.
-    """
+    accuracies."""
     scores, answers = {}, {}
     for name, greedy in MODES.items():
         rollout.generate("eval", {row: row for row in rows}, greedy=greedy)
@@ -45,8 +44,7 @@ def evaluate_actors(
 ) -> tuple[dict[str, float], dict[str, dict[str, object]]]:
     """Evaluate every actor on --eval-data. Returns the scores and, for each score, the first row's answer.
 
-    Raises: ValueError without --eval-data, or without a rule that scores.
-    """
+    Raises: ValueError without --eval-data, or without a rule that scores."""
     scores, answers = {}, {}
     for suffix, actor in state.actors.items():
         if not actor.eval_rows:
@@ -70,8 +68,7 @@ def evaluate_job(
 ) -> None:
     """Load --model into the engines, answer --eval-data, and write one JSON line to stdout.
 
-    The job's other roles are not set up.
-    """
+    The job's other roles are not set up."""
     meshes = role_meshes(config, world_size)
     for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
         future.result()

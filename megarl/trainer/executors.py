@@ -3,8 +3,7 @@
     torchrun    ranks are processes, started by torchrun or by `megarl train` itself
     inline      this process is the only rank: a debugger stops where the error is
 
-`register_executor` adds another executor.
-"""
+`register_executor` adds another executor."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 ExecutorFactory = Callable[[TrainConfig, int], AbstractContextManager["Executor"]]
 """Function (configuration, number of ranks) -> the executor of the job, as a context manager.
 
-The roles can be called within the context.
-"""
+The roles can be called within the context."""
 
 
 def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:
@@ -47,8 +45,7 @@ def has_rank_processes(config: TrainConfig) -> bool:
 
     Otherwise the job needs only `open_executor`.
 
-    Raises: ConfigError for an executor that is not registered.
-    """
+    Raises: ConfigError for an executor that is not registered."""
     return _factory(config) is rank_processes
 
 
@@ -118,16 +115,14 @@ _FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": 
 def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
     """Return the class that declares each role.
 
-    Its annotations give the return types of the role's methods.
-    """
+    Its annotations give the return types of the role's methods."""
     return {role: role_class(role) for role in roles}
 
 
 def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]:
     """Return a function that describes a rank by its roles: "1: actor, critic".
 
-    Data and rewards accompany other roles and are left out.
-    """
+    Data and rewards accompany other roles and are left out."""
 
     def describe(rank: int) -> str:
         roles = ", ".join(

@@ -2,8 +2,7 @@
 
 Without the gate a disagreement raises no error, and training is silently wrong. Typical causes are stale or
 misplaced weights, another temperature, dropout, labels off by one, and padded vocabulary in one softmax but
-not in the other.
-"""
+not in the other."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
     """Return the statistics of a step that are above their limits or not finite.
 
     Args:
-        mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/.
-    """
+        mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
     values = {name: mismatch[f"mismatch/{name}"] for name in limits.accepted(mismatch)}
     return [
         name
@@ -50,8 +48,7 @@ def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | Non
     """Return the error in the differences |trainer log-prob - engine log-prob| of a step, or None.
 
     Args:
-        mismatch: as in `exceeded`.
-    """
+        mismatch: as in `exceeded`."""
     above = exceeded(mismatch, limits)
     if not above:
         return None
@@ -81,8 +78,7 @@ class LogProbGate:
     def check_first(self, log_probs: Future) -> None:
         """Wait for an actor's `log_probs` and check them, unless the actor has passed the gate in this run.
 
-        Raises: GateError if trainer and engine disagree.
-        """
+        Raises: GateError if trainer and engine disagree."""
         actor = self._state.actor_of(log_probs.role)
         if not actor.gate_passed:
             self.check(actor, combine(log_probs.result()))

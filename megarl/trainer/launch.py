@@ -39,8 +39,7 @@ def launch(
     attempt, as `run_job`.
 
     Args:
-        new_run: whether --save must be free.
-    """
+        new_run: whether --save must be free."""
     exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to clean up yet
     _prepare_process()
     code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
@@ -64,8 +63,7 @@ def launch(
 def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
     """Run one attempt of the job.
 
-    Later attempts start the ranks with the same arguments: only the driver's --load differs.
-    """
+    Later attempts start the ranks with the same arguments: only the driver's --load differs."""
     from megarl.runtime.local_ranks import (
         LocalRanks,
     )  # torch: cleanup cannot run if a signal interrupts this import
@@ -86,8 +84,7 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
 
     The ranks report their own errors. This process reports ranks that are killed.
 
-    Returns: 0 for success; 1 if a rank failed, after which the other ranks are ended; 130 after Ctrl-C.
-    """
+    Returns: 0 for success; 1 if a rank failed, after which the other ranks are ended; 130 after Ctrl-C."""
     _prepare_process()
     from megarl.runtime.local_ranks import LocalRanks, undisturbed
 

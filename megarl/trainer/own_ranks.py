@@ -35,8 +35,7 @@ class Started:
 def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
     """Check the job, start its ranks on this machine, and end them afterwards.
 
-    Raises: ConfigError with all errors of the job, before a rank is started.
-    """
+    Raises: ConfigError with all errors of the job, before a rank is started."""
     world_size = config.placement.nproc_per_node
     check_everything(config, world_size)
     shown = Progress(config.batch.train_iters, stream=None if progress else _Nowhere(), terminal=False)

@@ -34,8 +34,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     Args:
         new_run: whether --save must not hold a run yet (training) or is not written to (evaluation).
     Returns: suffix of each actor -> its inputs.
-    Raises: ValueError with all errors.
-    """
+    Raises: ValueError with all errors."""
     check_job(config, world_size, new_run)
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
     inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}

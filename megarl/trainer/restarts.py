@@ -1,8 +1,7 @@
 """Restart a failed job from the newest checkpoint of its own run folder.
 
 `megarl train --max-restarts N` restarts the job itself. Under torchrun --max-restarts N each attempt reads
-its number from the environment.
-"""
+its number from the environment."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def continued(config: TrainConfig) -> TrainConfig:
     """Return the configuration of the next attempt, which continues in --save.
 
     Before the first checkpoint the next attempt begins where the first one began. If that was a checkpoint of
-    another run, the records in --save are removed.
-    """
+    another run, the records in --save are removed."""
     run = Path(config.run.save)
     begins_elsewhere = config.checkpoint.load is not None and not goes_on(config)
     if begins_elsewhere and not checkpoints_in(run):
@@ -50,8 +48,7 @@ def where_it_goes_on(config: TrainConfig) -> str:
     """Describe where the next attempt continues.
 
     Args:
-        config: the configuration that `continued` returned.
-    """
+        config: the configuration that `continued` returned."""
     found = checkpoints_in(Path(config.run.save))
     if found:
         return f"from the checkpoint of step {step_of(found[0])} ({found[0]})"

@@ -34,8 +34,7 @@ class RolloutBatch:
     rewards: dict[int, float | None] = field(default_factory=dict)
     """Weighted sum of the scores by sample id; None if a scoring role failed.
 
-    The values at the time when the advantages are computed count.
-    """
+    The values at the time when the advantages are computed count."""
     transfers: list[Future] = field(default_factory=list)
     """Calls that bring samples and columns to the ranks that need them. Their results are metrics."""
     kl_coef: float = 0.0
@@ -72,8 +71,7 @@ class RolloutBatch:
     def reward_digests(self) -> list[int] | None:
         """Digests that bind each reward to its sample's tokens on the ranks, in the order of sample_ids.
 
-        None if some tokens have no digest.
-        """
+        None if some tokens have no digest."""
         if any(s.digest is None for s in self.samples):
             return None
         return [
@@ -84,8 +82,7 @@ class RolloutBatch:
     def texts(self) -> dict[int, dict[str, object]]:
         """Sample id -> prompt, response, ground_truth, ... of the samples that are logged.
 
-        These are the first --num-rollouts-to-log samples (-1: all).
-        """
+        These are the first --num-rollouts-to-log samples (-1: all)."""
         rule = next(
             (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
         )

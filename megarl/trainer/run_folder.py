@@ -57,8 +57,7 @@ def lock_folder(folder: Path) -> int:
 
     The lock lasts until the descriptor is closed or the process ends.
 
-    Raises: ValueError if another job holds the lock.
-    """
+    Raises: ValueError if another job holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,8 +157,7 @@ class Run:
         Step 0 has a separate row.
 
         Args:
-            answers: score -> one of the samples that the score was computed from.
-        """
+            answers: score -> one of the samples that the score was computed from."""
         for name, answer in answers.items():
             rows = [{"name": name, **answer}]
             self._log(lambda logger, rows=rows: logger.log_rollouts(step, rows, "eval"))
@@ -210,8 +208,7 @@ class Run:
     def _unlocked_if_failed(self) -> Iterator[None]:
         """Unlock the folder if the body raises: nobody closes this run then, and this process may try again.
 
-        Raises: ValueError for a folder that cannot be written.
-        """
+        Raises: ValueError for a folder that cannot be written."""
         try:
             yield
         except BaseException as error:

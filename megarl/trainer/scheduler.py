@@ -38,8 +38,7 @@ class Host(Protocol):
     driver_columns: Collection[str]
     """Columns whose values the driver has (without the `:role` of a second role of a kind).
 
-    Their readers are called only after the driver has received the values.
-    """
+    Their readers are called only after the driver has received the values."""
 
     def skips(self, node: Node) -> bool:
         """Return whether the node is left out of this step. Called once, when the step begins."""
@@ -53,8 +52,7 @@ class Host(Protocol):
         Called once per step for all readers on a mesh. The columns include `weights:...`, for which the
         source may have to act.
 
-        Returns: None if there is nothing to do.
-        """
+        Returns: None if there is nothing to do."""
 
     def finished(self, node: Node, values: list) -> None:
         """Handle the end of a node. `values` is `Future.result`, or [value] for a function of the driver."""
@@ -153,8 +151,7 @@ class Scheduler:
         Returns: the results of all issued nodes, by name. Nodes without readers may still be running.
         Raises: FlowError before the first call if the flow is wrong. The first error of any rank.
         RuntimeError naming the node if a function of the driver fails, here or in the background since the
-        last step.
-        """
+        last step."""
         self._end_the_step_before()
         if self._prepared is None or self._prepared.flow is not flow:
             self._prepared = PreparedFlow(flow, self._meshes, self._shard_key_of, self._host.driver_columns)
@@ -165,8 +162,7 @@ class Scheduler:
     def resume(self, until: Collection[str] | None = None) -> dict[str, NodeResult]:
         """Continue a step that `run` has begun. Without this call the next `run` drops the rest of the step.
 
-        Returns and raises like `run`.
-        """
+        Returns and raises like `run`."""
         step = self._running
         while until is None or not step.ended.issuperset(until):
             if self._issue_one(step):
@@ -182,8 +178,7 @@ class Scheduler:
 
         Call this at the end of a job that did not fail.
 
-        Raises like `run`.
-        """
+        Raises like `run`."""
         self._end_the_step_before()
         while any(call.ranks for call in self._in_flight):
             self._wait()
@@ -193,8 +188,7 @@ class Scheduler:
     def _end_the_step_before(self) -> None:
         """Issue the remaining background nodes of the previous step, whatever they wait for.
 
-        The new step will overwrite the columns that they read.
-        """
+        The new step will overwrite the columns that they read."""
         self._end_functions()
         for call in [call for call in self._in_flight if call.ranks and call.future.done()]:
             self._end(call)

@@ -21,8 +21,7 @@ def take_scores(
     Args:
         per_rank: the role's result, one list of records per rank.
         weight_of: role -> weight of its score, for all scoring roles of this job.
-    Raises: InvariantError for a score of another sample.
-    """
+    Raises: InvariantError for a score of another sample."""
     records = [record for rank in per_rank for record in rank]
     check_scores(role, records, batch.samples)
     batch.records[role] = {
@@ -51,8 +50,7 @@ def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: f
 
     Args:
         roles: the roles that score the batch.
-        max_share: the share of the rewards that may be missing.
-    """
+        max_share: the share of the rewards that may be missing."""
     failed = [sample for sample, reward in batch.rewards.items() if reward is None]
     if len(failed) <= max_share * len(batch.rewards):
         return

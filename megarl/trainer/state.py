@@ -74,8 +74,7 @@ class TrainState:
     def restore(self, snapshot: Mapping[str, object]) -> None:
         """Restore the state that `snapshot` returned.
 
-        Raises: ValueError if the size of the training data has changed.
-        """
+        Raises: ValueError if the size of the training data has changed."""
         self.completed, self.in_step = snapshot["step"], False
         self._restore_actors(snapshot["actors"])
 

@@ -35,8 +35,7 @@ class StepBatches:
     def batch_of(self, role: str) -> RolloutBatch:
         """Return the batch whose samples a role works on.
 
-        This is the role's own actor's batch if that actor samples, else the first actor's.
-        """
+        This is the role's own actor's batch if that actor samples, else the first actor's."""
         return self.of_actor.get(self.flow.rollout_source(role), self.first)
 
     def is_on_policy(self, role: str) -> bool:

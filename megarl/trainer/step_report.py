@@ -19,8 +19,7 @@ def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
     The time of a call is that of its slowest rank. Calls of the same phase add up. Calls without a phase add
     up to `time/other_s`. Calls on disjoint ranks overlap, so the phases may add up to more than
-    `time/step_s`. Without overlap the difference is the time of the driver and of the messages.
-    """
+    `time/step_s`. Without overlap the difference is the time of the driver and of the messages."""
     times: dict[str, float] = {}
     for (role, method), value in seconds.items():
         declared = declaration(role, method)
@@ -39,8 +38,7 @@ def metrics_of_actors(
 
     Args:
         reports: calls of the step whose results are metrics, one dict per rank.
-        seconds: (role, method) -> seconds of all calls of the step.
-    """
+        seconds: (role, method) -> seconds of all calls of the step."""
     reports = list(reports)
     metrics = {}
     for suffix, actor in state.actors.items():
@@ -97,8 +95,7 @@ def _metrics_of_samples(
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:
     """Return the samples that are logged, with their texts and rewards.
 
-    The records of the rule and of each reward model are added unless they equal the reward.
-    """
+    The records of the rule and of each reward model are added unless they equal the reward."""
     rows = []
     for suffix, batch in batches.of_actor.items():
         models = [

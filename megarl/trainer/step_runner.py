@@ -5,8 +5,7 @@
     update   <- after the log-prob gate has found that trainer and engine agree
 
 A role works on the samples of the rollout with the same number or, if the flow has none, on the first
-actor's. This module handles numbers and ids only, no tensors.
-"""
+actor's. This module handles numbers and ids only, no tensors."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class StepRunner:
 
         Args:
             rows: suffix of each actor that admits prompts -> rows of the training data; None takes the next
-                ones.
-        """
+                ones."""
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]
@@ -97,8 +95,7 @@ class StepRunner:
         """Return suffix of each actor -> its metrics of the step. Waits for the reports.
 
         Args:
-            reports: the calls whose results are metrics.
-        """
+            reports: the calls whose results are metrics."""
         reports = list(reports)
         transfers = [call for batch in self.batches.of_actor.values() for call in batch.transfers]
         for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
@@ -108,8 +105,7 @@ class StepRunner:
     def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
         """Update every actor's KL controller and gate with the metrics of the step. Returns warnings.
 
-        Raises: GateError if trainer and engine have drifted apart.
-        """
+        Raises: GateError if trainer and engine have drifted apart."""
         warnings = []
         for suffix, metrics in of_actors.items():
             actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
@@ -133,8 +129,7 @@ class StepRunner:
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
         """Return the arguments of a node's call. The driver already has every value that the node reads.
 
-        Raises: StopRequested instead of an update that a shutdown drops.
-        """
+        Raises: StopRequested instead of an update that a shutdown drops."""
         arguments = self._arguments(node, results)
         declared = node.declaration()
         if declared is not None and declared.commits:
@@ -172,8 +167,7 @@ class StepRunner:
     def skips(self, node: Node) -> bool:
         """Return whether a node is left out of this step.
 
-        An actor keeps its weights while its critic warms up.
-        """
+        An actor keeps its weights while its critic warms up."""
         warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
@@ -250,8 +244,7 @@ class StepRunner:
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
         """Add a role's scores to the rewards, which are complete when every scoring role has returned.
 
-        Raises: RewardsFailed if the rewards are complete and too many are missing.
-        """
+        Raises: RewardsFailed if the rewards are complete and too many are missing."""
         batch, actor = self.batches.batch_of(role), self.state.actor_of(role)
         weight_of = {
             role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()

@@ -1,8 +1,7 @@
 """Apply a request for a graceful shutdown to the step that runs.
 
 before its first update      the step is dropped: the next call, or wait for one, raises StopRequested
-after its first update       the step is finished first
-"""
+after its first update       the step is finished first"""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from collections.abc import Iterator
 class StopRequested(BaseException):
     """Raised in the loop of a job that shuts down, where its weights are those of a completed step.
 
-    The class is no Exception: nothing but the end of the job should catch it.
-    """
+    The class is no Exception: nothing but the end of the job should catch it."""
 
 
 class StopRequest:
@@ -39,8 +37,7 @@ class StopRequest:
     def begin_update(self) -> None:
         """Note that a model is about to be updated: from here on the step is finished.
 
-        Raises: StopRequested.
-        """
+        Raises: StopRequested."""
         self.check()
         self._has_updated = True
 

@@ -16,8 +16,7 @@ _MAX_RECORDS = 50_000  # about 10 MB; a longer run keeps the newest
 class Record:
     """One call, or the exchange that brings columns to a call.
 
-    Times are `time.time()`. The times of a call are those of its ranks' clocks.
-    """
+    Times are `time.time()`. The times of a call are those of its ranks' clocks."""
 
     name: str
     ranks: tuple[int, ...]

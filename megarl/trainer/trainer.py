@@ -152,8 +152,7 @@ class Trainer:
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps. Each step ends with a checkpoint if one is due (--save-interval).
 
-        Errors and records of calls within a step name this step.
-        """
+        Errors and records of calls within a step name this step."""
         while not self.is_done:
             self._begin_step()
             yield self.step
@@ -174,8 +173,7 @@ class Trainer:
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
         Returns: the first actor's batch, which holds the other actors' batches.
         Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
-        fails.
-        """
+        fails."""
         if not self.state.in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
@@ -188,8 +186,7 @@ class Trainer:
         Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
 
         Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last
-        rollout's; RemoteError.
-        """
+        rollout's; RemoteError."""
         self._check_current(batch)
         self.checkpointer.poll()
         return self._record(self.runner.finish())
@@ -204,8 +201,7 @@ class Trainer:
         Args:
             reports: the calls whose results are metrics.
         Raises: GateError if the reports include log-probs that disagree with the engine's; ValueError as
-        `update`.
-        """
+        `update`."""
         self._check_current(batch)
         return self._record(reports)
 
@@ -241,8 +237,7 @@ class Trainer:
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
         """Send token columns from the ranks of one role to those of another.
 
-        Returns: None if both roles work on the same batch shard, so that no call is needed.
-        """
+        Returns: None if both roles work on the same batch shard, so that no call is needed."""
         if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
             raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
         for role in (source, destination):
@@ -257,8 +252,7 @@ class Trainer:
         """Wait for `roles.actor.log_probs()` and check them against the engine, before an update by hand.
 
         Raises: GateError if trainer and engine disagree. ValueError for an actor that works on another's
-        samples.
-        """
+        samples."""
         if not self.runner.batches.is_on_policy(log_probs.role):
             raise ValueError(
                 f"log_probs (of {log_probs.role}): the gate compares an actor with its own engines, "
@@ -296,8 +290,7 @@ class Trainer:
 
         `wait` or the next checkpoint completes it.
 
-        Raises: ValueError within a step.
-        """
+        Raises: ValueError within a step."""
         if self.state.in_step:
             raise ValueError(
                 f"a checkpoint is made between steps, and step {self.step} has no update yet. Call "
@@ -316,8 +309,7 @@ class Trainer:
     def export_if_due(self) -> None:
         """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end.
 
-        The folders of the second actor are hf_2/ and hf_critic_2/.
-        """
+        The folders of the second actor are hf_2/ and hf_critic_2/."""
         interval = self.config.run.export_interval
         if not self.is_done and not (interval and self.step % interval == 0):
             return
@@ -339,8 +331,7 @@ class Trainer:
     def close(self) -> None:
         """Wait for all calls in flight and shut the ranks down. A second call does nothing.
 
-        After a failure the call ends the ranks and raises the error again.
-        """
+        After a failure the call ends the ranks and raises the error again."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:

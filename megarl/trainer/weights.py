@@ -11,8 +11,7 @@ def send_weights(executor: Executor, meshes: dict[str, MeshSpec], version: int, 
     """Call the ranks that hold the weights and have no engine. Ranks with an engine do their part in `sync`.
 
     Args:
-        suffix: suffix of the actor.
-    """
+        suffix: suffix of the actor."""
     if set(meshes[f"actor{suffix}"].ranks) - set(meshes[f"rollout{suffix}"].ranks):
         Actor(executor, f"actor{suffix}").send_weights(version)
 

@@ -63,8 +63,7 @@ class ActorRole(PolicyRole):
     def send_weights(self, version: int) -> None:
         """Send this rank's weights to the engines as `version`, while rollout ranks call RolloutRole.sync.
 
-        A rank with a rollout role does nothing here: RolloutRole.sync sends its weights too.
-        """
+        A rank with a rollout role does nothing here: RolloutRole.sync sends its weights too."""
         if self.rollout_mesh is not None:
             self.send_weights_to(self.rollout_mesh, version)
 
@@ -91,8 +90,7 @@ class ActorRole(PolicyRole):
         """Write the column old_log_probs and compare it with the engine's log-probs.
 
         Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/config/gate_limits.py.
-        The metric kl is the estimate k3 of KL(engine || trainer).
-        """
+        The metric kl is the estimate k3 of KL(engine || trainer)."""
         self.write_log_probs("old_log_probs")
         if not self.model.reports:
             return {}
@@ -149,8 +147,7 @@ class ActorRole(PolicyRole):
             digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
         advantages that differ from the algorithm's reference. ValueError for a reward that is not finite in
-        float32.
-        """
+        float32."""
         check_reward_sizes(dict(zip(sample_ids, rewards, strict=True)))
         if not self.model.is_last_stage:
             return {}

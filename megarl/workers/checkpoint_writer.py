@@ -26,8 +26,7 @@ class CheckpointWriter:
 
     Args:
         group: a gloo process group of the role's ranks. Only the writing threads use it, because they
-            communicate while training continues.
-    """
+            communicate while training continues."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -43,8 +42,7 @@ class CheckpointWriter:
         soon as this returns. `folder` appears when the checkpoint is complete.
 
         Args:
-            state: further values to save as JSON; the first rank's are saved.
-        """
+            state: further values to save as JSON; the first rank's are saved."""
         from megarl.megatron.training_state import model_state, saved_rectangles
 
         rectangles = saved_rectangles(model, atlas)

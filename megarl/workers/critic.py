@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class CriticRole(MegatronRole):
     """The value model, which starts from --critic-model. A language model gets a value head of zeros.
 
-    The value of a response token is that of the state in which the token was chosen.
-    """
+    The value of a response token is that of the state in which the token was chosen."""
 
     objective = Objective(
         loss="value_loss",

@@ -8,8 +8,7 @@ The role `data` is on every rank of a job that samples.
     release([7, 9])                           every rank       samples 7 and 9 are gone
 
 A mesh is named by its shard key (`config.mesh.shard_keys`). Each rank works out its own messages from the
-mini-batches of both meshes, which name every sample's data-parallel rank.
-"""
+mini-batches of both meshes, which name every sample's data-parallel rank."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class DataRole(RandomStateOfRank):
         Raises: ValueError, before anything is sent, for a sample without an owner and for a plan that does
         not fit the mesh. ValueError also for a sample that this rank should own but does not hold.
         InvariantError if the received samples are not those of the engines, or if the driver's record of a
-        sample differs from its owner's.
-        """
+        sample differs from its owner's."""
         mesh = self._mesh(key)
         destinations = self._ranks_of_samples(key, mini_batches, last_stage=False)
         owners = {s.sample_id: s.owners for s in samples}
@@ -124,8 +122,7 @@ class DataRole(RandomStateOfRank):
         Raises: ValueError, before anything is sent, for an unknown column and for a column that this rank
         should send but does not have. ValueError also for a mesh without a batch on this rank, and for
         batches of different samples. InvariantError if a sample gets other values than were written for it,
-        or values of other tokens.
-        """
+        or values of other tokens."""
         check_column_names(columns)
         if source == destination or not columns:
             return {}
@@ -165,8 +162,7 @@ class DataRole(RandomStateOfRank):
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
         """Forget the rollouts and computed columns of samples that were trained on.
 
-        Any rank may call this. Samples that the rank does not hold are ignored.
-        """
+        Any rank may call this. Samples that the rank does not hold are ignored."""
         rollouts = self.store.source(source)
         rollouts.release([sample for sample in sample_ids if sample in rollouts])
         for key, layout in self.store.layouts.items():

@@ -9,8 +9,7 @@ own rows
     A rank copies the rows that it already holds while the messages travel.
 digests
     Digests are computed where a column is written. The receiver compares them with the rows that it has put
-    in place.
-"""
+    in place."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Moved(NamedTuple):
     digests: Digests
     """The sender's digests of the tokens, and of every column but tokens and response_mask.
 
-    They are not yet compared with `columns`.
-    """
+    They are not yet compared with `columns`."""
 
 
 def move_rows(
@@ -76,8 +74,7 @@ def move_rows(
             wants.
         formats: the same on every rank.
     Raises: MissingRowsError for a column that `held` should have, or a sample of another length, before
-    anything is sent. InvariantError for a message of other samples than planned.
-    """
+    anything is sent. InvariantError for a message of other samples than planned."""
     message_format = _MessageFormat.of(columns, formats, lengths)
     digests: Digests = {name: {} for name in message_format.bound}
     for samples in held:
@@ -223,8 +220,7 @@ def collect_samples(
     """Bring the `wanted` samples to this rank as the engines made them, packed in that order.
 
     The samples come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the
-    batch, and the senders' digests.
-    """
+    batch, and the senders' digests."""
     columns, digests = move_rows(held, (*SAMPLED_COLUMNS, *(formats or ())), route, wanted, lengths, formats)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(

@@ -1,8 +1,7 @@
 """Measure how a loss uses its tokens, by calling the loss with chosen numbers.
 
 policy_weight, value_weight    the sum of the weights that the loss gives its tokens
-check_token_level              whether the loss is a sum over tokens, as `token_level` says
-"""
+check_token_level              whether the loss is a sum over tokens, as `token_level` says"""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
 _TOKEN_LEVEL_TOLERANCE = 1e-4
 """Relative tolerance for sums of fp32 numbers in another order.
 
-The error of a loss of whole sequences is far larger.
-"""
+The error of a loss of whole sequences is far larger."""
 
 
 def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
@@ -36,8 +34,7 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
 def value_weight(algorithm: Algorithm, inputs: ValueLossInputs) -> torch.Tensor:
     """Return the sum of the token weights of `value_loss`, a float64 scalar.
 
-    The sum is the slope of the loss where all values are as before and 1 above the returns.
-    """
+    The sum is the slope of the loss where all values are as before and 1 above the returns."""
     zeros = torch.zeros_like(inputs.values)
     return _slope(
         lambda values: algorithm.value_loss(
@@ -63,10 +60,9 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
     Args:
         inputs: shapes, lengths and counts; the other numbers do not matter.
         is_whole: whether the tokens are a whole micro-batch, for which the loss must work in any case.
-    Raises: ValueError naming the setting to change, if the loss is no sum over tokens.
-    """
+    Raises: ValueError naming the setting to change, if the loss is no sum over tokens."""
     count = len(inputs.log_probs)
-    # otherwise a cut behind the first token lies within a response
+    # with more tokens a cut behind the first token lies within a response
     if count < 2 or inputs.response_lengths[0] < 2:
         return False
     position = torch.arange(count, dtype=torch.float64, device=inputs.log_probs.device)

@@ -60,8 +60,7 @@ class MegatronRole:
         store: samples of this rank.
         offload_manager: offload manager of this rank's models.
         optimizer: None if the model is frozen.
-        lora: options of its adapters, if it may have some.
-    """
+        lora: options of its adapters, if it may have some."""
 
     model: TrainedModel
     writer: CheckpointWriter
@@ -129,15 +128,13 @@ class MegatronRole:
     def shard(self) -> BatchShard:
         """This rank's part of the training batch.
 
-        Raises: MissingSampleError if some of its samples were released.
-        """
+        Raises: MissingSampleError if some of its samples were released."""
         return self.store.batch(self.shard_key)
 
     def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
         """Return this rank's forward passes over the mini-batches.
 
-        Raises: InvariantError if a sample no longer has the tokens or values written for it.
-        """
+        Raises: InvariantError if a sample no longer has the tokens or values written for it."""
         shard, dp_rank = self.shard, self.model.groups.dp.rank()
         return [shard.micro_batch(ids) for m in mini_batches for ids in m.micro_batches[dp_rank]]
 
@@ -148,8 +145,7 @@ class MegatronRole:
 
         None, as before the last pipeline stage, writes nothing.
 
-        Raises: InvariantError if a value is not finite or above `largest`.
-        """
+        Raises: InvariantError if a value is not finite or above `largest`."""
         shard = self.shard
         if per_micro_batch is not None:
             shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch)))
@@ -177,8 +173,7 @@ class MegatronRole:
     def has_own(self, name: str) -> bool:
         """Return whether this role itself wrote the column, with its current weights.
 
-        The result is the same on every pipeline stage.
-        """
+        The result is the same on every pipeline stage."""
         shard, column = self.own_columns.get(name, (None, None))
         return shard is self.shard and column is getattr(shard.batch, name)
 
@@ -188,8 +183,7 @@ class MegatronRole:
         """Make all optimizer updates of the step. Returns and raises as `Updates.over_epochs`.
 
         Args:
-            update: makes one update. The first update of the step gets a check.
-        """
+            update: makes one update. The first update of the step gets a check."""
         self.model.advance_schedule()
         has_rewards = self.algorithm.needs_rollout
         mini_batches = self.scored_mini_batches() if has_rewards else self.shard.mini_batches
@@ -228,8 +222,7 @@ class MegatronRole:
             check: records the inputs of the loss.
             constants: further fields of the inputs of the loss.
         Returns: loss(micro_batch, rows, **outputs), where `rows` are the response tokens of the outputs. It
-        returns the result of the algorithm's loss.
-        """
+        returns the result of the algorithm's loss."""
         objective = self.objective
 
         def loss(micro: MicroBatch, rows: slice, **outputs: torch.Tensor | None):
@@ -265,8 +258,7 @@ class MegatronRole:
         """Pass the inputs of the loss to a check.
 
         Args:
-            rows: indices into the micro-batch's response tokens.
-        """
+            rows: indices into the micro-batch's response tokens."""
         objective = self.objective
         weight = None if check.promised is None else objective.token_weight(self.algorithm, inputs)
         check.add_tokens(inputs.response_lengths, weight)
@@ -280,8 +272,7 @@ class MegatronRole:
 
         These counts are the denominators of the loss. Collective over the mesh.
 
-        Raises: InvariantError if the ranks hold another number of tokens than planned.
-        """
+        Raises: InvariantError if the ranks hold another number of tokens than planned."""
         mini_batches, batch = self.shard.mini_batches, self.shard.batch
         # Per mini-batch: response tokens, response tokens with a target, samples with a target.
         counts = torch.zeros(len(mini_batches), 3, dtype=torch.int64)
@@ -309,16 +300,14 @@ class MegatronRole:
     def memory_metrics(self) -> dict[str, float]:
         """Return this rank's metrics of `OffloadManager.take_metrics`.
 
-        Only the mesh's first rank reports the time.
-        """
+        Only the mesh's first rank reports the time."""
         return self.offload_manager.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
 
     @needs("parameters")
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder. Collective over the mesh.
 
-        Adapters are merged into the weights, and written alone to <folder>_adapter in PEFT's format.
-        """
+        Adapters are merged into the weights, and written alone to <folder>_adapter in PEFT's format."""
         self.model.merge_adapters()
         save_hf(folder, self.folder, self.shape, self.atlases, self.model.weights)
         if self.lora is not None:
@@ -331,8 +320,7 @@ class MegatronRole:
         """Write the model, its optimizer, its schedule and a state for JSON. Collective over the mesh.
 
         Raises: CheckpointError, on every rank, if `folder` exists or cannot be written. No new folder is left
-        in that case.
-        """
+        in that case."""
         from megarl.megatron.training_state import save_checkpoint
 
         save_checkpoint(folder, self.model, self.atlases[self.rank], state)
@@ -341,8 +329,7 @@ class MegatronRole:
     def begin_checkpoint(self, folder: str) -> None:
         """Copy the data of `save_checkpoint`, and let a thread write the copy while training continues.
 
-        `checkpoint_written` reports when the checkpoint is complete. Collective over the mesh.
-        """
+        `checkpoint_written` reports when the checkpoint is complete. Collective over the mesh."""
         self.writer.begin(
             Path(folder),
             self.model,
@@ -353,16 +340,14 @@ class MegatronRole:
     def checkpoint_written(self, wait: bool = False) -> str | None:
         """Return the SHA-256 of the manifest once the current checkpoint is complete, else None.
 
-        Raises: CheckpointError if a rank failed.
-        """
+        Raises: CheckpointError if a rank failed."""
         return self.writer.written(wait)
 
     @needs("parameters", "optimizer")
     def damage_of_checkpoint(self, folder: str) -> str | None:
         """Return why `load_checkpoint` would fail, the same on every rank, or None if it would succeed.
 
-        Collective over the mesh.
-        """
+        Collective over the mesh."""
         from megarl.megatron.training_state import verify_checkpoint
 
         try:
@@ -383,8 +368,7 @@ class MegatronRole:
             digests: False if `damage_of_checkpoint` has just found no damage.
         Returns: the state that was saved with the checkpoint.
         Raises: CheckpointError, on every rank, naming the damaged or unsuitable part. The model then stays
-        unchanged.
-        """
+        unchanged."""
         from megarl.megatron.training_state import load_checkpoint
 
         state = load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)

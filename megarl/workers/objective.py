@@ -27,8 +27,7 @@ class Objective:
     columns: Mapping[str, str]
     """Field of the inputs -> token column that fills it.
 
-    The field is None if the batch has no such column.
-    """
+    The field is None if the batch has no such column."""
     target: str
     """Column of the training target. It is NaN on the tokens of a sample whose reward failed."""
     output: str

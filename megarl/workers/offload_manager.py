@@ -12,8 +12,7 @@ nothing, so each part is copied out and back once per phase of its role. Calls t
 
 The manager predicts the next call from earlier calls, because every step runs the same flow. It expects the
 call that followed the last two calls before, or else the call that followed the last one. A wrong guess, as
-at an evaluation, costs copies only.
-"""
+at an evaluation, costs copies only."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class OffloadManager:
         self.peak_bytes = 0
         """Largest number of bytes that the parts of all models had on the device together.
 
-        Activations and engines are not counted.
-        """
+        Activations and engines are not counted."""
 
     def add(self, role: str, memory: ModelMemory, offloaded_parts: Collection[str]) -> None:
         """Manage a model that was just built, with all of its parts on the device."""
@@ -80,8 +78,7 @@ class OffloadManager:
     def _ahead(self, call: _Call) -> tuple[str | None, list[str]]:
         """Return the role of the next call and its parts to load ahead.
 
-        Gradients are never loaded ahead: they come back as zeros, at no cost.
-        """
+        Gradients are never loaded ahead: they come back as zeros, at no cost."""
         role, parts = self._followed.get(self._recent) or self._followed.get(self._recent[-1:], (None, ()))
         if role not in self._models:
             return None, []
@@ -109,8 +106,7 @@ class OffloadManager:
         """Return this rank's metrics since the last call; {} in a job without offload.
 
         memory/<kind>_resident_bytes is the least number of bytes that this role had on the device, while
-        other roles worked. time/offload_s, if `with_time`, covers all roles of the rank.
-        """
+        other roles worked. time/offload_s, if `with_time`, covers all roles of the rank."""
         if not any(model.offloaded_parts for model in self._models.values()):
             return {}
         model = self._models[role]
@@ -134,8 +130,7 @@ def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
 
     Args:
         of: attribute that holds another role, whose model is meant. If that role is None, the call needs no
-            parts.
-    """
+            parts."""
 
     def declare(method: Callable) -> Callable:
         @functools.wraps(method)

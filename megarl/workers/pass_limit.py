@@ -17,8 +17,7 @@ def log_prob_limit(config: TrainConfig, shape: ModelShape, device: torch.device)
 
     On a CPU both passes are the same matrix products of the same micro-batches, to the last bit. On a GPU
     Transformer Engine and cuBLAS may choose other kernels where gradients are recorded. The limit there is
-    the rounding that the log-prob gate accepts: of the mean in bf16, of the largest difference in fp32.
-    """
+    the rounding that the log-prob gate accepts: of the mean in bf16, of the largest difference in fp32."""
     if device.type == "cpu":
         return SAME_KERNELS
     of_mean = config.model.bf16
@@ -35,6 +34,5 @@ def log_prob_limit(config: TrainConfig, shape: ModelShape, device: torch.device)
 def value_limit(device: torch.device) -> PassLimit | None:
     """Return how much a critic's value may differ between the two passes.
 
-    Returns: None on a GPU, because the scale of the values is unknown.
-    """
+    Returns: None on a GPU, because the scale of the values is unknown."""
     return SAME_KERNELS if device.type == "cpu" else None

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 class RandomStateOfRank:
     """Base class of the role that is on every rank of a job.
 
-    That role is data or, in supervised fine-tuning, the actor.
-    """
+    That role is data or, in supervised fine-tuning, the actor."""
 
     def random_state(self) -> dict[str, str]:
         """Return the random state of this process; see `megatron.random_state`."""

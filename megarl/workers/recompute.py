@@ -2,8 +2,7 @@
 
 Digests cannot find a fault inside the computation: advantages in reversed order are written and moved as
 faithfully as right ones. Each rank therefore draws its own samples, looks everything up by their ids, and
-compares the numbers with those in the columns.
-"""
+compares the numbers with those in the columns."""
 
 from __future__ import annotations
 
@@ -21,13 +20,11 @@ from megarl.invariants import InvariantError
 NUM_TOKENS = 256
 """Number of values after which a rank begins no further group.
 
-A rank recomputes all groups of a small step, and one group of a large step.
-"""
+A rank recomputes all groups of a small step, and one group of a large step."""
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 """Allowed difference relative to the size of the terms of a sum.
 
-It covers some ten operations in fp32, and a scan in another order than the reference's.
-"""
+It covers some ten operations in fp32, and a scan in another order than the reference's."""
 
 
 def check_advantages(
@@ -47,8 +44,7 @@ def check_advantages(
         rewards, group_of: sample id -> reward and group, of all samples of the step in the same order on
             every rank. Groups may have any sizes.
         seed: the same seed chooses the same samples.
-    Raises: InvariantError with sample, expected and found value.
-    """
+    Raises: InvariantError with sample, expected and found value."""
     groups: dict[int, list[int]] = {}
     for sample, group in group_of.items():
         groups.setdefault(group, []).append(sample)

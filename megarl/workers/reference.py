@@ -25,8 +25,7 @@ class ReferenceRole(PolicyRole):
 class AdapterlessReferenceRole:
     """The reference of an actor that trains adapters on the same ranks.
 
-    The reference is the actor's model with the adapters switched off, and has no separate weights.
-    """
+    The reference is the actor's model with the adapters switched off, and has no separate weights."""
 
     def __init__(self, actor: ActorRole) -> None:
         self.actor, self.offload_manager = actor, actor.offload_manager

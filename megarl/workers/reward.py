@@ -47,8 +47,7 @@ class RewardRole:
                 for the rollouts/ files. Default: --num-rollouts-to-log.
         Returns: records with sample_id, digest and reward. The reward is None if the job has no rule or if
         the reward failed. In the second case `failure` holds the reason.
-        Raises: InvariantError if the pool returned the verdict of another sample.
-        """
+        Raises: InvariantError if the pool returned the verdict of another sample."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
         rollouts = self.store.rollouts(purpose + self.rollout.suffix)
@@ -110,8 +109,7 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
 def num_workers(asked: int | None) -> int:
     """Return the number of processes of one rank's pool.
 
-    The number is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8.
-    """
+    The number is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8."""
     return (
         asked
         if asked is not None

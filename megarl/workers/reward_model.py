@@ -6,8 +6,7 @@
 
 A model reads the actor's token ids if possible (`same_tokenizer`). Every other classifier, and every judge,
 gets text: the dataset's messages, and the response decoded with the actor's tokenizer, without special
-tokens.
-"""
+tokens."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class RewardModelRole:
         Args:
             config: configuration of its actor, whose suffix is `suffix`.
             name: name of the role, see `reward_models`.
-            shard_key: key of the batch shard that the model scores, see `config.mesh.shard_keys`.
-        """
+            shard_key: key of the batch shard that the model scores, see `config.mesh.shard_keys`."""
         self.config, self.name, self.mesh, self.shard_key = config, name, mesh, shard_key
         self.store, self.offload_manager = store, offload_manager
         self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
@@ -98,8 +96,7 @@ class RewardModelRole:
         Returns: records with sample_id and the unweighted score. The score is None if it failed, and
         `failure` holds the reason. A judge's records of the first --num-rollouts-to-log samples also have its
         answer.
-        Raises: EngineDied as soon as a judge's process is gone.
-        """
+        Raises: EngineDied as soon as a judge's process is gone."""
         batch = self.store.batch(self.shard_key).batch
         by_backend = {
             "transformers": self._score_with_classifier,
@@ -197,8 +194,7 @@ class RewardModelRole:
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
         """Pack the model's own token ids, which have other lengths than the actor's.
 
-        Empty micro-batches are added until all data-parallel ranks have equally many.
-        """
+        Empty micro-batches are added until all data-parallel ranks have equally many."""
         packed: list[Batch] = []
         room = 0
         for sample_id, ids in zip(batch.sample_ids.tolist(), self._token_ids(batch, rows), strict=True):
@@ -311,8 +307,7 @@ def same_tokenizer(actor, own) -> bool:
 
     Args:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.
-        own: the reward model's Hugging Face tokenizer.
-    """
+        own: the reward model's Hugging Face tokenizer."""
     theirs = getattr(actor, "hugging_face", None)
     return (
         theirs is not None

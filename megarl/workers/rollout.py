@@ -52,8 +52,7 @@ class RolloutRole:
         Args:
             actor: the actor in this process, if there is one.
             mode: mode of the engine, see `engine_mode`.
-            suffix: number of role and actor, for example "_2" for rollout_2.
-        """
+            suffix: number of role and actor, for example "_2" for rollout_2."""
         self.config, self.shape, self.mesh = config, shape, mesh
         self.store, self.offload_manager = store, offload_manager
         self.actor, self.actor_mesh = actor, actor_mesh
@@ -65,8 +64,7 @@ class RolloutRole:
     def setup(self) -> None:
         """Start the engine and plan how the actor's weights get into it.
 
-        Collective over the world, after the actor's `setup`.
-        """
+        Collective over the world, after the actor's `setup`."""
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         column = "ground_truth" if needs_ground_truth(config) else None
@@ -108,8 +106,7 @@ class RolloutRole:
     def owners(self) -> tuple[int, ...]:
         """Ranks that own the samples of this rank's engine.
 
-        These are all ranks of an in-process engine, and the first rank of an out-of-process one.
-        """
+        These are all ranks of an in-process engine, and the first rank of an out-of-process one."""
         ranks = self.mesh.peers(self.rank, "tp")
         return ranks if self.mode == "in-process" else ranks[:1]
 
@@ -138,8 +135,7 @@ class RolloutRole:
             visits: visit of each prompt -> its row. The visit is the group of its samples. A held-out row is
                 its own visit, so it draws the same noise at every evaluation.
 
-        Returns: the samples of this engine, on its first rank only.
-        """
+        Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
         rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:

@@ -40,8 +40,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         """Pack this rank's rows of a step.
 
         Args:
-            visits: visit -> dataset row; the visit is the sample id.
-        """
+            visits: visit -> dataset row; the visit is the sample id."""
         dp_rank = self.model.groups.dp.rank()
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         rows = [visits[sample] for sample in samples]

@@ -9,8 +9,7 @@ A mesh is named by its shard key, see `config.mesh.shard_keys`. Sample ids are u
 within a mesh. Roles of one process share the store; none of its content passes through the driver.
 
 Samples that come together stay together. A block is packed once, and readers get views by id. The memory of a
-block is free when its last sample is released.
-"""
+block is free when its last sample is released."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class RolloutSample:
     position: int = 0
     """Place among the samples of the same call on all engines.
 
-    The first samples are logged with their texts.
-    """
+    The first samples are logged with their texts."""
 
     def record(self, owners: tuple[int, ...], truncated: bool = False) -> Sample:
         """Return the driver's record of this sample."""
@@ -144,8 +142,7 @@ class BatchShard(PackedSamples):
         """Store columns that come from another mesh, with the digests that they had there.
 
         Raises: InvariantError if the values are not those that were written there, or were computed for other
-        tokens than the ones here.
-        """
+        tokens than the ones here."""
         check_digests(self.batch, {"tokens": digests["tokens"]}, "that the columns were made of")
         for name, column in columns.items():
             self.batch.set_column(name, column)
@@ -191,8 +188,7 @@ class SampleTable(Generic[Block]):
     Example:
         table.add(RolloutBlock(rollouts))     add samples of an engine
         table.blocks([7, 9])                  the blocks with samples 7 and 9, to read or send them
-        table.release([7])                    sample 7 cannot be read any more
-    """
+        table.release([7])                    sample 7 cannot be read any more"""
 
     def __init__(self, name: str) -> None:
         """Start empty. `name` is the table's name in errors."""
@@ -234,8 +230,7 @@ class SampleTable(Generic[Block]):
     def release(self, sample_ids: Iterable[int] | None = None) -> None:
         """Forget these samples, or all of them (None).
 
-        Raises: MissingSampleError for a sample that is not held; in that case no sample is forgotten.
-        """
+        Raises: MissingSampleError for a sample that is not held; in that case no sample is forgotten."""
         ids = list(self if sample_ids is None else sample_ids)
         ids_of: dict[int, list[int]] = {}
         blocks = [self.block(sample) for sample in ids]
@@ -265,16 +260,14 @@ class SampleStore:
     def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[RolloutSample]:
         """Return rollouts by id, or all rollouts of the source in the order of arrival.
 
-        Raises: MissingSampleError for a sample that is not held.
-        """
+        Raises: MissingSampleError for a sample that is not held."""
         table = self.source(source)
         return [table.block(s).rollouts[s] for s in (table if sample_ids is None else sample_ids)]
 
     def check_records(self, source: str, samples: Iterable[Sample]) -> None:
         """Check the driver's records of the samples that an engine of this rank made.
 
-        Raises: InvariantError for a sample whose group, version or digest is wrong in the driver's record.
-        """
+        Raises: InvariantError for a sample whose group, version or digest is wrong in the driver's record."""
         table = self.source(source)
         for sample in samples:
             if sample.sample_id not in table:
@@ -308,8 +301,7 @@ class SampleStore:
     def batch(self, key: str) -> BatchShard:
         """Return the batch shard that the roles of a mesh train on.
 
-        Raises: MissingSampleError if there is none, or if one of its samples was released.
-        """
+        Raises: MissingSampleError if there is none, or if one of its samples was released."""
         if key not in self._batches:
             raise MissingSampleError(
                 f"there is no batch shard '{key}' on this rank: none was distributed, or all of it was released"

@@ -17,16 +17,14 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 10
 """Limit of consecutive skipped updates.
 
-A skipped update leaves the weights as they are, so further retries would hardly end differently.
-"""
+A skipped update leaves the weights as they are, so further retries would hardly end differently."""
 
 
 class Updates:
     """Makes the updates of one role on one rank.
 
     Args:
-        on_nonfinite: see --on-nonfinite.
-    """
+        on_nonfinite: see --on-nonfinite."""
 
     def __init__(self, role: str, on_nonfinite: Literal["stop", "skip"]) -> None:
         self.role, self.skips = role, on_nonfinite == "skip"
@@ -46,8 +44,7 @@ class Updates:
         Returns: the mean over the updates of this rank's part of every metric. The result also has the number
         of skipped updates, and of updates without a scored sample, if there are some.
         Raises: NonFiniteUpdate, on all ranks. With --on-nonfinite stop the first such update raises. With
-        skip an update raises after MAX_SKIPPED_IN_A_ROW consecutive skipped ones.
-        """
+        skip an update raises after MAX_SKIPPED_IN_A_ROW consecutive skipped ones."""
         made, num_unscored = [], 0
         for epoch in range(num_epochs):
             for number, mini_batch in enumerate(mini_batches):

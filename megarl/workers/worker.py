@@ -40,8 +40,7 @@ from megarl.workers.store import SampleStore
 _WRITE_TIMEOUT = timedelta(days=1)
 """Timeout of checkpoint writers: one rank may write for long while the others wait in their threads.
 
-A rank that dies is noticed at once.
-"""
+A rank that dies is noticed at once."""
 
 
 def join_world(timeout_s: float) -> None:
@@ -53,8 +52,7 @@ def join_world(timeout_s: float) -> None:
     Args:
         timeout_s: seconds that a call may take. Ranks wait for each other a little longer (`group_timeout`).
     Raises: RuntimeError if there are more ranks on this machine than GPUs, or if Transformer Engine is usable
-    on some ranks only.
-    """
+    on some ranks only."""
     if dist.is_initialized():
         return
     torch.set_num_threads(
@@ -93,8 +91,7 @@ def _take_device() -> torch.device:
 def _check_that_ranks_agree() -> None:
     """Raise RuntimeError if some ranks would build Transformer Engine's layers and others Megatron's own.
 
-    The two differ in parameter names and rounding.
-    """
+    The two differ in parameter names and rounding."""
     version = transformer_engine_version()
     where = f"on {socket.gethostname()}: {version or transformer_engine_problem()}"
     told = all_gather_messages((version is not None, where), tuple[bool, str])
@@ -110,8 +107,7 @@ def _check_that_ranks_agree() -> None:
 def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     """Return this rank's roles. Models and engines are built later, when the driver calls their setup().
 
-    Collective over the world: process groups of all meshes are made here, in the same order on every rank.
-    """
+    Collective over the world: process groups of all meshes are made here, in the same order on every rank."""
     if trains_in_fp32(config):
         torch.set_float32_matmul_precision("highest")  # PyTorch's default, which NVIDIA's containers change
     meshes, store = role_meshes(config, world_size), SampleStore()
@@ -185,8 +181,7 @@ def _roles_of_actor(
 
     Args:
         suffix, config: suffix and configuration of the actor.
-        mode: mode of its engines, see `engine_mode`.
-    """
+        mode: mode of its engines, see `engine_mode`."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 

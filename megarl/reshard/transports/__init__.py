@@ -10,5 +10,4 @@ There is one file per transport, and `choose` picks a transport for a pair of ra
 
 Except for messages the destination *pulls*. The source exports the location of its weights once (`exported`)
 and then only announces that a version is complete. vLLM's memory is never exported: its sleep mode may unmap
-the memory, and CUDA cannot share it.
-"""
+the memory, and CUDA cannot share it."""

@@ -31,8 +31,7 @@ def place_here(rank: int, device: str, process: str | None = None) -> Place:
 def ranks_per_node() -> int | None:
     """Return how many consecutive ranks share a node, by torchrun's variables.
 
-    Returns: None without torchrun, or if nodes have unequal numbers of ranks.
-    """
+    Returns: None without torchrun, or if nodes have unequal numbers of ranks."""
     local, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
     return local if local and local * nodes == int(os.environ.get("WORLD_SIZE", "-1")) else None
 
@@ -43,8 +42,7 @@ def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str
     Args:
         wanted: --reshard-transport. It applies to pairs of processes. Within one process copies are always
             direct.
-    Raises: ValueError for a transport that cannot work, with the reason and the alternatives.
-    """
+    Raises: ValueError for a transport that cannot work, with the reason and the alternatives."""
     best, why = _best(source, destination)
     if wanted == "auto" or best == "direct":
         return best, why

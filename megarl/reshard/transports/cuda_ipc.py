@@ -3,8 +3,7 @@
 PyTorch's own handle names the allocation and the place in it. The handle keeps the memory while a peer has it
 open, and works for the caching allocator's blocks (and for expandable segments). Handles are made once per
 storage. A new address needs a new export, so the first sync after an offload exports again. Reads go over
-NVLink or PCIe peer access, on the reader's stream.
-"""
+NVLink or PCIe peer access, on the reader's stream."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def open_shared(segment: CudaMemory) -> Tensor:
     kernel on this device cannot use an address that was opened on the memory's own device. PyTorch reports
     the current device as the tensor's device.
 
-    Raises: RuntimeError if this process cannot see or read the device that has the memory.
-    """
+    Raises: RuntimeError if this process cannot see or read the device that has the memory."""
     owner, here = device_index(segment.device_uuid), torch.cuda.current_device()
     if owner != here and not torch.cuda.can_device_access_peer(here, owner):
         raise RuntimeError(
@@ -55,8 +53,7 @@ def device_uuid(device: int) -> str:
 def device_index(uuid: str) -> int:
     """Return this process's number of a device.
 
-    Raises: RuntimeError if the process sees no such device.
-    """
+    Raises: RuntimeError if the process sees no such device."""
     for device in range(torch.cuda.device_count()):
         if device_uuid(device) == uuid:
             return device

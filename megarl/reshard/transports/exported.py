@@ -1,8 +1,7 @@
 """Describe tensors so that another process can open them.
 
 The description has the storages that hold the tensors, and each tensor's place in its storage. A source sends
-the description to its destinations once.
-"""
+the description to its destinations once."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def export(tensors: dict[str, Tensor]) -> Exported:
     """Share the storages of these [rows, cols] tensors and describe them.
 
     CPU storages move, so build no CopyPlan before. Megatron's parameters lie in a few contiguous buffers, so
-    the number of storages is small for any number of tensors.
-    """
+    the number of storages is small for any number of tensors."""
     number_of: dict[int, int] = {}
     segments, placed = [], {}
     for name, tensor in tensors.items():
@@ -65,8 +63,7 @@ def export(tensors: dict[str, Tensor]) -> Exported:
 def open_exported(exported: Exported) -> dict[str, Tensor]:
     """Open the tensors as views of the other process's memory.
 
-    The views may only be read, and only during a sync.
-    """
+    The views may only be read, and only during a sync."""
     opened = [
         (cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s)
         for s in exported.segments

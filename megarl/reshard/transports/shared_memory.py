@@ -2,8 +2,7 @@
 
 PyTorch moves the storage itself, so every view follows: parameters, DDP buckets, the optimizer's shards.
 PyTorch keeps an open file without a name, which peers reach as /proc/<pid>/fd/<fd>. Nothing is therefore left
-in /dev/shm, however the job ends.
-"""
+in /dev/shm, however the job ends."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def share(storage: torch.UntypedStorage) -> SharedMemory:
     The storage stays there for its lifetime.
 
     Raises: OSError if the node has too little shared memory (a write into missing pages would kill the
-    process).
-    """
+    process)."""
     if not storage.is_shared():
         free = os.statvfs(_FOLDER)
         if storage.nbytes() > free.f_bavail * free.f_frsize:
@@ -58,8 +56,7 @@ def share(storage: torch.UntypedStorage) -> SharedMemory:
 def open_shared(segment: SharedMemory) -> Tensor:
     """Map the storage read-only as uint8 [num_bytes]. The mapping lives as long as the tensor.
 
-    Raises: ProcessLookupError if the storage or its process is gone.
-    """
+    Raises: ProcessLookupError if the storage or its process is gone."""
     if process_start(segment.pid) != segment.started:
         raise ProcessLookupError(f"process {segment.pid}, which holds the weights, has ended")
     fd = os.open(f"/proc/{segment.pid}/fd/{segment.fd}", os.O_RDONLY)
